@@ -9,12 +9,17 @@ import asyncio
 import logging
 from typing import Any, TypeVar
 
-from dataplane.errors import DataplaneError, InternalError
+from dataplane.errors import DataplaneError, InternalError, Unavailable
 from dataplane.wire.messages import Failed
 
 log = logging.getLogger(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=DataplaneError)
+
+
+class LinkBroken(Unavailable):
+    """The connection to a peer ended before the answer came, or was not made. For the mesh, which
+    asks again or says so as Unavailable."""
 
 
 def again(why: ErrorT) -> ErrorT:

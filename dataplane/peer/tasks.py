@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
@@ -25,14 +25,18 @@ class Tasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Tasks {len(self._tasks)} under way>"
 
-    def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """A background task whose failure is logged, never lost. No call's deadline is its own."""
-        coroutine = work if isinstance(work, Coroutine) else _awaited(work)
-        task = asyncio.get_running_loop().create_task(coroutine, context=Context())
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A background task whose failure is logged, never lost. No call's deadline is its own.
+        Nothing begins any more once the peer has ended: nobody would see to its end."""
+        if self._closed:
+            work.close()
+            work = asyncio.sleep(0)
+        task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -53,13 +57,10 @@ class Tasks:
             log.error("a background task failed", exc_info=failure)
 
     async def close(self) -> None:
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
 
 
 class Threads:

@@ -131,15 +131,15 @@ def test_what_libzmq_asks_is_answered_by_the_key_alone() -> None:
     gate = Gate(Token(Path("t"), b"x" * 32), "p")
     member = gate._credentials[1]
     request = [b"1.0", b"7", b"dataplane", b"192.0.2.1", b"", b"CURVE", member]
-    assert gate._answer(request)[:3] == [b"1.0", b"7", b"200"]
+    assert gate.answer(request)[:3] == [b"1.0", b"7", b"200"]
     for place, other in ((0, b"2.0"), (2, b"*"), (2, b""), (5, b"NULL"), (6, b"n" * 32), (6, b"")):
         refused = [*request[:place], other, *request[place + 1 :]]
-        assert gate._answer(refused)[:3] == [b"1.0", b"7", b"400"]
-    assert gate._answer(request[:5])[2] == gate._answer([])[2] == b"400"
+        assert gate.answer(refused)[:3] == [b"1.0", b"7", b"400"]
+    assert gate.answer(request[:5])[2] == gate.answer([])[2] == b"400"
     assert gate.refusals.total == 8
     open_gate = Gate(None, "p")
-    assert open_gate._answer([*request[:5], b"NULL"])[2] == b"200"
-    assert open_gate._answer(request)[2] == b"400"
+    assert open_gate.answer([*request[:5], b"NULL"])[2] == b"200"
+    assert open_gate.answer(request)[2] == b"400"
 
 
 @pytest.fixture

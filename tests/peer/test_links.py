@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import resource
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
+from dataplane.peer.failures import LinkBroken
 from dataplane.peer.host import Caller
-from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.links import (
-    RECONNECT_MAX_MS,
-    RECONNECT_MS,
-    Link,
-    LinkBroken,
-    Unreadable,
-    tune,
-)
+from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.mesh import Mesh, _Call
-from dataplane.peer.net.sockets import Context
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.progress import Progress
 from dataplane.wire import limits, peering
@@ -53,118 +40,74 @@ def ask(link: Link, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[B
     return link.ask(rid, frame, math.inf, RuntimeError, brings)
 
 
-async def test_a_link_whose_connection_ends_says_so_once() -> None:
-    context = Context()
+class Line:
+    """A zmq connection, and what is told of it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def dial(
+        self,
+        address: str,
+        greeting: bytes,
+        take: Callable[[bytes], None],
+        broke: Callable[[], None],
+    ) -> Line:
+        self.take, self.broke = take, broke
+        return self
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def greet(link: Link, line: Line, dial: Any, meet: Callable[..., None] = lambda hello: None) -> Any:
+    """The link greets over the line, as request 1."""
+    greetings: Any = line
+    return asyncio.create_task(link.greet(greetings, 1, b"greeting", meet, dial))
+
+
+async def test_a_greeting_whose_connection_ends_says_so_once() -> None:
     broke: list[Link] = []
-    told = asyncio.Event()
 
     def tell(link: Link) -> None:
         broke.append(link)
         link.close(LinkBroken("it broke"))
-        told.set()
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        link = Link.open(
-            context,
-            f"tcp://127.0.0.1:{port}",
-            Gate(None, "test"),
-            tell,
-            nothing,
-            never,
-        )
-        accepted, _ = await asyncio.to_thread(server.accept)
-        call = ask(link, 1, b"a question")
-        accepted.close()
-        with pytest.raises(LinkBroken, match="it broke"):
-            await asyncio.wait_for(call, 10)
-    assert broke == [link] and told.is_set()
-    context.destroy()
+    line = Line()
+    link = link_to(tell)
+    greeting = greet(link, line, None)
+    await asyncio.sleep(0)
+    line.broke()
+    with pytest.raises(LinkBroken, match="it broke"):
+        await asyncio.wait_for(greeting, 10)
+    assert broke == [link] and line.closed and not link.answers
 
 
 async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
-    context = Context()
-    link = Link.open(
-        context,
-        "tcp://127.0.0.1:9",
-        Gate(None, "test"),
-        lambda link: None,
-        nothing,
-        never,
-    )
-    call = ask(link, 1, b"a question")
+    there, line = Owner(), Line()
+    link = link_to()
+    await there.greets(link, line)
+    call = ask(link, 2, b"2")
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
-    for one in (call, ask(link, 2, b"another one")):
+    for one in (call, ask(link, 3, b"3")):
         with pytest.raises(Unavailable, match="no member"):
             await asyncio.wait_for(one, 10)
-    context.destroy()
+    assert line.closed
+    there.streams.close()
 
 
-@contextmanager
-def descriptors(more: int) -> Iterator[None]:
-    """This process may open so many and none besides."""
-    fd = os.open("/dev/null", os.O_RDONLY)
-    os.close(fd)  # the lowest that is free: the limit is on numbers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+async def test_who_greets_with_something_else_is_no_peer() -> None:
+    line, link = Line(), link_to()
+    greeting = greet(link, line, None)
+    await asyncio.sleep(0)
+    line.take(peering.encode(PeerReply(1, 7, Done())))
+    with pytest.raises(ProtocolError, match="greets with a Done"):
+        await asyncio.wait_for(greeting, 10)
 
 
-@pytest.mark.parametrize("few", range(4))
-async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int) -> None:
-    context = Context()
-    address, gate = "tcp://127.0.0.1:9", Gate(None, "test")
-    first = Link.open(
-        context, address, gate, lambda link: None, nothing, never
-    )  # the context has its own now
-    made = []
-    with descriptors(few):
-        for _ in range(4):
-            try:
-                made.append(Link.open(context, address, gate, lambda link: None, nothing, never))
-            except LinkBroken as exc:
-                assert "ulimit -n" in exc.message
-    assert len(made) < 4
-    for link in [
-        first,
-        *made,
-        Link.open(context, address, gate, lambda link: None, nothing, never),
-    ]:
-        link.close(Unavailable("enough"))
-    context.destroy()
-
-
-class Told:
-    """What a socket was told."""
-
-    def __init__(self) -> None:
-        self.options: dict[int, int | bytes] = {}
-
-    def setsockopt(self, option: int, value: int | bytes) -> None:
-        self.options[option] = value
-
-
-def test_links_to_one_peer_do_not_try_again_in_step() -> None:
-    sockets: list[Any] = [Told() for _ in range(200)]
-    for socket_ in sockets:
-        tune(socket_, "tcp://192.0.2.1:7101")
-    for option, (least, most) in (
-        (zmq.RECONNECT_IVL, RECONNECT_MS),
-        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-    ):
-        drawn = {socket_.options[option] for socket_ in sockets}
-        assert len(drawn) > 10 and least <= min(drawn) and max(drawn) <= most
-    assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_HELLO_BYTES for s in sockets)
-    assert all(s.options[zmq.LINGER] == 0 for s in sockets)
-
-
-def link_to(context: Context, broke: Callable[[Link], None] = lambda link: None) -> Link:
-    """One on whose zmq socket nothing happens."""
-    return Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), broke, nothing, never)
+def link_to(broke: Callable[[Link], None] = lambda link: None) -> Link:
+    return Link("tcp://127.0.0.1:9", broke, nothing, never)
 
 
 class Owner:
@@ -174,13 +117,16 @@ class Owner:
         self.came: asyncio.Queue[tuple[Stream, int]] = asyncio.Queue()
         self.streams = Streams(False, lambda s, frame: self.came.put_nowait((s, int(frame))))
 
-    async def greets(self, link: Link) -> None:
+    async def greets(self, link: Link, line: Line | None = None) -> None:
         """The link has a stream to here from now on."""
-        here = "tcp://127.0.0.1:9"
+        here, line = "tcp://127.0.0.1:9", line or Line()
         await self.streams.listen(here, here)
         hello = PeerHello((1, 1), "p", "b", 1, here, (1, 1), 4096, "")
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
-        await link.greeted(hello, self.streams.dial)
+        greeting = greet(link, line, self.streams.dial)
+        await asyncio.sleep(0)
+        line.take(peering.encode(PeerReply(1, 1, hello)))
+        await greeting
 
     async def asked(self) -> tuple[Stream, int]:
         return await asyncio.wait_for(self.came.get(), 10)
@@ -190,9 +136,8 @@ class Owner:
 
 
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
-    context = Context()
     there = Owner()
-    link = link_to(context)
+    link = link_to()
     await there.greets(link)
     brings = limits.MAX_PULLED_BYTES
     most = limits.MAX_COMING_BYTES // brings
@@ -223,19 +168,17 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
             await asyncio.wait_for(call, 10)
     assert not link.room.used_bytes and not link.coming and not link.answers
     there.streams.close()
-    context.destroy()
 
 
 async def test_a_link_whose_stream_ends_breaks() -> None:
     """Though zmq's connection is there still; who waits for an answer would wait in vain."""
-    context = Context()
     there, broke = Owner(), asyncio.Event()
 
     def tell(one: Link) -> None:
         one.close(LinkBroken("it broke"))
         broke.set()
 
-    link = link_to(context, tell)
+    link = link_to(tell)
     await there.greets(link)
     asked = ask(link, 1, b"1")
     await there.asked()
@@ -243,13 +186,11 @@ async def test_a_link_whose_stream_ends_breaks() -> None:
     await asyncio.wait_for(broke.wait(), 10)
     with pytest.raises(LinkBroken, match="it broke"):
         await asked
-    context.destroy()
 
 
 async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
-    context = Context()
     there = Owner()
-    link = link_to(context)
+    link = link_to()
     greeting = asyncio.create_task(there.greets(link))
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
@@ -257,20 +198,11 @@ async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
         await asyncio.wait_for(greeting, 10)
     assert link.calls is None and link.hello is None
     there.streams.close()
-    context.destroy()
 
 
 async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -> None:
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
-    context = Context()
-    link = Link.open(
-        context,
-        "tcp://127.0.0.1:9",
-        Gate(None, "test"),
-        lambda link: None,
-        nothing,
-        never,
-    )
+    link = link_to()
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
     link.calls = Stream(lambda stream, frame: None, lambda stream, why: None)
     asked = ask(link, 1, b"a question")
@@ -279,7 +211,6 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
     link.received(peering.encode(PeerReply(1, 7, Done())))
     assert asked.result() == Done()
     link.close(Unavailable("enough"))
-    context.destroy()
 
 
 @pytest.mark.parametrize("broke", [False, True])
@@ -312,8 +243,8 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
 )
 async def test_what_cannot_be_read_ends_the_link_and_its_calls_at_once(bad: bytes) -> None:
     """An answer, or a request as its receiver says: nobody can tell whose that was."""
-    context, there = Context(), Owner()
-    link = link_to(context, lambda one: one.close(one.ended or LinkBroken("it broke")))
+    there = Owner()
+    link = link_to(lambda one: one.close(one.ended or LinkBroken("it broke")))
     await there.greets(link)
     calls = [ask(link, rid, b"%d" % rid) for rid in (1, 2)]
     who, _ = await there.asked()
@@ -322,7 +253,6 @@ async def test_what_cannot_be_read_ends_the_link_and_its_calls_at_once(bad: byte
         with pytest.raises(Unreadable, match="do not understand each other"):
             await asyncio.wait_for(call, 10)
     there.streams.close()
-    context.destroy()
 
 
 @pytest.mark.parametrize("always", [False, True])

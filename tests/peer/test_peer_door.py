@@ -145,7 +145,7 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
 
     def said(body: Body) -> Body:
         request = PeerRequest(1, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, body)  # type: ignore[arg-type]
-        return peering.decode_reply(door.door._greeting(peering.encode(request))).body
+        return peering.decode_reply(door.door.greeted(peering.encode(request))).body
 
     first, second = said(hello), said(hello)
     assert isinstance(first, PeerHello) and isinstance(second, PeerHello)

@@ -20,7 +20,7 @@ from dataplane.metadata.shard import journal
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.membership import authority
-from dataplane.peer.net import peer_door, sockets
+from dataplane.peer.net import greetings, peer_door
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
 from dataplane.peer.shards import appends, backup, replication
@@ -28,7 +28,7 @@ from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
 from tests.simulation.loop import Machine, VirtualLoop
-from tests.simulation.network import Context, Network, Streams
+from tests.simulation.network import Greetings, Network, Streams
 
 if TYPE_CHECKING:
     from dataplane.wire.messages import Request
@@ -107,7 +107,7 @@ class Cluster:
                 (time, "monotonic", self.loop.time),
                 (time, "time_ns", self._wall_ns),
                 (secrets, "randbits", self.rng.getrandbits),
-                (sockets, "Context", partial(Context, network)),
+                (greetings, "Greetings", partial(Greetings, network)),
                 (peer_door, "Streams", partial(Streams, network)),
                 (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
                 # what this machine has installed, or in memory of another run, is no part of it

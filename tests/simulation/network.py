@@ -13,12 +13,10 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import zmq
-
-from dataplane.errors import Unavailable
-from dataplane.peer.net.sockets import SocketClosed
+from dataplane.peer.failures import LinkBroken
 from dataplane.peer.net.streams import JOIN_S
 from dataplane.wire.refusals import Refusals
 from tests.simulation.loop import Machine, VirtualLoop
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SILENT_S = (1.0, 1.4)
-"""How soon a connection breaks that nothing comes through: `links.SILENT_MS` after the next of
+"""How soon a connection breaks that nothing comes through: `greetings.SILENT_MS` after the next of
 zmq's heartbeats, and a bit."""
 RETRY_S = 0.05
 
@@ -40,7 +38,6 @@ class Wire:
 
     dealer: Dealer | Stream
     router: Router | Stream
-    identity: bytes
     broken: bool = False
     last: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "back": 0.0})
     """when the last frame of each direction arrives: none overtakes another"""
@@ -175,10 +172,8 @@ class Network:
             self.loop.call_on(self.loop.world, RETRY_S * self.rng.uniform(1, 3), self.dial, dealer)
             return
         assert router is not None
-        wire = Wire(dealer, router, b"%d" % next(self._identities))
+        wire = dealer.wire = Wire(dealer, router)
         self.wires.append(wire)
-        router.wires[wire.identity] = wire
-        dealer.wire = wire
         queued, dealer.queued = dealer.queued, []
         for frame in queued:
             self.carry(wire, "to", frame)
@@ -260,84 +255,42 @@ class Streams:
         runs = there.machine.runs and not there.machine.crashed
         if not runs or network.is_cut(asks, there.machine):
             await asyncio.sleep(JOIN_S)
-            raise Unavailable(f"nobody accepts a stream at {address}", address=address)
+            raise LinkBroken(f"nobody accepts a stream at {address}", address=address)
         mine = Stream(network, asks, "to", take, ended)
         theirs = Stream(network, there.machine, "back", there._take)
         theirs.id = mine.id = secret
-        mine.wire = theirs.wire = Wire(mine, theirs, secret)
+        mine.wire = theirs.wire = Wire(mine, theirs)
         there._open.append(theirs)
         network.wires.append(mine.wire)
         return mine
 
 
-class Socket:
-    """As `peer.net.sockets.Socket`; what a socket does with options means nothing here."""
+class Dealer:
+    """One that was dialled, as `peer.net.greetings.Dialled`."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.machine = network.loop.current
-        self.closed = False
-        self._take: Callable[[list[bytes]], None] | None = None
-        self._unread: list[list[bytes]] = []
-
-    def setsockopt(self, option: int, value: Any) -> None:
-        pass
-
-    def bind(self, where: str) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-    def receive(self, take: Callable[[list[bytes]], None]) -> None:
-        self._take = take
-        self._look()
-
-    def send(self, parts: list[bytes]) -> bool:
-        raise NotImplementedError
-
-    def got(self, parts: list[bytes]) -> None:
-        self._unread.append(parts)
-        self._look()
-
-    def _look(self) -> None:
-        while self._unread and self._take is not None and not self.closed:
-            self._take(self._unread.pop(0))
-
-
-class Dealer(Socket):
-    address = ""
     wire: Wire | None = None
+    closed = False
 
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.queued: list[bytes] = []
-        self._disconnected: Callable[[], None] = lambda: None
-
-    def on_disconnect(self, tell: Callable[[], None]) -> None:
-        self._disconnected = tell
-
-    def connect(self, address: str) -> None:
-        self.address = address
-        network = self.network
+    def __init__(
+        self,
+        network: Network,
+        address: str,
+        greeting: bytes,
+        take: Callable[[bytes], None],
+        broke: Callable[[], None],
+    ) -> None:
+        self.network, self.machine, self.address = network, network.loop.current, address
+        self.queued = [greeting]
+        self._take, self._broke = take, broke
         network.loop.call_on(network.loop.world, network.delay(), network.dial, self)
-
-    def send(self, parts: list[bytes]) -> bool:
-        if self.closed:
-            raise SocketClosed
-        if self.wire is None:
-            self.queued.append(bytes(parts[0]))
-        else:
-            self.network.carry(self.wire, "to", bytes(parts[0]))
-        return True
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
         if not self.closed and wire is self.wire:
-            self.got([frame])
+            self._take(frame)
 
     def disconnected(self, wire: Wire) -> None:
         if not self.closed and wire is self.wire:
-            self._disconnected()
+            self._broke()
 
     def close(self) -> None:
         self.closed = True
@@ -345,28 +298,29 @@ class Dealer(Socket):
             self.network.snap(self.wire)
 
 
-class Router(Socket):
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.wires: dict[bytes, Wire] = {}
+class Router:
+    """Where one peer is greeted."""
 
-    def bind(self, where: str) -> None:
-        self.where = where
-        self.network.listeners[where] = self
-        self.network.vacant.pop(where, None)
+    def __init__(self, network: Network, where: str) -> None:
+        self.network, self.machine, self.where = network, network.loop.current, where
+        self._answer: Callable[[bytes], bytes] | None = None
+        self._unread: list[tuple[Wire, bytes]] = []
+        network.listeners[where] = self
+        network.vacant.pop(where, None)
+
+    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        self._answer = answer
+        for wire, frame in self._unread:
+            self.arrived(wire, frame)
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
-        if not self.closed:
-            self.got([wire.identity, frame])
-
-    def send(self, parts: list[bytes]) -> bool:
-        wire = self.wires.get(parts[0])
-        if wire is not None:
-            self.network.carry(wire, "back", bytes(parts[1]))
-        return True
+        if self._answer is None:
+            self._unread.append((wire, frame))
+        else:
+            self.network.carry(wire, "back", self._answer(frame))
 
     def close(self) -> None:
-        self.closed = True
+        self._answer = None
         if self.network.listeners.get(self.where) is self:
             del self.network.listeners[self.where]
             self.network.vacant[self.where] = self.machine.name
@@ -375,15 +329,22 @@ class Router(Socket):
                 self.network.snap(wire)
 
 
-class Context:
-    """Stands where `peer.net.sockets.Context` does."""
+class Greetings:
+    """Stands where `peer.net.greetings.Greetings` does."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, gate: object) -> None:
+        self.dial = partial(Dealer, network)
         self._network = network
+        self._router: Router | None = None
 
-    def socket(self, kind: int) -> Socket:
-        kinds: dict[int, type[Socket]] = {int(zmq.DEALER): Dealer, int(zmq.ROUTER): Router}
-        return kinds.get(int(kind), Socket)(self._network)
+    def bind(self, address: str) -> str:
+        self._router = Router(self._network, address)
+        return address
 
-    def destroy(self) -> None:
-        pass
+    async def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        assert self._router is not None
+        self._router.serve(answer)
+
+    def close(self) -> None:
+        if self._router is not None:
+            self._router.close()

@@ -17,14 +17,14 @@ from zmq.utils import z85
 
 from dataplane.errors import InvalidConfig
 from dataplane.launch.token import Token
-from dataplane.peer.net.sockets import Context, Socket
 from dataplane.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
 DOMAIN = "dataplane"
 """The ZAP domain: it must equal the socket's exactly, `*` matches nothing."""
-_HANDLER = "inproc://zeromq.zap.01"
+DESK = "inproc://zeromq.zap.01"
+"""Where libzmq asks whom to let in."""
 _ZAP_VERSION = b"1.0"
 
 
@@ -57,7 +57,7 @@ class Gate:
         return f"<Gate {'encrypted' if self.encrypted else 'open'}>"
 
     def secure_router(self, router: Tuned) -> None:
-        """Before it is bound, and with a desk open."""
+        """Before it is bound, and with the desk open."""
         if self.encrypted:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._dialled)
@@ -72,20 +72,8 @@ class Gate:
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._dialling))
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._dialling)
 
-    def open_desk(self, context: Context) -> Socket:
-        """Where libzmq asks whom to let in, for as long as the peer lives; it must be there before
-        the router is bound."""
-        desk = context.socket(zmq.REP)
-        desk.setsockopt(zmq.LINGER, 0)
-        desk.bind(_HANDLER)
-
-        def answer(asked: list[bytes]) -> None:
-            desk.send(self._answer(asked))
-
-        desk.receive(answer)
-        return desk
-
-    def _answer(self, asked: list[bytes]) -> list[bytes]:
+    def answer(self, asked: list[bytes]) -> list[bytes]:
+        """What libzmq is told at the desk, for as long as the peer lives."""
         # version, request id, domain, address, routing id, mechanism, credentials
         known = len(asked) > 5 and asked[0] == _ZAP_VERSION and asked[2] == DOMAIN.encode()
         request = asked[1] if len(asked) > 1 else b""

@@ -19,16 +19,15 @@ import msgspec
 from dataplane.errors import (
     DataplaneError,
     FrameTooLarge,
-    ProtocolError,
     StaleEpoch,
     Unavailable,
 )
-from dataplane.peer.failures import fail
+from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Caller, Host, call_deadline
-from dataplane.peer.net import sockets
+from dataplane.peer.net import greetings
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.known_peers import Acquaintances, Bulk
-from dataplane.peer.net.links import Link, LinkBroken, Unreadable
+from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.once import REPEATABLE, may_repeat
@@ -69,8 +68,10 @@ class Mesh:
         self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
         self.others = Acquaintances(host, bulk)
-        self._context = sockets.Context()
+        self._greetings = greetings.Greetings(gate)
         self._links: dict[str, Link] = {}
+        self._reaching: dict[str, asyncio.Task[Link | DataplaneError]] = {}
+        """links that are being made"""
         self._rids = itertools.count(1)
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
@@ -88,15 +89,17 @@ class Mesh:
 
     async def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
-        await self.door.listen(self._context)
+        where = self._greetings.bind(self.host.address)
+        await self.door.streams.listen(where, self.host.address)  # before anybody is told where
+        self.spawn(self._greetings.serve(self.door.greeted))
 
     async def close(self) -> None:
         self._closing = True
         await self._tasks.close()
         for link in self._links.values():
             link.close(Unavailable(f"peer {self.host.name!r} ends"))
-        self.door.close()
-        self._context.destroy()
+        self.door.streams.close()
+        self._greetings.close()
 
     # calling
 
@@ -170,9 +173,9 @@ class Mesh:
         broken: LinkBroken | None = None
         while True:
             try:
-                answer = self._ask_now(asked, until) if broken is None else None
+                answer = self._ask_now(asked, until)
                 if answer is None:
-                    ready = self._ready(asked, broken)
+                    ready = self._ready(asked)
                     link = await self._in_time(asked.address, kind.__name__, until, ready)
                     answer = self._send(link, asked, until)
                 return await answer
@@ -181,6 +184,7 @@ class Mesh:
                 if unreadable or not may_repeat(asked.body, asked.who.op):
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
+                await asyncio.sleep(RECONNECT_S)
             except StaleEpoch:
                 if broken is None or kind not in REPEATABLE:
                     raise
@@ -197,10 +201,8 @@ class Mesh:
             return None
         return self._send(link, asked, until)
 
-    async def _ready(self, asked: _Call, broken: LinkBroken | None) -> Link:
+    async def _ready(self, asked: _Call) -> Link:
         """The link to whom is asked, which takes the request."""
-        if broken is not None:
-            await self._again(asked.address, broken)
         link = await self._link(asked.address)
         assert link.hello is not None
         if asked.to not in (None, link.hello.incarnation):
@@ -230,9 +232,15 @@ class Mesh:
             raise self._silent(address, what, limit_s) from exc
 
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
+        hint = (
+            "it is connected, so what it was asked may still take effect: it is busy, or waits "
+            "itself (dataplane status, and its log); repeat the call, or give it more time"
+            if address in self._links
+            else "is it running, with the same --run, --seeds and --token-file?"
+        )
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
-            f"{limit_s:.3g} s: is it running, with the same --run, --seeds and --token-file?",
+            f"{limit_s:.3g} s: {hint}",
             address=address,
         )
 
@@ -253,92 +261,97 @@ class Mesh:
     async def hello(self, address: str) -> PeerHello:
         """Who answers at an address. Unavailable when nobody does in time."""
         until = self._until(address, CALL_S)
-        return await self._in_time(address, "a greeting", until, self._greeted(address))
-
-    async def _greeted(self, address: str) -> PeerHello:
-        while True:
-            try:
-                link = await self._link(address)
-            except LinkBroken as exc:
-                await self._again(address, exc)
-            else:
-                assert link.hello is not None
-                return link.hello
-
-    async def _again(self, address: str, exc: LinkBroken) -> None:
-        """A moment later, unless nobody is there any more."""
-        if self.others.is_away(address) or address not in self.host.roster.members:
-            raise Unavailable(exc.message, **exc.details) from exc
-        await asyncio.sleep(RECONNECT_S)
-
-    async def _link(self, address: str) -> Link:
-        if self._closing:
-            raise Unavailable(f"peer {self.host.name!r} ends")
-        link = self._links.get(address)
-        if link is None:
-            link = self._links[address] = Link.open(
-                self._context,
-                address,
-                self.gate,
-                self._break,
-                self._bring,
-                lambda: self.on_stale(),
-            )
-        if link.hello is None:
-            async with link.greeting:
-                if link.hello is None:
-                    who = Caller(self.host.address, self.host.incarnation)
-                    greeting = _Call(address, self.others.introduction(), who)
-                    reply = await self._send(link, greeting, self.host.now() + CALL_S)
-                    if not isinstance(reply, PeerHello):
-                        raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
-                    self.others.meet(reply)
-                    await link.greeted(reply, self.door.streams.dial)
-        return link
+        link = await self._in_time(address, "a greeting", until, self._link(address))
+        assert link.hello is not None
+        return link.hello
 
     # who is there
 
+    async def _link(self, address: str) -> Link:
+        """The link to a peer. What it refuses this one for; Unavailable."""
+        if address in self._links:
+            return self._links[address]
+        if self._closing:
+            raise Unavailable(f"peer {self.host.name!r} ends")
+        reaching = self._reaching.get(address)
+        if reaching is None or reaching.done():
+            reaching = self._reaching[address] = self.spawn(self._reach(address))
+        await asyncio.wait([reaching])
+        if reaching.cancelled():
+            raise Unavailable(f"nobody is looked for at {address} any more", address=address)
+        outcome = reaching.result()
+        if isinstance(outcome, DataplaneError):
+            raise again(outcome)
+        return outcome
+
+    async def _reach(self, address: str, lost: bool = False) -> Link | DataplaneError:
+        """Make the link that all wait for who want one. lost: it broke, and the peer is away where
+        this takes too long."""
+        known = self.others.incarnation(address)
+        broken: LinkBroken | None = None
+        try:
+            async with asyncio.timeout(AWAY_S if lost else CALL_S):
+                while True:
+                    try:
+                        return await self._greet(address)
+                    except LinkBroken as exc:
+                        is_other = address not in self.host.roster.members
+                        in_vain = is_other or self.others.is_away(address)
+                        if not lost and (in_vain or type(exc) is type(broken) is Unreadable):
+                            return Unavailable(exc.message, **exc.details)
+                        broken = exc
+                    await asyncio.sleep(RECONNECT_S)
+        except (TimeoutError, DataplaneError) as exc:
+            if lost and self.others.incarnation(address) == known:
+                self.others.away(address)
+            if isinstance(exc, DataplaneError):
+                return exc
+            return Unavailable(self._went_away(address), address=address)
+        finally:
+            self.others.looked_for.discard(address)
+
+    async def _greet(self, address: str) -> Link:
+        link = Link(address, self._break, self._bring, lambda: self.on_stale())
+        who = Caller(self.host.address, self.host.incarnation)
+        rid, greeting = self._request(_Call(address, self.others.introduction(), who), CALL_S)
+        try:
+            dial = self.door.streams.dial
+            await link.greet(self._greetings, rid, greeting, self.others.meet, dial)
+        except BaseException:
+            link.close(LinkBroken("given up"))
+            raise
+        self._links[address] = link
+        return link
+
     def _break(self, link: Link) -> None:
         """The connection ended: calls under way fail; is the peer still there?"""
-        if self._links.get(link.address) is not link or self._closing:
+        if self._closing:
             return
+        why = self._went_away(link.address)
+        link.close(link.ended or LinkBroken(why, address=link.address))
+        if self._links.get(link.address) is not link:
+            return  # it was being made
         del self._links[link.address]
         name = self.others.name(link.address)
-        link.close(
-            link.ended
-            or LinkBroken(
-                f"peer {name} at {link.address} went away in the middle of a call, which may or "
-                "may not have taken effect: repeat it when the peer runs again",
-                address=link.address,
-            )
-        )
-        if link.hello is not None:
-            log.warning("the connection to peer %s at %s broke", name, link.address)
-        incarnation = self.others.incarnation(link.address)
-        if incarnation is not None and link.address not in self.others.looked_for:
+        log.warning("the connection to peer %s at %s broke", name, link.address)
+        if self.others.incarnation(link.address) is not None:
             self.others.looked_for.add(link.address)
-            self.spawn(self._look_for(link.address, incarnation))
+            reaching = self.spawn(self._reach(link.address, lost=True))
+            self._reaching[link.address] = reaching
+
+    def _went_away(self, address: str) -> str:
+        return (
+            f"peer {self.others.name(address)} at {address} went away in the middle of a call, "
+            "which may or may not have taken effect: repeat it when the peer runs again"
+        )
 
     def part(self, address: str) -> None:
         """The peer there is no member any more: who waits for its answers waits no longer."""
         self.others.forget(address)
         if address in self._links:
             self._break(self._links[address])
-
-    async def _look_for(self, address: str, incarnation: int) -> None:
-        """Is it still there, after its connection broke?"""
-        try:
-            async with asyncio.timeout(AWAY_S):
-                while not await self._greets(address):
-                    await asyncio.sleep(RECONNECT_S)
-        except (TimeoutError, DataplaneError):
-            if self.others.incarnation(address) == incarnation:
-                self.others.away(address)
-                link = self._links.get(address)
-                if link is not None and link.hello is None:
-                    self._break(link)  # who waits for it to be there waits no longer
-        finally:
-            self.others.looked_for.discard(address)
+        elif address in self._reaching:
+            self._reaching.pop(address).cancel()
 
     def _bring(self, link: Link, reply: PeerReply, append: Append) -> None:
         """An answer that is good once this peer has what its sender did up to then."""
@@ -366,13 +379,6 @@ class Mesh:
         log.warning("an answer of peer %s came to nothing: %s", name, exc)
         why = f"peer {name} at {link.address} is backed up no more: {exc}"
         link.answered(reply, LinkBroken(why, address=link.address))
-
-    async def _greets(self, address: str) -> bool:
-        try:
-            await self._link(address)
-        except LinkBroken:
-            return False
-        return True
 
     def _request(self, asked: _Call, timeout_s: float) -> tuple[int, bytes]:
         rid, who = next(self._rids), asked.who

@@ -16,16 +16,13 @@ from types import CoroutineType
 from typing import Any, cast
 
 import msgspec
-import zmq
 
-from dataplane.errors import AddressInUse, FrameTooLarge, ProtocolError, StaleEpoch
+from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.links import bindable, tune
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.net.sockets import Context, Socket
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.once import REPEATABLE, Once, Operations
 from dataplane.wire import limits, peering
@@ -77,7 +74,6 @@ class PeerDoor:
     _serving: Serving
 
     def __post_init__(self) -> None:
-        self._router: Socket | None = None
         self._once = Once(Operations())
         self.streams = Streams(self._gate.encrypted, self._arrived)
         self.refusals = Refusals(log, "the peer door")
@@ -96,39 +92,8 @@ class PeerDoor:
         """Messages and strangers turned away so far, but for those whom libzmq asks about."""
         return self.refusals.total + self.streams.refusals.total
 
-    async def listen(self, context: Context) -> None:
-        """AddressInUse when the address belongs to somebody else."""
-        where = bindable(self.host.address)
-        router = context.socket(zmq.ROUTER)
-        tune(router, where)
-        self._gate.open_desk(context)
-        self._gate.secure_router(router)
-        try:
-            router.bind(where)
-        except zmq.ZMQError as exc:
-            router.close()
-            raise AddressInUse(
-                f"cannot listen on {self.host.address}: {exc}; choose another --listen address or "
-                "stop the process that has it",
-                address=self.host.address,
-            ) from exc
-        self._router = router
-        await self.streams.listen(where, self.host.address)  # before anybody is told where
-        router.receive(self._greeted)
-
-    def close(self) -> None:
-        self.streams.close()
-        if self._router is not None:
-            self._router.close()
-
-    def _greeted(self, parts: list[bytes]) -> None:
-        """All that comes over zmq are greetings."""
-        assert self._router is not None
-        who, *frames = parts
-        for frame in frames:
-            self._router.send([who, self._greeting(frame)])
-
-    def _greeting(self, frame: bytes) -> bytes:
+    def greeted(self, frame: bytes) -> bytes:
+        """The answer to what came over zmq: all of it are greetings."""
         try:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):

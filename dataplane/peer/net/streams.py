@@ -22,8 +22,9 @@ from typing import cast
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from dataplane.errors import FrameTooLarge, Unavailable
+from dataplane.errors import FrameTooLarge
 from dataplane.launch.values import parse_address
+from dataplane.peer.failures import LinkBroken
 from dataplane.wire import limits
 from dataplane.wire.frames import HEADER_BYTES, FrameReader
 from dataplane.wire.refusals import Refusals
@@ -333,7 +334,7 @@ class Streams:
 
     @staticmethod
     async def dial(address: str, secret: bytes, take: Take, ended: Ended) -> Stream:
-        """Unavailable where nobody accepts it in time."""
+        """LinkBroken where nobody accepts it in time."""
         host, port = parse_address(f"tcp://{address}")
         loop = asyncio.get_running_loop()
         try:
@@ -342,7 +343,7 @@ class Streams:
                     lambda: Stream(take, ended), host, port
                 )
         except (OSError, TimeoutError) as exc:
-            raise Unavailable(
+            raise LinkBroken(
                 f"no stream to {address} can be opened: {exc or 'nobody answers'}; peers reach "
                 "each other at the port of their --listen and at ports that the system chooses",
                 address=address,

@@ -1,0 +1,175 @@
+"""Greetings: how peers meet, over zmq, before they call each other over streams.
+
+A peer that dials another greets it, once, and is answered; all else goes over a stream. The
+connection stays for libzmq's heartbeats, which a thread of its own answers while the loop works:
+they tell of a peer that stopped or is cut off. zmq would connect again and say nothing; here a
+connection that was made ends once, and whoever dialled is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
+
+import zmq
+import zmq.asyncio
+
+from dataplane.errors import AddressInUse, InvalidConfig
+from dataplane.launch.values import is_loopback, parse_address
+from dataplane.peer.failures import LinkBroken
+from dataplane.peer.net.authentication import DESK, Gate, Tuned
+from dataplane.wire import limits
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 300
+SILENT_MS = 1_000
+"""A heartbeat that is not answered for so long ends the connection: the peer stopped, or is cut
+off. With `mesh.AWAY_S`, in which a new one may be made, at most 2.7 s: fail-over is promised in
+3 s. TCP repeats a lost packet after 0.2 s, and again after 0.4 s more."""
+HANDSHAKE_MS = 3_000
+RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
+"""Who is not there yet is dialled again after so long, then after twice that, and so on up to the
+second. libzmq has no jitter once there is a maximum: each socket draws its own, or all who lost a
+peer would knock in the same moments."""
+MAX_QUEUED_MESSAGES = 256
+"""Greetings, and answers to them, at either end."""
+
+
+def bindable(address: str) -> str:
+    """The address with its host as a number, which is all that libzmq binds to.
+
+    InvalidConfig for a name that does not lead to this host, or not from other machines.
+    """
+    host, port = parse_address(address)
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as exc:
+        raise InvalidConfig(f"{address} cannot be listened at: {exc}", address=address) from exc
+    number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
+    if is_loopback(number) and not is_loopback(host):
+        raise InvalidConfig(
+            f"{host} is {number} on this host, where no other machine reaches it: correct "
+            "/etc/hosts, or use the host's address in --listen and --seeds",
+            address=address,
+        )
+    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+
+
+def tune(socket: Tuned, address: str) -> None:
+    """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_HELLO_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*RECONNECT_MS))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*RECONNECT_MAX_MS))
+
+
+class Dialled:
+    """A connection to another peer, made or being made."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+        self._socket, self._monitor = socket, monitor
+
+    def close(self) -> None:
+        """Nothing is told of it any more."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+
+
+class Greetings:
+    """Those of one peer, to it and from it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._context = zmq.asyncio.Context()
+
+    def bind(self, address: str) -> str:
+        """Where this peer is greeted from now on. AddressInUse when that belongs to somebody else,
+        InvalidConfig."""
+        where = bindable(address)
+        self._desk = self._context.socket(zmq.REP)
+        self._desk.bind(DESK)  # before the router is bound
+        self._router = self._context.socket(zmq.ROUTER)
+        tune(self._router, where)
+        self._gate.secure_router(self._router)
+        try:
+            self._router.bind(where)
+        except zmq.ZMQError as exc:
+            raise AddressInUse(
+                f"cannot listen on {address}: {exc}; choose another --listen address or stop the "
+                "process that has it",
+                address=address,
+            ) from exc
+        return where
+
+    async def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        """Let in who may, and answer who greets; until it is cancelled."""
+
+        def greeted(parts: list[bytes]) -> list[list[bytes]]:
+            who, *frames = parts
+            return [[who, answer(frame)] for frame in frames]
+
+        await asyncio.gather(
+            _served(self._router, greeted),
+            _served(self._desk, lambda asked: [self._gate.answer(asked)]),
+        )
+
+    def dial(
+        self,
+        address: str,
+        greeting: bytes,
+        take: Callable[[bytes], None],
+        broke: Callable[[], None],
+    ) -> Dialled:
+        """Greet whoever is there, as soon as somebody is. take: gets the answer. broke: told when
+        the connection ends; one that was never made does not. LinkBroken where no descriptor is
+        left for it: one may be free a moment later."""
+        socket: zmq.asyncio.Socket | None = None
+        try:
+            socket = self._context.socket(zmq.DEALER)
+            tune(socket, address)
+            self._gate.secure_dealer(socket)
+            monitor = socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+            socket.connect(address)
+        except zmq.ZMQError as exc:
+            if socket is not None:
+                socket.close(linger=0)
+            raise LinkBroken(
+                f"no connection to {address} can be made: {exc}; where descriptors are short, "
+                "raise the limit of this peer (ulimit -n)",
+                address=address,
+            ) from exc
+        ended = asyncio.ensure_future(monitor.recv_multipart())
+        ended.add_done_callback(lambda _: None if ended.cancelled() else broke())
+        answer = asyncio.ensure_future(socket.recv())
+        answer.add_done_callback(lambda _: None if answer.cancelled() else take(answer.result()))
+        socket.send(greeting, zmq.NOBLOCK)  # the queue is long enough for it
+        return Dialled(socket, monitor)
+
+    def close(self) -> None:
+        """Every socket closes; what they have not sent is lost."""
+        self._context.destroy(linger=0)
+
+
+async def _served(
+    socket: zmq.asyncio.Socket, answers: Callable[[list[bytes]], list[list[bytes]]]
+) -> None:
+    while True:
+        parts = await socket.recv_multipart()
+        try:
+            for answer in answers(parts):
+                await socket.send_multipart(answer)
+        except Exception:  # the messages after it are still to be taken
+            log.exception("a greeting was not answered")
+        await asyncio.sleep(0)  # others have their turn, however many come

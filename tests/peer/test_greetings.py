@@ -1,0 +1,241 @@
+"""Peers meet over zmq: whoever greets is answered, and a connection that ends is told of once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import uvloop
+import zmq
+
+from dataplane.errors import AddressInUse
+from dataplane.peer.failures import LinkBroken
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import (
+    RECONNECT_MAX_MS,
+    RECONNECT_MS,
+    Dialled,
+    Greetings,
+    tune,
+)
+from dataplane.wire import limits
+
+LIMIT_S = 60
+GATE = Gate(None, "plane")
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+class Desk:
+    """A peer that is greeted, and one that greets."""
+
+    def __init__(self) -> None:
+        self.here, self.there = Greetings(GATE), Greetings(GATE)
+        self.address = free_address()
+        self.serving: asyncio.Task[None] | None = None
+
+    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        self.there.bind(self.address)
+        self.serving = asyncio.create_task(self.there.serve(answer))
+
+    async def close(self) -> None:
+        if self.serving is not None:
+            self.serving.cancel()
+            await asyncio.gather(self.serving, return_exceptions=True)
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    await desk.close()
+
+
+class Dialler:
+    """What comes of one greeting."""
+
+    def __init__(self, desk: Desk, greeting: bytes = b"greeting") -> None:
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.broke = 0
+        self.told = asyncio.Event()
+        self.dialled: Dialled = desk.here.dial(
+            desk.address, greeting, self.answer.set_result, self._broke
+        )
+
+    def _broke(self) -> None:
+        self.broke += 1
+        self.told.set()
+
+
+async def many_are_answered(desk: Desk) -> None:
+    early = [Dialler(desk, b"%d" % n) for n in range(5)]  # nobody is there yet
+    await asyncio.sleep(0.05)
+    desk.serve(lambda greeting: b"to " + greeting)
+    all_of_them = early + [Dialler(desk, b"%d" % n) for n in range(5, 200)]
+    answers = await asyncio.wait_for(asyncio.gather(*(d.answer for d in all_of_them)), LIMIT_S)
+    assert answers == [b"to %d" % n for n in range(200)]
+    assert not any(d.broke for d in all_of_them)
+
+
+async def test_whoever_greets_is_answered_also_who_came_first(desk: Desk) -> None:
+    await many_are_answered(desk)
+
+
+def test_whoever_greets_is_answered_with_uvloop() -> None:
+    async def main() -> None:
+        desk = Desk()
+        await many_are_answered(desk)
+        await desk.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def test_what_cannot_be_answered_does_not_hold_up_the_next(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(greeting: bytes) -> bytes:
+        if greeting == b"bad":
+            raise ValueError("a bug of ours")
+        return b"welcome"
+
+    desk.serve(answer)
+    bad = Dialler(desk, b"bad")
+    while "was not answered" not in caplog.text:
+        await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(Dialler(desk).answer, LIMIT_S) == b"welcome"
+    assert not bad.answer.done()
+
+
+async def test_many_greetings_of_one_stranger_leave_the_loop_to_others(desk: Desk) -> None:
+    answered = 0
+
+    def answer(greeting: bytes) -> bytes:
+        nonlocal answered
+        answered += 1
+        return b"welcome"
+
+    desk.serve(answer)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
+        flood.setsockopt(zmq.LINGER, 0)
+        flood.connect(desk.address)
+        await asyncio.to_thread(lambda: [flood.send(b"greeting") for _ in range(200)])
+        while not answered:
+            await asyncio.sleep(0)
+        before, most = answered, 0
+        while answered < 200:
+            await asyncio.sleep(0)
+            before, most = answered, max(most, answered - before)
+    assert most <= 2
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_connection_that_ends_is_told_of_once(desk: Desk, answered: bool) -> None:
+    """As a peer ends that answered, or one that is no peer."""
+    if answered:
+        desk.serve(lambda greeting: b"welcome")
+        one = Dialler(desk)
+        await asyncio.wait_for(one.answer, LIMIT_S)
+        assert desk.serving is not None
+        desk.serving.cancel()
+        await asyncio.gather(desk.serving, return_exceptions=True)
+        desk.there.close()
+    else:
+        port = int(desk.address.rsplit(":", 1)[1])
+        with socket.create_server(("127.0.0.1", port)) as server:
+            one = Dialler(desk)
+            accepted, _ = await asyncio.to_thread(server.accept)
+            accepted.close()
+            await asyncio.wait_for(one.told.wait(), LIMIT_S)
+    await asyncio.wait_for(one.told.wait(), LIMIT_S)
+    await asyncio.sleep(0.2)  # libzmq tries again
+    assert one.broke == 1 and one.answer.done() is answered
+
+
+async def test_of_what_was_closed_nothing_is_told(desk: Desk) -> None:
+    desk.serve(lambda greeting: b"welcome")
+    closed, other = Dialler(desk), Dialler(desk)
+    closed.dialled.close()
+    closed.dialled.close()
+    await asyncio.wait_for(other.answer, LIMIT_S)
+    assert not closed.answer.done() and not closed.broke
+
+
+async def test_a_connection_that_waits_costs_nothing(desk: Desk) -> None:
+    """Nobody is there, or has answered."""
+    desk.there.bind(desk.address)
+    waiting = [Dialler(desk) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    began = time.process_time()
+    await asyncio.sleep(1.0)
+    assert time.process_time() - began < 0.1  # of a second in which there is nothing to do
+    assert not any(one.answer.done() for one in waiting)
+
+
+async def test_an_address_that_is_anothers_is_refused(desk: Desk) -> None:
+    desk.there.bind(desk.address)
+    with pytest.raises(AddressInUse, match="--listen"):
+        desk.here.bind(desk.address)
+
+
+@contextmanager
+def descriptors(more: int) -> Iterator[None]:
+    """This process may open so many and none besides."""
+    fd = os.open("/dev/null", os.O_RDONLY)
+    os.close(fd)  # the lowest that is free: the limit is on numbers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("few", range(4))
+async def test_who_has_no_descriptor_left_can_dial_later(desk: Desk, few: int) -> None:
+    made = [Dialler(desk)]  # the context has its own now
+    with descriptors(few):
+        for _ in range(4):
+            try:
+                made.append(Dialler(desk))
+            except LinkBroken as exc:
+                assert "ulimit -n" in exc.message
+    assert len(made) < 5
+    made.append(Dialler(desk))
+    desk.serve(lambda greeting: b"welcome")
+    await asyncio.wait_for(asyncio.gather(*(one.answer for one in made)), LIMIT_S)
+
+
+class Told:
+    """What a socket was told."""
+
+    def __init__(self) -> None:
+        self.options: dict[int, int | bytes] = {}
+
+    def setsockopt(self, option: int, value: int | bytes) -> None:
+        self.options[option] = value
+
+
+def test_who_waits_for_one_peer_does_not_try_again_in_step() -> None:
+    sockets = [Told() for _ in range(200)]
+    for socket_ in sockets:
+        tune(socket_, "tcp://192.0.2.1:7101")
+    for option, (least, most) in (
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+    ):
+        drawn = {int(socket_.options[option]) for socket_ in sockets}
+        assert len(drawn) > 10 and least <= min(drawn) and max(drawn) <= most
+    assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_HELLO_BYTES for s in sockets)
+    assert all(s.options[zmq.LINGER] == 0 for s in sockets)

@@ -1,0 +1,177 @@
+"""Calls to peers that come, go, or say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import PeerNameTaken, Unavailable
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.failures import failed
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.net.streams import Streams
+from dataplane.peer.progress import Progress
+from dataplane.peer.tasks import Tasks
+from dataplane.wire import limits, peering
+from dataplane.wire.messages import Stats
+from dataplane.wire.peering import PeerHello, PeerReply
+
+HERE, THERE = "tcp://127.0.0.1:7101", "tcp://127.0.0.1:7102"
+ROSTER = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
+
+
+class Far:
+    """Another peer, as the mesh meets it: how it answers greetings, and that it answers no call."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int], bytes] | None = None
+        self.greeted = 0
+        self.asked: asyncio.Queue[bytes] = asyncio.Queue()
+        self.streams = Streams(False, lambda stream, frame: self.asked.put_nowait(bytes(frame)))
+
+    def dial(
+        self,
+        address: str,
+        greeting: bytes,
+        take: Callable[[bytes], None],
+        broke: Callable[[], None],
+    ) -> Far:
+        self.greeted += 1
+        if self.answer is not None:
+            rid = peering.decode_request(greeting).rid
+            asyncio.get_running_loop().call_soon(take, self.answer(rid))
+        return self
+
+    def close(self) -> None: ...
+
+    def welcome(self, rid: int) -> bytes:
+        hello = PeerHello(
+            (limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
+            "plane", "far", 2, THERE, ROSTER.epoch, limits.SHARDS, "",
+        )  # fmt: skip
+        hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
+        return peering.encode(PeerReply(rid, 2, hello))
+
+
+@pytest.fixture
+async def far() -> AsyncIterator[Far]:
+    far = Far()
+    await far.streams.listen(THERE, THERE)
+    yield far
+    far.streams.close()
+
+
+@pytest.fixture
+async def mesh(far: Far) -> AsyncIterator[Mesh]:
+    host: Any = SimpleNamespace(
+        address=HERE, name="near", plane="plane", incarnation=1, roster=ROSTER, now=time.monotonic,
+        founding=ROSTER.epoch, progress=Progress(), sent_between=Counter(), speak=lambda: None,
+    )  # fmt: skip
+    mesh = Mesh(host, lambda: ("", "", ""), Gate(None, "plane"), Serving(host))
+    mesh._greetings.close()
+    greetings: Any = far
+    mesh._greetings = greetings
+    yield mesh
+    await mesh.close()
+
+
+async def test_all_who_ask_a_peer_wait_for_one_greeting(mesh: Mesh, far: Far) -> None:
+    far.answer = far.welcome
+    calls = [asyncio.create_task(mesh.call(THERE, Stats())) for _ in range(3)]
+    for _ in calls:
+        await asyncio.wait_for(far.asked.get(), 10)
+    assert far.greeted == 1 and (await mesh.hello(THERE)).name == "far"
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_late_answer_of_a_peer_that_is_connected_is_not_taken_for_a_wrong_setting(
+    mesh: Mesh, far: Far
+) -> None:
+    with pytest.raises(Unavailable, match="is it running, with the same --run"):
+        await mesh.call(THERE, Stats(), timeout_s=0.05)
+    mesh.part(THERE)
+    far.answer = far.welcome
+    with pytest.raises(Unavailable, match=r"Stats within .* s: it is connected.*repeat the call"):
+        await mesh.call(THERE, Stats(), timeout_s=1.0)
+
+
+async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(
+    mesh: Mesh, far: Far
+) -> None:
+    calls = [asyncio.create_task(mesh.call(THERE, Stats())) for _ in range(3)]
+    while not far.greeted:
+        await asyncio.sleep(0)
+    mesh.part(THERE)
+    for call in calls:
+        with pytest.raises(Unavailable, match="looked for"):
+            await asyncio.wait_for(call, 10)
+
+
+async def test_a_greeting_that_cannot_be_read_is_asked_for_once_more(mesh: Mesh, far: Far) -> None:
+    far.answer = lambda rid: b"\xc1"
+    with pytest.raises(Unavailable, match="do not understand each other"):
+        await asyncio.wait_for(mesh.hello(THERE), 10)
+    assert far.greeted == 2
+    far.greeted, far.answer = 0, lambda rid: far.welcome(rid) if far.greeted == 2 else b"\xc1"
+    assert (await asyncio.wait_for(mesh.hello(THERE), 10)).name == "far"
+
+
+async def test_each_who_is_refused_has_an_error_of_its_own(mesh: Mesh, far: Far) -> None:
+    refusal = failed(PeerNameTaken("two are called near", name="near"))
+    far.answer = lambda rid: peering.encode(PeerReply(rid, 2, refusal))
+    greetings = [mesh.hello(THERE) for _ in range(2)]
+    first, second = await asyncio.gather(*greetings, return_exceptions=True)
+    assert isinstance(first, PeerNameTaken) and isinstance(second, PeerNameTaken)
+    assert first is not second and first.message == second.message and far.greeted == 1
+
+
+async def test_a_peer_whose_connection_broke_and_that_does_not_answer_is_away(
+    mesh: Mesh, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.peer.net.mesh.AWAY_S", 0.1)
+    far.answer = far.welcome
+    call = asyncio.create_task(mesh.call(THERE, Stats()))
+    await asyncio.wait_for(far.asked.get(), 10)
+    away: asyncio.Queue[Any] = asyncio.Queue()
+    mesh.others.on_away.append(away.put_nowait)
+    far.answer = None
+    far.streams.close()
+    with pytest.raises(Unavailable, match="went away"):
+        await asyncio.wait_for(call, 10)
+    assert (await asyncio.wait_for(away.get(), 10)).peer == THERE
+    assert mesh.others.is_away(THERE) and not mesh.others.looked_for
+
+
+async def test_one_that_is_there_again_in_time_is_not_away(mesh: Mesh, far: Far) -> None:
+    far.answer = far.welcome
+    call = asyncio.create_task(mesh.call(THERE, Stats()))
+    await asyncio.wait_for(far.asked.get(), 10)
+    for stream in list(far.streams._open):
+        stream.close()
+    await asyncio.wait_for(far.asked.get(), 10)  # the same, once more
+    assert not mesh.others.is_away(THERE) and far.greeted == 2
+    call.cancel()
+
+
+async def test_nothing_begins_at_a_peer_that_has_ended() -> None:
+    """A client's session may end after that, and what its peer would tell others then would wait
+    for them when the loop ends."""
+    tasks, begun = Tasks(), False
+
+    async def work() -> None:
+        nonlocal begun
+        begun = True
+
+    await tasks.close()
+    await tasks.spawn(work())
+    assert not begun

@@ -213,6 +213,27 @@ def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() ->
     assert B not in made.roster.members
 
 
+def test_a_backup_that_leaves_counts_until_its_primary_is_heard_again() -> None:
+    """One that died and was not called lost yet gives no other its copy."""
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    before, (backup, _) = shards(made, B), made.roster.backup_of(B)
+    lives = {A: 1, B: 2, C: 3, D: 4}
+    assert backup is not None
+    (other,) = {C, D} - {backup}
+    made.beat(Owner(backup, lives[backup]), made.roster.epoch, synced=True, leaving=True)
+    seen = made.roster.epoch
+    for number, address in ((1, A), (lives[other], other)):
+        made.beat(Owner(address, number), made.roster.epoch, synced=True)
+    made.beat(Owner(B, 2), (seen[0], seen[1] - 1), synced=True)  # it may not know yet
+    assert made.roster.backup_of(B) == (backup, True)
+    dies, lives_on = made.roster, Authority(made.roster, 77, keeper=A)
+    lives_on.beat(Owner(B, 2), dies.epoch, synced=True)
+    assert lives_on.roster.backup_of(B) == (other, False)
+    made.lost(Owner(B, 2))
+    assert before <= shards(made, backup) and not made.roster.lost.any()
+
+
 def test_an_heir_whose_stream_begins_anew_is_a_learner_again_with_all_its_shards() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)

@@ -124,8 +124,8 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
         beat(owner)
     for owner in (PRIMARY, BACKUP):
         beat(owner, synced=True)
-    for owner in (PRIMARY, PRIMARY, BACKUP, BACKUP, BACKUP):
-        beat(owner, synced=True, leaving=True)
+    for owner, leaves in ((PRIMARY, True), (BACKUP, False), (PRIMARY, True), *[(BACKUP, True)] * 3):
+        beat(owner, synced=True, leaving=leaves)
     assert len(made.roster.shards_of(PRIMARY.peer)) == made.roster.shards
     assert [one.owner for one in made.roster.takeovers] == [PRIMARY, BACKUP]
     shipped = Append(7, 0, [Shipment("p", 1, [], Definition())])

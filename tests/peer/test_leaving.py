@@ -80,6 +80,13 @@ class Plane:
             self.authority.beat(heir, self.authority.roster.epoch, synced=True)
         self.turn()
 
+    def all_beat(self) -> None:
+        """Twice: under the roster that follows from the first too."""
+        for owner in (HEIR, DEAD) * 2:
+            if owner in self.authority.roster.owners:
+                self.authority.beat(owner, self.authority.roster.epoch, synced=True)
+            self.turn()
+
     def turn(self) -> None:
         """The next roster is in force here, and this peer's backup has all."""
         self.authority.beat(HERE, self.authority.roster.epoch, synced=True)
@@ -166,6 +173,33 @@ async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
     plane.turn()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent
+
+
+async def test_it_serves_its_shards_until_it_is_nobodys_backup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who it backs up may have died unnoticed, and would be its to hand over."""
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    plane.all_beat()
+    dies = next(m for m in (HEIR, DEAD) if plane.host.roster.backup_of(m.peer)[0] == HERE.peer)
+    lives = {HEIR: DEAD, DEAD: HEIR}[dies]
+
+    def unheard() -> None:
+        for owner in (HERE, lives, HERE, lives):
+            is_here = owner == HERE
+            plane.authority.beat(owner, plane.authority.roster.epoch, True, is_here)
+        plane.turn()
+
+    plane.leaving.membership.leave = unheard  # type: ignore[method-assign]
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    assert HERE.peer in plane.host.roster.leaving and not plane.host.silent
+    plane.authority.lost(dies)
+    plane.all_beat()
+    await asyncio.wait_for(leaves, 10)
+    assert plane.host.silent and not plane.authority.roster.lost.any()
 
 
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:

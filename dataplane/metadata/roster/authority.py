@@ -111,6 +111,8 @@ class Authority:
             self._join(peer)
         elif peer not in self.roster.owners:
             self._see(peer)
+        if epoch == self.roster.epoch:
+            self._relieve(peer.peer)
         backup, _ = self.roster.backup_of(peer.peer)
         if epoch == self.roster.epoch and backup is not None and synced is not None:
             self._sync(peer.peer, synced)
@@ -205,6 +207,14 @@ class Authority:
         log.info("the backup of %s is %s", address, "in sync" if synced else "a learner again")
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
+    def _relieve(self, address: str) -> None:
+        """Where the backup of a member that lives leaves, the next one gets its copy. One that died
+        and was not called lost yet could give none."""
+        if self.roster.backup_of(address)[0] in self.roster.leaving:
+            relieved = self._with_backups(self.roster, address)
+            if (relieved.backups != self.roster.backups).any():
+                self._publish(relieved)
+
     def _remove(self, address: str) -> None:
         """Its shards go to its backup if that is in sync, else they start empty elsewhere."""
         roster = self.roster
@@ -298,10 +308,11 @@ class Authority:
     def _hosts(self, roster: Roster) -> list[int]:
         return hosts_of(roster, self._keeper)
 
-    def _with_backups(self, roster: Roster) -> Roster:
-        """A backup for every host that has none in sync, among the peers that were seen; not one
-        that has just come, where others are there: without shards it has no backup itself, and
-        would inherit from a peer that leaves what nobody else has then."""
+    def _with_backups(self, roster: Roster, heard: str = "") -> Roster:
+        """A backup for every host that has none in sync, and for the one that was `heard` under
+        this roster, where its backup leaves. Among the peers that were seen; not one that has just
+        come, where others are there: without shards it has no backup itself, and would inherit from
+        a peer that leaves what nobody else has then."""
         hosts = self._hosts(roster)
         seen = [h for h in hosts if roster.incarnations[h]]
         serving = dict.fromkeys(np.unique(roster.primaries).tolist())
@@ -311,7 +322,8 @@ class Authority:
         for host in serving:
             mine = roster.primaries == host
             kept = np.unique(backups[mine & in_sync]).tolist()
-            if len(kept) == 1 and kept[0] in hosts:
+            leaving = set() if roster.members[host] == heard else roster.leaving
+            if len(kept) == 1 and (kept[0] in hosts or roster.members[kept[0]] in leaving):
                 backups[mine] = kept[0]
                 continue
             among = next((some for some in (settled, seen) if set(some) - {host}), hosts)

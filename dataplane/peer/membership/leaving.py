@@ -94,12 +94,14 @@ class Leaving:
         return in_sync or not len(self.host.roster.shards_of(self.host.address))
 
     def _may_move(self) -> bool:
-        """Whether it is known that this peer leaves, and the backup has one itself. Until then the
-        shards are served here."""
-        roster = self.host.roster
-        if self.host.address not in roster.leaving or not self._is_backed_up():
+        """Whether it is known that this peer leaves, it is nobody's backup any more, and its own
+        has one itself. Until then the shards are served here."""
+        roster, here = self.host.roster, self.host.address
+        if here not in roster.leaving or not self._is_backed_up():
             return False
-        heir, _ = roster.backup_of(self.host.address)
+        if any(roster.backup_of(host)[0] == here for host in roster.hosts):
+            return False
+        heir, _ = roster.backup_of(here)
         return heir is None or roster.backup_of(heir)[1] or not roster.may_be_backed_up(heir)
 
     def _knows_who_lives(self, until: float) -> bool:

@@ -23,7 +23,7 @@ from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.net.known_peers import Acquaintances
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.records import EXTENT, VALUE
+from dataplane.wire.records import EXTENT, RANGE, VALUE
 from dataplane.wire.tables import Column, Definition, Owner
 from tests.metadata.stores import SPECS, named
 
@@ -240,3 +240,45 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     assert space.alive(block).all()  # the heir's row reads it there
     space.release(ranges, plane.host.lent.returned(HEIR, ranges, counts))
     assert not space.alive(block).any()
+
+
+async def test_who_leaves_as_well_takes_nothing_in_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its shards may have moved while values of another that leaves were on their way to it: what
+    it let go of there then, the rows of its heir name."""
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    ranges, nbytes = np.zeros(1, RANGE), np.full(1, 64)
+    moved: list[str] = []
+    on_its_way, arrives = asyncio.Event(), asyncio.Event()
+
+    async def fetch(*_: object) -> tuple[int, Any, Any]:
+        on_its_way.set()
+        await arrives.wait()
+        return 1, np.ones(1, np.bool_), ranges
+
+    async def another_roster(*_: object) -> None:
+        await asyncio.sleep(0)
+
+    store = SimpleNamespace(named=lambda owner: (ranges, None, nbytes))
+    plane.host.entries = {"p": SimpleNamespace(name="p", copies=None, store=store)}
+    plane.host.space = SimpleNamespace(size_bytes=1 << 20)
+    plane.host.another_roster = another_roster
+    copying: Any = SimpleNamespace(fetch=fetch, release=lambda local: moved.append("let go"))
+    copying.replace = lambda *_: moved.append("named")
+    plane.leaving.copying = copying
+    tasks: list[asyncio.Task[None]] = []
+    mesh: Any = plane.leaving.mesh
+    mesh.spawn = lambda work: tasks.append(asyncio.create_task(work))
+
+    old = plane.host.roster
+    plane.authority.beat(DEAD, old.epoch, synced=True, leaving=True)
+    plane.host.roster = plane.authority.roster
+    plane.leaving.turned(old, plane.host.roster)
+    await on_its_way.wait()
+    plane.authority.beat(HERE, plane.authority.roster.epoch, leaving=True)
+    plane.turn()
+    arrives.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert moved == ["let go"]

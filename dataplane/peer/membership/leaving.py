@@ -143,8 +143,7 @@ class Leaving:
             self.host.silent = False
             self._hand_over()
         for owner in new.owners:
-            moves = owner.peer in new.leaving and here not in new.leaving
-            if moves and owner not in self._moving:
+            if self._takes_in(owner) and owner not in self._moving:
                 self._moving.add(owner)
                 self.mesh.spawn(self._take_in(owner))
 
@@ -164,10 +163,16 @@ class Leaving:
         found = {o for e in self.host.entries.values() for o, _, _ in e.store.holdings()}
         return sorted(leaving - {owner.peer for owner in found})
 
+    def _takes_in(self, owner: Owner) -> bool:
+        """Not where this peer leaves as well: nobody changes shards that are about to move."""
+        roster = self.host.roster
+        leaves = roster.has(owner) and owner.peer in roster.leaving
+        return leaves and self.host.address not in roster.leaving
+
     async def _take_in(self, owner: Owner) -> None:
         """Until the peer has left, or stays after all."""
         try:
-            while self.host.roster.has(owner) and owner.peer in self.host.roster.leaving:
+            while self._takes_in(owner):
                 for entry in list(self.host.entries.values()):
                     try:
                         await self._move(entry, owner)
@@ -183,6 +188,8 @@ class Leaving:
         them leased finds the new place at the shard."""
         if entry.copies is not None:
             await self.copying.bring(entry.copies, owner)
+            if not self._takes_in(owner):
+                return
             self.copying.succeed(entry, entry.copies, owner)
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         while self.host.entries.get(entry.name) is entry:
@@ -192,6 +199,9 @@ class Leaving:
             upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
             upto = min(upto, MAX_RANGES)
             count, here, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
+            if not self._takes_in(owner):
+                self.copying.release(local)
+                return
             self.copying.replace(entry, owner, ranges[:count][here], local)
             self.settle(entry)
             if not here.all():

@@ -2,19 +2,29 @@
 
 There are two: `device_cuda`, and `device_twin`, which is host memory with the same order of things
 and runs everywhere. The peer allocates a pool and exports it; clients of its host open it, copy
-into it and out of it on streams of their own, and let events say when that is done. A stream is the
+into it and out of it on streams of their own, and events say when that is done. A stream is the
 number that the library which made it gives it (`cudaStream_t`); 0 is the default one.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.wire.tables import PoolHandle as PoolHandle
+
+SPIN_S = 0.001
+"""Small copies are done before a thread could sleep, and a device copies a GiB in this time."""
+POLL_S = 0.0002
+
+Copy = tuple[int, int, int, int]
+"""As `Device.copy` takes it: target, source, bytes, stream."""
 
 
 class Located(NamedTuple):
@@ -29,7 +39,7 @@ class Located(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Pool(ABC):
@@ -59,10 +69,7 @@ class Pool(ABC):
 
 
 class Event(ABC):
-    """A mark on a stream, for other processes too. One that was never recorded is done."""
-
-    raw: bytes
-    """What `Device.open_event` takes; the process that made the event must keep it meanwhile."""
+    """A mark on a stream. One that was never recorded is done."""
 
     @abstractmethod
     def record(self, stream: int = 0) -> None:
@@ -73,12 +80,8 @@ class Event(ABC):
         """Whether the stream is past the mark that was recorded last. Never waits."""
 
     @abstractmethod
-    def wait(self, stream: int = 0) -> None:
-        """What is asked of this stream from now on comes behind the mark. Never waits itself."""
-
-    @abstractmethod
     def close(self) -> None:
-        """The event is not needed in this process any more."""
+        """The event is not needed any more."""
 
 
 class Device(ABC):
@@ -112,11 +115,27 @@ class Device(ABC):
     def event(self) -> Event: ...
 
     @abstractmethod
-    def open_event(self, raw: bytes) -> Event: ...
-
-    @abstractmethod
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         """Asks the stream to copy between addresses of the device, of pinned or of other memory."""
+
+    def carry_out(self, copies: Iterable[Copy], look: Callable[[], object] = lambda: None) -> None:
+        """Asks for all of them, and returns when they are there. `look` is called meanwhile, and
+        may give up: where this raises, the device may still be at it."""
+        streams, marks = set[int](), list[Event]()
+        for copy in copies:
+            self.copy(*copy)
+            streams.add(copy[3])
+        try:
+            for stream in streams:
+                marks.append(self.event())
+                marks[-1].record(stream)
+            began = time.monotonic()
+            while not all(mark.done() for mark in marks):
+                look()
+                time.sleep(POLL_S if time.monotonic() - began > SPIN_S else 0)
+        finally:
+            for mark in marks:
+                mark.close()
 
     @abstractmethod
     def locate(self, value: object) -> Located | None:

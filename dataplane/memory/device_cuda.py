@@ -1,4 +1,4 @@
-"""CUDA's memory through cupy: plain cudaMalloc pools, raw IPC handles, interprocess events.
+"""CUDA's memory through cupy: plain cudaMalloc pools, raw IPC handles.
 
 Only plain cudaMalloc memory has a handle that other processes can open, and it stands for the whole
 allocation; pools of cupy or torch may be parts of larger ones, so none is used. Processes of one
@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +20,7 @@ from weakref import WeakSet
 import numpy as np
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Device, Event, Located, Pool, PoolHandle, check_inside
+from dataplane.memory.device import Copy, Device, Event, Located, Pool, PoolHandle, check_inside
 from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
 _DLPACK_CUDA = 2
@@ -29,7 +30,7 @@ _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
 _SUCCESS, _NOT_READY = 0, 600
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for the copies of every GPU, not of one alone
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: without it read-only mappings are refused
-_EVENT_FLAGS = 2 | 4  # cudaEventDisableTiming, which cudaEventInterprocess asks for
+_EVENT_FLAGS = 2  # cudaEventDisableTiming
 _CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -120,17 +121,16 @@ class CudaDevice(Device):
 
     def event(self) -> Event:
         with self._current():
-            number = self._runtime.eventCreateWithFlags(_EVENT_FLAGS)
-            return _CudaEvent(self, number, bytes(self._runtime.ipcGetEventHandle(number)))
-
-    def open_event(self, raw: bytes) -> Event:
-        with self._current():
-            return _CudaEvent(self, self._runtime.ipcOpenEventHandle(raw), raw)
+            return _CudaEvent(self, self._runtime.eventCreateWithFlags(_EVENT_FLAGS))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         if nbytes:
             with self._current():
                 self._runtime.memcpyAsync(target, source, nbytes, _COPY_BY_ADDRESS, stream)
+
+    def carry_out(self, copies: Iterable[Copy], look: Callable[[], object] = lambda: None) -> None:
+        with self._current():  # once for all of them
+            super().carry_out(copies, look)
 
     def locate(self, value: object) -> Located | None:
         if is_torch(value):
@@ -151,13 +151,13 @@ class CudaDevice(Device):
             return None
         if value.is_nested or value.layout is not torch.strided or value.is_quantized:
             return None
-        tensor = value.detach().resolve_conj().resolve_neg().contiguous()
-        try:
-            dtype = dtype_of(str(tensor.dtype).removeprefix("torch."))
-        except ProtocolError:
+        dtype = _of_dtype(value.dtype)
+        if dtype is None:
             return None
+        if value.is_conj() or value.is_neg() or not value.is_contiguous():
+            value = value.detach().resolve_conj().resolve_neg().contiguous()
         stream = torch.cuda.current_stream(self.number).cuda_stream
-        return Located(tensor.data_ptr(), dtype, tuple(tensor.shape), stream, tensor)
+        return Located(value.data_ptr(), dtype, tuple(value.shape), stream, value)
 
     def _of_interface(self, value: Any) -> Located | None:
         """cupy, jax, numba and others; cupy makes contiguous what is not."""
@@ -222,15 +222,22 @@ class CudaDevice(Device):
     def _current(self) -> Iterator[None]:
         """This GPU is the thread's, and the one before is again afterwards, if it is in use: a new
         thread's is the first, of which it may want nothing."""
-        with self._said(), _apart_from_captures():
-            before = self._runtime.getDevice()
-            try:
-                if before != self.number:
-                    self._runtime.setDevice(self.number)
-                yield
-            finally:
-                if before != self.number and _in_use(before):
-                    self._runtime.setDevice(before)
+        outer, _entered.device = getattr(_entered, "device", None), self
+        if outer is self:
+            yield
+            return
+        try:
+            with self._said(), _apart_from_captures():
+                before = self._runtime.getDevice()
+                try:
+                    if before != self.number:
+                        self._runtime.setDevice(self.number)
+                    yield
+                finally:
+                    if before != self.number and _in_use(before):
+                        self._runtime.setDevice(before)
+        finally:
+            _entered.device = outer
 
 
 class CudaView:
@@ -281,10 +288,9 @@ class _CudaPool(Pool):
 
 
 class _CudaEvent(Event):
-    def __init__(self, device: CudaDevice, number: int, raw: bytes) -> None:
+    def __init__(self, device: CudaDevice, number: int) -> None:
         self._device = device
         self.number = number
-        self.raw = raw
         device._made.add(self)
 
     def record(self, stream: int = 0) -> None:
@@ -298,15 +304,24 @@ class _CudaEvent(Event):
             raise DeviceMissing(f"an event failed with CUDA's status {status}", status=status)
         return bool(status == _SUCCESS)
 
-    def wait(self, stream: int = 0) -> None:
-        with self._device._current():
-            self._device._runtime.streamWaitEvent(stream, self.number)
-
     def close(self) -> None:
         number, self.number = self.number, 0
         if number:
             with self._device._current():
                 self._device._runtime.eventDestroy(number)
+
+
+_entered = threading.local()
+"""`device`: whose GPU this thread has made current, in a call of ours."""
+
+
+@functools.cache
+def _of_dtype(dtype: object) -> np.dtype[Any] | None:
+    """As numpy has one of torch's; None for one that cannot travel."""
+    try:
+        return dtype_of(str(dtype).removeprefix("torch."))
+    except ProtocolError:
+        return None
 
 
 def _typestr(dtype: np.dtype[Any]) -> str:

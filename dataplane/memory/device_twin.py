@@ -1,4 +1,4 @@
-"""Host memory that behaves like a GPU's: pools that others open, streams, events between processes.
+"""Host memory that behaves like a GPU's: pools that others open, streams, events.
 
 For what runs above a driver, where there is none. Copies are carried out by a thread a stream, some
 time after they were asked for; whoever does not heed the events reads bytes that are not there yet.
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet, finalize
 
 import msgspec
@@ -26,10 +26,8 @@ from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.memory.device import Device, Event, Located, Pool, PoolHandle, check_inside
 
 POLL_S = 0.0005
-_EVENT_BYTES = 16
 
 _numbers = itertools.count(1)
-_Made = TypeVar("_Made", bound=Pool | Event)
 
 
 class _Stream:
@@ -114,7 +112,7 @@ class TwinDevice(Device):
         self.identity = identity
         self._streams: dict[int, _Stream] = {0: _Stream()}
         self._behind: dict[tuple[int, int], int] = {}
-        self._made: WeakSet[Pool | Event] = WeakSet()
+        self._made: WeakSet[_TwinPool] = WeakSet()
         self.pinned: dict[int, int] = {}
         """Host memory that is pinned: bytes by address."""
 
@@ -161,12 +159,7 @@ class TwinDevice(Device):
         return TwinArray(self, memory)
 
     def event(self) -> Event:
-        fd = os.memfd_create("dataplane-twin-event", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _EVENT_BYTES)
-        return self._kept(_TwinEvent(self, fd, _raw(fd)))
-
-    def open_event(self, raw: bytes) -> Event:
-        return self._kept(_TwinEvent(self, _opened(raw), raw))
+        return _TwinEvent(self)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         self.ask(stream, lambda: ctypes.memmove(target, source, nbytes))
@@ -188,9 +181,14 @@ class TwinDevice(Device):
         foreign = id(value.device), value.stream
         if foreign not in self._behind:
             self._behind[foreign] = self.stream()
-        mark = value.device.event()
+        mark, behind = value.device.event(), self._streams[self._behind[foreign]]
         mark.record(value.stream)
-        self.open_event(mark.raw).wait(self._behind[foreign])
+
+        def wait() -> None:
+            while not (mark.done() or behind.closed):
+                time.sleep(POLL_S)
+
+        behind.work.put(wait)
         return self._behind[foreign]
 
     def finish(self, timeout_s: float) -> bool:
@@ -220,7 +218,7 @@ class TwinDevice(Device):
         for made in list(self._made):
             made.close()
 
-    def _kept(self, made: _Made) -> _Made:
+    def _kept(self, made: _TwinPool) -> _TwinPool:
         self._made.add(made)
         return made
 
@@ -265,41 +263,20 @@ class _TwinView:
 
 
 class _TwinEvent(Event):
-    """Two counters that processes share: marks recorded, and the last one that was passed."""
-
-    def __init__(self, device: TwinDevice, fd: int, raw: bytes) -> None:
+    def __init__(self, device: TwinDevice) -> None:
         self._device = device
-        self._end = finalize(self, os.close, fd)
-        self._counters = np.frombuffer(mmap.mmap(fd, _EVENT_BYTES), np.uint64)
-        self.raw = raw
+        self._passed = threading.Event()
+        self._passed.set()
 
     def record(self, stream: int = 0) -> None:
-        counters = self._counters
-        counters[0] += np.uint64(1)
-        mark = counters[0].copy()
-
-        def passed() -> None:
-            counters[1] = mark
-
-        self._device.ask(stream, passed)
+        self._passed = threading.Event()
+        self._device.ask(stream, self._passed.set)
 
     def done(self) -> bool:
-        return bool(self._counters[1] >= self._counters[0])
-
-    def wait(self, stream: int = 0) -> None:
-        counters, mark = self._counters, self._counters[0].copy()
-        maker = Path(f"/proc/{_decoded(self.raw)[0]}")
-
-        asked = self._device._streams.get(stream)
-
-        def pass_by() -> None:
-            while counters[1] < mark and maker.exists() and not (asked and asked.closed):
-                time.sleep(POLL_S)
-
-        self._device.ask(stream, pass_by)
+        return self._passed.is_set()
 
     def close(self) -> None:
-        self._end()
+        pass
 
 
 def _writable(address: int) -> bool:

@@ -9,7 +9,6 @@ its copy is done, so a value that is there is whole.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,7 +63,8 @@ class HostMemory(Space):
         kinds = self.ranges.kinds(ranges)
         away: Mask = kinds >= SPILLED
         if holder in self._readers and np.count_nonzero(away):
-            away &= ~np.isin(kinds | SPILLED, self._readers[holder])
+            for kind in self._readers[holder]:
+                away &= kinds | SPILLED != kind
         return away
 
     def in_place(self, ranges: Records, holder: int) -> Mask:
@@ -122,7 +122,7 @@ class HostMemory(Space):
         if not np.count_nonzero(numbers):
             return super()._freed(freed)
         nbytes = 0
-        for number in np.unique(numbers).tolist():
+        for number in np.bincount(numbers).nonzero()[0].tolist():
             part = Freed(*(one[numbers == number] for one in freed))
             if number:
                 nbytes += self.devices[number - 1].space.take_back(part)
@@ -163,10 +163,6 @@ class HostMemory(Space):
         """Frees the pools."""
         for arena in self.devices:
             arena.close()
-
-
-POLL_S = 0.0002
-"""How often a thread that waits for a copy looks."""
 
 
 class PoolSpace(Space):
@@ -248,30 +244,20 @@ class DeviceArena:
         there. DeviceMissing where the device fails."""
         first = self._address(0)
         places = zip(targets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        self._copied((target, first + start, length) for target, start, length in places)
+        copies = [(target, first + start, length, 0) for target, start, length in places]
+        self.device.carry_out(copies)
         self.staged_bytes += int(lengths.sum())
 
     def write(self, start: int, data: npt.NDArray[np.uint8]) -> None:
         """Copy host memory there, as `fetch` copies from there."""
-        self._copied([(self._address(start), data.ctypes.data, data.nbytes)])
+        self.device.carry_out([(self._address(start), data.ctypes.data, data.nbytes, 0)])
 
     def read(self, start: int, into: npt.NDArray[np.uint8]) -> None:
         """As `fetch`, for the peer itself: it does not count."""
-        self._copied([(into.ctypes.data, self._address(start), into.nbytes)])
+        self.device.carry_out([(into.ctypes.data, self._address(start), into.nbytes, 0)])
 
     def _address(self, start: int) -> int:
         return self._pool.address - self.space.base + start
-
-    def _copied(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        event = self.device.event()
-        try:
-            for copy in copies:
-                self.device.copy(*copy)
-            event.record()
-            while not event.done():
-                time.sleep(POLL_S)
-        finally:
-            event.close()
 
     def figures(self) -> dict[str, Any]:
         """The device's name, and in bytes: size = used + granted + free, exactly; staged: read by

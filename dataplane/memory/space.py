@@ -32,6 +32,7 @@ from dataplane.memory.extents import (
     padded,
     page_down,
     records,
+    some,
     subtract,
 )
 from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
@@ -243,7 +244,7 @@ class Space:
 
     def locate(self, ranges: Records) -> Bytes:
         """Where ranges start, u8, none of them spilled. RowsGone if any is dead."""
-        assert self.all_here or not np.count_nonzero(self.away(ranges))
+        assert not self.any_away(ranges)
         return self.ranges.offsets(ranges)
 
     @property
@@ -255,6 +256,10 @@ class Space:
         """Per RANGE, whether its bytes are where this holder does not read them: in the spill
         file, or on a device. Only a copy of it can be read then."""
         return self.spilled(ranges)
+
+    def any_away(self, ranges: Records, holder: int = 0) -> bool:
+        """Whether any is."""
+        return not self.all_here and some(self.away(ranges, holder))
 
     def in_place(self, ranges: Records, holder: int) -> Mask:
         """Per RANGE, whether this holder reads it on a device."""
@@ -288,7 +293,7 @@ class Space:
         The column stays with the pin."""
         if not len(ranges):
             return 0, np.zeros(0, U8)
-        assert self.all_here or not np.count_nonzero(self.away(ranges, holder))
+        assert not self.any_away(ranges, holder)
         places = self.ranges.offsets(ranges, hold=True)
         self._last_pin += 1
         self._holder(holder).pins[self._last_pin] = ranges

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Device, Event, Pool, PoolHandle
+from dataplane.memory.device import Device, Pool, PoolHandle
 from dataplane.memory.device_cuda import CudaDevice
 from dataplane.memory.device_twin import TwinDevice
 
@@ -49,15 +49,13 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def write(
-        self, handle: PoolHandle, at: int, nbytes: int, value: int, times: int = 1, hold: int = 0
-    ) -> bytes:
-        """Asks its stream to fill bytes of the pool; the event behind that, `raw`. hold: the twin's
-        stream does not go on before `go_on`."""
-        return self.ask("write", msgspec.msgpack.encode(handle), at, nbytes, value, times, hold)
+    def write(self, handle: PoolHandle, at: int, nbytes: int, value: int, times: int = 1) -> None:
+        """Asks its stream to fill bytes of the pool."""
+        self.ask("write", msgspec.msgpack.encode(handle), at, nbytes, value, times)
 
-    def go_on(self) -> None:
-        self.ask("go_on")
+    def finish(self) -> None:
+        """Until it is done with what it was asked for."""
+        self.ask("finish")
 
     def read(self, handle: PoolHandle, at: int, nbytes: int) -> bytes:
         """Bytes of the pool, as it sees them."""
@@ -97,10 +95,8 @@ class DeviceConformance:
     def test_what_one_process_writes_another_reads(self, device: Device) -> None:
         pool = device.allocate(MIB)
         with Child(device) as child:
-            event = child.write(pool.handle, 64, 4096, value=5)
-            done = device.open_event(event)
-            eventually(done.done)
-            done.close()
+            child.write(pool.handle, 64, 4096, value=5)
+            child.finish()
             assert (fetched(device, pool, 64, 4096) == 5).all()
             nine = np.full(64, 9, np.uint8)
             device.copy(pool.address, nine.ctypes.data, 64)
@@ -113,17 +109,21 @@ class DeviceConformance:
         event.close()
         event.close()
 
-    def test_a_stream_that_waits_for_an_event_comes_behind_it(self, device: Device) -> None:
-        pool = device.allocate(8 * MIB)
-        ones, out = np.ones(8 * MIB, np.uint8), np.zeros(8 * MIB, np.uint8)
-        first, second = device.event(), device.event()
-        device.copy(pool.address, ones.ctypes.data, ones.nbytes)
-        first.record()
-        first.wait()
-        device.copy(out.ctypes.data, pool.address, out.nbytes)
-        second.record()
-        eventually(second.done)
-        assert first.done() and out.all()
+    def test_copies_that_are_carried_out_are_there_and_can_be_given_up(
+        self, device: Device
+    ) -> None:
+        pool = device.allocate(64 * MIB)
+        ones, out = np.ones(64 * MIB, np.uint8), np.zeros(64 * MIB, np.uint8)
+        there = (pool.address, ones.ctypes.data, ones.nbytes, 0)
+        device.carry_out([there, (out.ctypes.data, pool.address, out.nbytes, 0)])
+        assert out.all()
+
+        def give_up() -> None:
+            raise TimeoutError
+
+        with pytest.raises(TimeoutError):
+            device.carry_out([there] * 100, give_up)
+        assert device.finish(PATIENCE_S)
         pool.close()
 
     def test_views_are_made_of_the_pool_and_of_nothing_else(self, device: Device) -> None:
@@ -167,11 +167,7 @@ class _Kept:
 def fetched(device: Device, pool: Pool, offset: int, nbytes: int) -> np.ndarray:
     """Bytes of a pool in host memory."""
     out = np.zeros(nbytes, np.uint8)
-    event: Event = device.event()
-    device.copy(out.ctypes.data, pool.address + offset, nbytes)
-    event.record()
-    eventually(event.done)
-    event.close()
+    device.carry_out([(out.ctypes.data, pool.address + offset, nbytes, 0)])
     return out
 
 
@@ -182,21 +178,16 @@ class Told:
         self._device = device
         self._kept: list[object] = []
 
-    def write(
-        self, handle: bytes, at: int, nbytes: int, value: int, times: int, hold: int
-    ) -> bytes:
+    def write(self, handle: bytes, at: int, nbytes: int, value: int, times: int) -> bytes:
         pool = self._device.open(msgspec.msgpack.decode(handle, type=PoolHandle))
-        source, event = np.full(nbytes, value, np.uint8), self._device.event()
-        if hold and isinstance(self._device, TwinDevice):
-            self._go_on = self._device.hold()
+        source = np.full(nbytes, value, np.uint8)
         for _ in range(times):
             self._device.copy(pool.address + at, source.ctypes.data, nbytes)
-        event.record()
-        self._kept += [pool, source, event]
-        return event.raw
+        self._kept += [pool, source]
+        return b""
 
-    def go_on(self) -> bytes:
-        self._go_on()
+    def finish(self) -> bytes:
+        assert self._device.finish(PATIENCE_S)
         return b""
 
     def read(self, handle: bytes, at: int, nbytes: int) -> bytes:
@@ -215,7 +206,7 @@ def main(kind: str, identity: str) -> None:
     os.dup2(2, 1)
     acts: dict[str, Callable[..., bytes]] = {
         "write": told.write,
-        "go_on": told.go_on,
+        "finish": told.finish,
         "read": told.read,
     }
     while (asked := receive(sys.stdin.buffer)) is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
-from dataplane.memory.device import Device, Event, Pool, PoolHandle, device_of
+from dataplane.memory.device import Copy, Device, Pool, PoolHandle, device_of
 from dataplane.transport.seam import (
     Capabilities,
     PlacedPool,
@@ -32,7 +32,6 @@ from dataplane.transport.seam import (
 from dataplane.wire.tables import Owner
 
 NAME = "cuda_ipc"
-POLL_S = 0.0002
 CHECK_S = 0.1
 FINISH_S = 10.0
 Opened = tuple[PlacedPool, Pool]
@@ -88,38 +87,28 @@ class CudaIpcTransport(Transport):
         places = zip(
             copies["dest"].tolist(), held.sources.tolist(), copies["nbytes"].tolist(), strict=True
         )
-        used: dict[str, Device] = {}
-        with self._using(request.remote.owner) as theirs:
-            try:
-                for dest, source, nbytes in places:
-                    device, target = self._target(dest, nbytes)
-                    address = self._source(theirs, card, device, source, nbytes)
-                    used[device.identity] = device
-                    device.copy(target, address, nbytes)
-                self._wait(list(used.values()), request)
-            except BaseException:
-                # Until the devices are done something may still be written.
-                while not all(device.finish(FINISH_S) for device in used.values()):
-                    pass
-                raise
-
-    def _wait(self, devices: list[Device], request: ReadRequest) -> None:
-        """Until all copies are there."""
-        assert request.held is not None
-        marks: list[Event] = []
+        asked: dict[Device, list[Copy]] = {}
         looked = time.monotonic()
-        try:
-            for device in devices:
-                marks.append(device.event())
-                marks[-1].record()
-            while not all(mark.done() for mark in marks):
-                time.sleep(POLL_S)
-                if time.monotonic() - looked > CHECK_S or request.cancelled.is_set():
-                    request.held.check()
-                    looked = time.monotonic()
-        finally:
-            for mark in marks:
-                mark.close()
+
+        def look() -> None:
+            nonlocal looked
+            if time.monotonic() - looked > CHECK_S or request.cancelled.is_set():
+                held.check()
+                looked = time.monotonic()
+
+        with self._using(request.remote.owner) as theirs:
+            for dest, source, nbytes in places:
+                device, target = self._target(dest, nbytes)
+                address = self._source(theirs, card, device, source, nbytes)
+                asked.setdefault(device, []).append((target, address, nbytes, 0))
+            for device, some in asked.items():
+                try:
+                    device.carry_out(some, look)
+                except BaseException:
+                    # Until the device is done something may still be written.
+                    while not device.finish(FINISH_S):
+                        pass
+                    raise
 
     def _target(self, dest: int, nbytes: int) -> tuple[Device, int]:
         """Which device writes there, and the address."""

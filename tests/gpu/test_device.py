@@ -12,7 +12,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
 from dataplane.memory.device_cuda import CudaDevice
 from dataplane.memory.host_memory import HostMemory
-from dataplane.testing.devices import MIB, Child, DeviceConformance, eventually
+from dataplane.testing.devices import MIB, Child, DeviceConformance
 
 pytestmark = pytest.mark.gpu
 
@@ -47,10 +47,7 @@ def test_torch_and_cupy_see_the_bytes_of_a_view_without_a_copy(device: CudaDevic
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
     pool = device.allocate(MIB)
     source = np.arange(256, dtype=np.float32)
-    event = device.event()
-    device.copy(pool.address + 512, source.ctypes.data, source.nbytes)
-    event.record()
-    eventually(event.done)
+    device.carry_out([(pool.address + 512, source.ctypes.data, source.nbytes, 0)])
     of_cupy = cupy.asarray(pool.array(512, source.dtype, (16, 16)))
     of_torch = torch.as_tensor(pool.array(512, source.dtype, (16, 16)), device="cuda")
     assert of_cupy.data.ptr == of_torch.data_ptr() == pool.address + 512

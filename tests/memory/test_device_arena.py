@@ -13,7 +13,7 @@ from dataplane.memory.device_twin import TwinDevice
 from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.ranges import Ranges
 from dataplane.memory.spill import DISK, Spilled
-from dataplane.testing.devices import MIB, Child, eventually
+from dataplane.testing.devices import MIB, Child
 from dataplane.wire.records import EXTENT, RANGE
 
 HOST, SIZE = 8 * MIB, 16 * MIB
@@ -163,9 +163,8 @@ def test_values_that_another_process_wrote_are_fetched_to_host_memory(memory: Ho
     with Child(arena.device) as child:
         extents = arena.space.reserve(A, Admission.OPEN, unit(MIB, 2 * MIB))[1]
         at, nbytes = (int(x) for x in extents[0].tolist())
-        event = arena.device.open_event(child.write(arena.handle, at - HOST, nbytes, value=9))
-        eventually(event.done)
-        event.close()
+        child.write(arena.handle, at - HOST, nbytes, value=9)
+        child.finish()
     pieces = np.array([(at, MIB), (at + MIB, 2 * MIB)], EXTENT)
     ranges = memory.commit(A, pieces, 1, Admission.OPEN)
     first = out.ctypes.data

@@ -48,9 +48,6 @@ class Runtime:
     def ipcGetMemHandle(self, address: int) -> bytes:
         return b"memory"
 
-    def ipcGetEventHandle(self, number: int) -> bytes:
-        return b"event"
-
     def pointerGetAttributes(self, address: int) -> SimpleNamespace:
         self.asked.append((self.current, "pointerGetAttributes", address))
         return SimpleNamespace(device=1)
@@ -97,6 +94,24 @@ def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
         (1, "free", address),
     ]
     assert runtime.current == 0
+
+
+def test_copies_that_go_together_make_their_gpu_current_once_and_wait_for_their_streams_alone(
+    runtime: Runtime,
+) -> None:
+    made_current, looks = list[int](), list[int]()
+    runtime.setDevice = lambda number: made_current.append(number)  # type: ignore[method-assign]
+
+    def look() -> None:
+        looks.append(1)
+        runtime.status = 0 if len(looks) == 3 else 600
+
+    runtime.status = 600
+    CudaDevice(1).carry_out([(1, 2, 64, 7), (3, 4, 0, 7), (5, 6, 64, 8)], look)
+    names = [name for _, name, *_ in runtime.asked]
+    assert names.count("memcpyAsync") == names.count("eventRecord") == 2 and len(looks) == 3
+    assert names.count("eventCreateWithFlags") == names.count("eventDestroy") == 2
+    assert made_current == [1, 0]
 
 
 def test_no_gpu_is_made_current_again_that_this_process_does_not_use(

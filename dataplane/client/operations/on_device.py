@@ -7,7 +7,6 @@ device is full the same copies go to the host arena.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +23,12 @@ from dataplane.client.write.parcel import Parcel
 from dataplane.client.write.values import Prepared, PreparedColumn, Specs, Strip, checked_name
 from dataplane.client.write.written import Written, written_of
 from dataplane.errors import InvalidCall, InvalidRows
-from dataplane.memory.device import Device, Located
+from dataplane.memory.device import Copy, Located
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.arrays import spec_of
 from dataplane.wire.limits import MAX_RANK, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.records import EXTENT, column
 
-POLL_S = 0.0002
 _OFF_LOOP_BYTES = 64 << 20
 """Waiting for a device is work for a thread, however little is copied."""
 
@@ -182,17 +180,15 @@ class _Copies:
         return ranges
 
     def _copy(self, until: Deadline) -> None:
-        device, streams = self._opened.device, set[int]()
+        copies: list[Copy] = []
         for strand in self._parcel.strands():
             at = np.arange(len(strand.records)) if strand.at is None else strand.at
             targets = self._offsets[strand.records["range"]] + strand.records["delta"]
             for index, target in zip((strand.first + at).tolist(), targets.tolist(), strict=True):
                 value: Located = strand.source[index]
                 address = self._address(target, value.nbytes)
-                device.copy(address, value.address, value.nbytes, value.stream)
-                streams.add(value.stream)
-        for stream in streams:
-            _await(device, stream, until)
+                copies.append((address, value.address, value.nbytes, value.stream))
+        self._opened.device.carry_out(copies, lambda: until.left("copying to the device arena"))
 
     def _address(self, target: int, nbytes: int) -> int:
         """Where an address of the peer's memory is in this process."""
@@ -201,15 +197,3 @@ class _Copies:
         window = self._session.writes.view(target, max(1, nbytes))
         self._windows.append(window)
         return int(window.__array_interface__["data"][0])
-
-
-def _await(device: Device, stream: int, until: Deadline) -> None:
-    """Until the stream has done what it was asked for. DeadlineExceeded."""
-    event = device.event()
-    try:
-        event.record(stream)
-        while not event.done():
-            until.left("copying to the device arena")
-            time.sleep(POLL_S)
-    finally:
-        event.close()

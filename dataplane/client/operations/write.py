@@ -157,7 +157,7 @@ class Putting(msgspec.Struct, eq=False):
                 session.keep(part.ranges)
             session.pinned(written.pin)
             raise
-        return beside(parts)
+        return beside([part for part in parts if part.columns])
 
     def _continues(self) -> bool:
         """Whether this client put, or leased, the same group or row before: the first speaks."""
@@ -340,6 +340,8 @@ def write_run(
     session = handle.session
     joined = parcels_of.join(run)
     digests, nbytes, shared = joined.digests, joined.nbytes, _NO_RANGES
+    if not (nbytes or joined.inline_bytes):  # all of it goes elsewhere
+        return Filled(len(run), joined, np.zeros(0, U8), shared, 0, 0, b"")
     granted = yield from room_for(handle, generation, run, continuing, deadline)
     extents, pin = column(granted.extents, EXTENT), granted.pin
     if granted.units < len(run):

@@ -205,7 +205,7 @@ class Session:
         if len(self.leftovers) == 1:
             return [(self.leftovers[0], extents)] if len(extents) else []
         memory = self._device_bases.searchsorted(extents["offset"], "right")
-        return [(self.leftovers[n], extents[memory == n]) for n in np.unique(memory).tolist()]
+        return [(self.leftovers[n], extents[memory == n]) for n in np.bincount(memory).nonzero()[0]]
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
         """What goes back of all memories, where no put has used any of one for so long."""

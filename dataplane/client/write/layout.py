@@ -297,7 +297,9 @@ def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
 
     Returns the ranges' sizes (u8) and the bounds of the parcels in them.
     """
-    if strips and all(s.bounds is strips[0].bounds and _is_large(s) for s in strips):
+    if not strips:
+        return np.zeros(0, U8), np.zeros(parcels + 1, np.int64)
+    if all(s.bounds is strips[0].bounds and _is_large(s) for s in strips):
         return _number_large(strips)
     places, packed, large = _places(strips, parcels)
     blocks = -(-packed // BLOCK_STEP_BYTES)

@@ -325,11 +325,6 @@ class Pulls:
                 return
         raise _went(owner)
 
-    def away(self, ranges: npt.NDArray[Any], reader: int = PULLER) -> bool:
-        """Whether this client, or none, reads any of these ranges of this peer only as a copy."""
-        space = self.host.space
-        return not space.all_here and some(space.away(ranges, reader))
-
     async def at_hand(
         self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER
     ) -> tuple[npt.NDArray[Any], list[int]]:
@@ -489,7 +484,7 @@ class Pulls:
     ) -> T | Awaitable[T]:
         """What `act` makes of these ranges; of copies in place of those that are in the spill file
         or on a device."""
-        return self._of_copies(ranges, act) if self.away(ranges) else act(ranges)
+        return self._of_copies(ranges, act) if self.host.space.any_away(ranges) else act(ranges)
 
     async def _of_copies(self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]) -> T:
         while True:

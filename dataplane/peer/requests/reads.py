@@ -80,19 +80,21 @@ class Reading:
         where the holder reads those."""
         raw, space, me = rowset.raw_values(table.columns), self.host.space, self.host.owner
         own = all([owner in (me, INLINE) for owner in table.owners])
-        if own and space.all_here and len(raw) <= rowset.FEW_BYTES:
-            return self._places_of_few(table, raw, holder)
         reader = holder if in_place else PULLER
+        if own and len(raw) <= rowset.FEW_BYTES:
+            found = self._places_of_few(table, raw, holder, reader)
+            if found is not None:
+                return found
         flat = np.frombuffer(raw, VALUE)
         here = _in_ranges(table, flat)
         if not some(here):
             return self._places(table, flat, here, holder)
-        if own and (space.all_here or not self.pulls.away(ranges_of(ids_of(flat[here])), reader)):
+        if own and not space.any_away(ranges_of(ids_of(flat[here])), reader):
             return self._places(table, flat, here, holder)
         return self._pull(table, flat, here, holder, reader)
 
-    def _places_of_few(self, table: Table, raw: bytes, holder: int) -> Resolved:
-        """As `_places`, one by one."""
+    def _places_of_few(self, table: Table, raw: bytes, holder: int, reader: int) -> Resolved | None:
+        """As `_places`, one by one; None where any is away from the reader."""
         inline = table.owners.index(INLINE) if INLINE in table.owners else ABSENT
         places: list[tuple[int, int, int, int]] = []
         ranges, pin = [], 0
@@ -105,7 +107,10 @@ class Reading:
                 ranges.append((number, generation))
                 places.append((delta, nbytes, spec, 0))
         if ranges:
-            pin, starts = self.host.space.pin_places(holder, np.array(ranges, RANGE))
+            named = np.array(ranges, RANGE)
+            if self.host.space.any_away(named, reader):
+                return None
+            pin, starts = self.host.space.pin_places(holder, named)
             start = iter(starts.tolist())
             places = [one if one[3] else (next(start) + one[0], *one[1:]) for one in places]
         made = b"".join([ONE_PLACE.pack(*one) for one in places])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 
+import dataplane
 from dataplane.errors import DeviceMissing
 from dataplane.memory.device_cuda import CudaDevice
+from tests.end_to_end.conftest import PLANE, Cluster
 
 
 def _missing() -> str:
@@ -36,3 +42,30 @@ def driver() -> None:
     cupy.arange(1).get()
     torch = pytest.importorskip("torch")
     torch.zeros(1, device="cuda").cpu()
+
+
+@contextmanager
+def two_planes(run_dir: Any) -> Iterator[tuple[dataplane.Plane, dataplane.Plane]]:
+    """Clients of two peers, each with an arena on the first GPU."""
+    cluster = Cluster(run_dir)
+    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
+    try:
+        with (
+            dataplane.connect("a", run=PLANE, devices="required") as a,
+            dataplane.connect("b", run=PLANE, devices="required") as b,
+        ):
+            yield a, b
+    finally:
+        cluster.stop()
+
+
+def bring(a: dataplane.Plane, b: dataplane.Plane, first: int = 0) -> dict[str, Any]:
+    """Tensors that are put at one are read at the other as they were; how, as the reader says.
+    first: the key of the first one."""
+    torch = pytest.importorskip("torch")
+    tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
+    keys = list(range(first, first + 8))
+    a.partition("p", free="drop").put({"x": tensors}, key=keys)
+    found = b.partition("p").get(keys=keys).torch("x", device="cuda")
+    assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
+    return dict(b.stats()["devices"][0]["to_others"])

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dataplane
 from dataplane.errors import TransportMissing
 from dataplane.memory.device_cuda import CudaDevice
 from dataplane.transport import communicators
 from dataplane.transport.communicators import NcclRanks
-from tests.end_to_end.conftest import PLANE, Cluster
+from tests.gpu.conftest import bring, two_planes
 from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
 
 pytestmark = pytest.mark.gpu
@@ -75,46 +74,20 @@ def join_given_up() -> None:
 def test_values_go_from_one_peer_to_another_over_nccl(
     run_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = pytest.importorskip("torch")
     if not sharing():
         pytest.skip("not run: needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1: one GPU")
     monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
-    cluster = Cluster(run_dir)
-    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
-    try:
-        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
-        with (
-            dataplane.connect("a", run=PLANE, devices="required") as a,
-            dataplane.connect("b", run=PLANE, devices="required") as b,
-        ):
-            part = a.partition("p", free="drop")
-            for again in range(3):
-                keys = [8 * again + row for row in range(8)]
-                part.put({"x": tensors}, key=keys)
-                found = b.partition("p").get(keys=keys).torch("x", device="cuda")
-                assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
-            (path,) = b.stats()["devices"][0]["to_others"]["peers"].values()
-            assert path["transport"] == "nccl" and path["tried"]["nccl"]["exact"]
-            assert a.stats()["devices"][0]["staged_bytes"] == 0
-    finally:
-        cluster.stop()
+    with two_planes(run_dir) as (a, b):
+        ways = [bring(a, b, first) for first in (0, 8, 16)]
+        (path,) = ways[-1]["peers"].values()
+        assert path["transport"] == "nccl" and path["tried"]["nccl"]["exact"]
+        assert a.stats()["devices"][0]["staged_bytes"] == 0
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_reason(
     run_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    cluster = Cluster(run_dir)
-    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
-    try:
-        with (
-            dataplane.connect("a", run=PLANE, devices="required") as a,
-            dataplane.connect("b", run=PLANE, devices="required") as b,
-        ):
-            a.partition("p", free="drop").put({"x": [torch.ones(1000, device="cuda")]}, key=[0])
-            with pytest.raises(TransportMissing, match="one rank a GPU"):
-                b.partition("p").get(keys=[0])
-    finally:
-        cluster.stop()
+    with two_planes(run_dir) as (a, b), pytest.raises(TransportMissing, match="one rank a GPU"):
+        bring(a, b)

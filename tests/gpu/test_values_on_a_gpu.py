@@ -13,6 +13,7 @@ import pytest
 import dataplane
 from dataplane.transport import registry
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.gpu.conftest import bring, two_planes
 
 pytestmark = pytest.mark.gpu
 
@@ -170,55 +171,25 @@ def test_a_graph_that_one_thread_captures_is_left_alone_by_what_another_puts_and
     all_free(plane)
 
 
-@pytest.mark.parametrize("engine", ["nixl", "ucx"])
-def test_what_an_engine_does_with_gpu_memory_is_tried_and_said(
-    run_dir: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+@pytest.mark.parametrize("way", ["cuda_ipc", "nixl", "ucx"])
+def test_values_go_from_one_peer_to_another_on_the_same_gpu_and_it_is_said_how(
+    run_dir: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Whether the driver lets it register a pool that was opened by handle, only this tells."""
-    torch = pytest.importorskip("torch")
-    if why := registry.missing(engine):
+    """Whether the driver lets an engine register a pool that was opened by handle, only this
+    tells."""
+    if why := registry.missing(way):
         pytest.skip(f"not run: {why}")
-    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
-    cluster = Cluster(run_dir)
-    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
-    try:
-        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
-        with (
-            dataplane.connect("a", run=PLANE, devices="required") as a,
-            dataplane.connect("b", run=PLANE, devices="required") as b,
-        ):
-            a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
-            found = b.partition("p").get(keys=list(range(8))).torch("x", device="cuda")
-            assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
-            ways = figures(b)["to_others"]
-            print(ways)
-            if engine in ways["runs"]:
-                (path,) = ways["peers"].values()
-                assert path["tried"][engine].get("exact") or path["tried"][engine]["error"]
-                assert (path["transport"] == engine) == path["tried"][engine].get("exact", False)
-            else:
-                assert ways["missing"][engine]
-    finally:
-        cluster.stop()
-
-
-def test_values_go_from_one_peer_to_another_on_the_same_gpu(run_dir: Any) -> None:
-    torch = pytest.importorskip("torch")
-    cluster = Cluster(run_dir)
-    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
-    try:
-        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
-        with (
-            dataplane.connect("a", run=PLANE, devices="required") as a,
-            dataplane.connect("b", run=PLANE, devices="required") as b,
-        ):
-            a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
-            rows = b.partition("p").get(keys=list(range(8)))
-            found = rows.torch("x", device="cuda")
-            assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
-            (path,) = figures(b)["to_others"]["peers"].values()
-            assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
+    if way != "cuda_ipc":
+        monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{way}")
+    with two_planes(run_dir) as (a, b):
+        ways = bring(a, b)
+        print(ways)
+        if way not in ways["runs"]:
+            assert way != "cuda_ipc" and ways["missing"][way]
+            return
+        (path,) = ways["peers"].values()
+        tried = path["tried"][way]
+        assert tried.get("exact") or (way != "cuda_ipc" and tried["error"])
+        assert (path["transport"] == way) == tried.get("exact", False)
+        if path["transport"] == way:
             assert figures(a)["staged_bytes"] == 0 and figures(b)["cached_bytes"] > 0
-            del rows
-    finally:
-        cluster.stop()

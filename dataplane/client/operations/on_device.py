@@ -72,22 +72,14 @@ def take_located(
 
 def _located(devices: Devices, values: Any) -> tuple[Opened, list[Located]] | None:
     """The values of a column that lie on one device; None where not all do."""
-    if not isinstance(values, (list, tuple)):
-        whole = devices.locate(values)
-        if whole is None or not whole[1].shape or len(whole[1].shape) > MAX_RANK:
-            return None
-        return whole[0], _rows(whole[1])
-    each: list[Located] = []
-    first: Opened | None = None
-    for value in values:
-        found = devices.locate(value)
-        if found is None or (first is not None and found[0] is not first):
-            return None
-        if len(found[1].shape) > MAX_RANK:
-            return None
-        first = found[0]
-        each.append(found[1])
-    return None if first is None else (first, each)
+    whole = not isinstance(values, (list, tuple))
+    found = devices.locate([values] if whole else values) if whole or len(values) else None
+    if found is None or any([len(one.shape) > MAX_RANK for one in found[1]]):
+        return None
+    if not whole:
+        return found
+    opened, (one,) = found
+    return (opened, _rows(one)) if one.shape else None
 
 
 def _rows(whole: Located) -> list[Located]:

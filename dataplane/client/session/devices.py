@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from queue import Empty, SimpleQueue
@@ -202,17 +202,19 @@ class Devices:
         name = self._handles[number - 1].device
         log.warning("values on %s go by way of the host: %s", name, why)
 
-    def locate(self, value: object) -> tuple[Opened, Located] | None:
-        """Where a value lies that is an array on one of these devices."""
+    def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
+        """Where these values lie, at least one, that are all arrays on one of these devices."""
         for number, handle in enumerate(self._handles, 1):
-            if not _may_be_on(handle.kind, value):
+            if not _may_be_on(handle.kind, values[0]):
                 continue
             with self._lock:
                 device = self._device(number)
-            located = None if device is None else device.locate(value)
-            if located is not None:
-                opened = self._open(number)
-                return None if opened is None else (opened, located)
+            if device is None or (first := device.locate(values[0])) is None:
+                continue
+            others = [device.locate(value) for value in values[1:]]
+            located = [first, *(one for one in others if one is not None)]
+            opened = self._open(number) if len(located) == len(values) else None
+            return None if opened is None else (opened, located)
         return None
 
     def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:

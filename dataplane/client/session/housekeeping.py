@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 0.2
 """Releases are collected this long, so that a loop over batches sends few messages."""
+DEVICES_S = 0.002
 _SEND_S = 5.0
 _CLOSE_S = 2.0
 
@@ -80,7 +81,7 @@ class Housekeeper:
             # The driver tells nobody when a copy from the arena is done: it is asked.
             woken = session.bell.wait(GATHER_S if session.direct.pending else IDLE_S)
             if woken and not self._deserted:
-                self._closing.wait(GATHER_S)
+                self._gather()
             session.bell.heard()
             if self._deserted and session.closed is None:
                 self.close("nothing refers to this client any more")
@@ -91,6 +92,16 @@ class Housekeeper:
                 self._look()
         if self._closing.is_set():  # no view is left, or no peer
             self._drop_anchor()
+
+    def _gather(self) -> None:
+        """What was read in place on a device is let go by the next call, as soon as the device is
+        done with it: who puts there finds room, or goes to the host."""
+        devices, until = self.session.devices, time.monotonic() + GATHER_S
+        step_s = DEVICES_S if devices is not None and devices.in_place else GATHER_S
+        while (left_s := until - time.monotonic()) > 0 and not self._closing.wait(
+            min(step_s, left_s)
+        ):
+            self.session.settle_devices(step_s)
 
     def _look(self) -> None:
         """Whether the peer is there, while nobody calls it: the arena of one that died is let go,

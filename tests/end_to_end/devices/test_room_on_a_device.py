@@ -98,6 +98,23 @@ def test_what_a_client_keeps_ahead_is_in_the_way_of_none_of_its_puts(
     assert (figures["used_bytes"], figures["overflowed_bytes"]) == (26 * MIB, MIB)
 
 
+def test_what_nobody_sees_on_a_device_any_more_goes_with_the_next_call(
+    plane: dataplane.Plane, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when releases that no call took along are told: that is set off by a minute here."""
+    monkeypatch.setattr("dataplane.client.session.housekeeping.GATHER_S", 60.0)
+    part = plane.partition("p", stages={"s": ["x"]})
+    for _ in range(10):
+        part.put({"x": given(device, values(1, 8 * MIB))})
+        batch = part.claim("s", rows=1, timeout=10)
+        views = list(batch["x"])
+        batch.ack()
+        assert len(views) == 1 and on_device(plane)["pinned_bytes"] >= 8 * MIB
+        del batch, views
+        until(lambda: on_device(plane)["pinned_bytes"] == 0, "the pin is back")
+    assert on_device(plane)["overflowed_bytes"] == 0
+
+
 def test_dropping_most_rows_of_a_group_frees_their_part_of_the_device(
     plane: dataplane.Plane, device: TwinDevice
 ) -> None:

@@ -30,11 +30,11 @@ from dataplane.errors import (
     ProtocolError,
     VersionMismatch,
 )
-from dataplane.peer.door.inflow import Inflow
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
+from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
@@ -69,6 +69,8 @@ WAITING_FOR_ROWS = (Claim, Wait, Losses, Admit)
 AFTER_S = 0.4
 """A call that waited for rows until its end may still take so long to bring their values, or to
 find out why there are none."""
+FRAME_S = 30.0
+"""How long a larger frame keeps the room that it was given while it arrives."""
 
 
 @dataclass(eq=False, repr=False)
@@ -94,7 +96,7 @@ class Door:
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "the local door")
         self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.spawn = Tasks().spawn
 
     @property
     def is_open(self) -> bool:
@@ -127,12 +129,6 @@ class Door:
             loop.call_later(FULL_S, self._admit)
             return
         self.spawn(self._greet(sock))
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task of one connection; it handles its own failures."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
         """Welcome and descriptors go out on the bare socket, then a transport takes over."""
@@ -426,6 +422,59 @@ class Connection(asyncio.Protocol):
             return False
         self._transport.write(frame)
         return True
+
+
+class Inflow:
+    """When one connection is read, and why not at the moment.
+
+    A larger frame is read when all that are on their way have room. One that stops on its way gives
+    its room to others: its sender may be frozen, and what it holds must not end for that.
+    """
+
+    def __init__(self, intake: ResourceLimiter) -> None:
+        self.transport: asyncio.Transport | None = None
+        self._intake = intake
+        self._arriving: asyncio.Event | None = None
+        """set when the larger frame that is coming in is whole"""
+        self._held: set[str] = set()
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a larger frame is on its way."""
+        return self._arriving is not None
+
+    def let_in(self, nbytes: int) -> Coroutine[Any, Any, None]:
+        """A larger frame begins: to be run until it is whole."""
+        self._arriving = asyncio.Event()
+        return self._let_in(nbytes, self._arriving)
+
+    async def _let_in(self, nbytes: int, whole: asyncio.Event) -> None:
+        self.hold("no room")
+        await self._intake.acquire(nbytes)
+        try:
+            self.go_on("no room")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(whole.wait(), FRAME_S)
+        finally:
+            self._intake.release(nbytes)
+
+    def arrived(self) -> None:
+        """A frame is whole, or none comes any more."""
+        if self._arriving is not None:
+            self._arriving.set()
+            self._arriving = None
+
+    def hold(self, why: str) -> None:
+        if not self._held and self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._held.add(why)
+
+    def go_on(self, why: str) -> None:
+        if why not in self._held:
+            return
+        self._held.discard(why)
+        if not self._held and self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
 
 async def _answer_of(outcome: Awaitable[Body]) -> Body:

@@ -31,13 +31,12 @@ class Acquaintances:
         self.looked_for: set[str] = set()
         """whose connection broke, and who may answer yet"""
         self._bulk = bulk
-        self._names: dict[str, str] = {}
-        self._known: dict[str, int] = {}
+        self._met: dict[str, PeerHello] = {}
         self._away: set[str] = set()
 
     def name(self, address: str) -> str:
         """What the peer there is called, as far as that is known."""
-        return self._names.get(address, "?")
+        return self._met[address].name if address in self._met else "?"
 
     def introduction(self) -> PeerHello:
         """Who this peer is."""
@@ -58,20 +57,19 @@ class Acquaintances:
     def meet(self, hello: PeerHello) -> None:
         """A peer said who it is. VersionMismatch, RosterMismatch, PeerNameTaken for a stranger."""
         self._check(hello)
-        self._known[hello.address] = hello.incarnation
-        self._names[hello.address] = hello.name
+        self._met[hello.address] = hello
         self._away.discard(hello.address)
 
     def incarnation(self, address: str) -> int | None:
         """Of the peer that was met there last."""
-        return self._known.get(address)
+        return self._met[address].incarnation if address in self._met else None
 
     def away(self, address: str) -> None:
         """Nobody answers there."""
         log.warning("peer %s at %s cannot be reached", self.name(address), address)
         self._away.add(address)
         for tell in self.on_away:
-            tell(Owner(address, self._known[address]))
+            tell(Owner(address, self._met[address].incarnation))
 
     def is_away(self, address: str) -> bool:
         """It was there, and cannot be reached."""
@@ -79,17 +77,16 @@ class Acquaintances:
 
     def may_be_dead(self, owner: Owner) -> bool:
         """This process does not answer there any more, or has to be looked for."""
-        there = self._known.get(owner.peer, owner.incarnation) == owner.incarnation
+        there = self.incarnation(owner.peer) in (None, owner.incarnation)
         return not there or owner.peer in self._away or owner.peer in self.looked_for
 
     def gone(self) -> list[Owner]:
         """All that were there and cannot be reached."""
-        return [Owner(address, self._known[address]) for address in sorted(self._away)]
+        return [Owner(address, self._met[address].incarnation) for address in sorted(self._away)]
 
     def forget(self, address: str) -> None:
         """It is no member any more: its name is free."""
-        self._names.pop(address, None)
-        self._known.pop(address, None)
+        self._met.pop(address, None)
         self._away.discard(address)
 
     def _check(self, hello: PeerHello) -> None:
@@ -108,9 +105,11 @@ class Acquaintances:
                     "with the same --run and --seeds, or all by connect(fresh=True) of one launch",
                     what=what,
                 )
-        taken = {n: a for a, n in self._names.items()} | {mine.name: mine.address}
-        same = self._known.get(hello.address) == hello.incarnation
-        renamed = same and self._names[hello.address] != hello.name
+        taken = {met.name: address for address, met in self._met.items()} | {
+            mine.name: mine.address
+        }
+        same = self.incarnation(hello.address) == hello.incarnation
+        renamed = same and self.name(hello.address) != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
                 f"two peers of plane {mine.plane!r} are called {hello.name!r}: "

@@ -155,6 +155,7 @@ class Meters:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         took = Histogram(
             "dataplane_call_seconds",
             "How long calls of this host's clients took in the peer; a claim, its wait too.",
@@ -416,7 +417,7 @@ class Metrics:
             return "503 Service Unavailable", TEXT, b"the peer does not serve\n"
         if path != "/metrics":
             return "200 OK", TEXT, b"ok\n"
-        text = await asyncio.to_thread(_text, families_of(peer, self._meters))
+        text = await asyncio.to_thread(generate_latest, _Families(families_of(peer, self._meters)))
         return "200 OK", CONTENT_TYPE_LATEST, text
 
 
@@ -426,10 +427,3 @@ class _Families(Collector):
 
     def collect(self) -> list[Metric]:
         return self._families
-
-
-def _text(families: list[Metric]) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from dataplane.peer.door.client_door import Connection
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames
-from dataplane.wire.messages import Done, Request, Unpin
+from dataplane.wire.messages import Body, Claim, Claimed, Done, Request, Unpin, Want
+from dataplane.wire.tables import Rows, Table
 
 
 class Client:
@@ -78,3 +82,28 @@ def test_pins_that_a_request_names_go_before_it_is_carried_out() -> None:
         client.connection.data_received(bytes(frames.encode(request)))
     assert client.unpinned == [([4, 5], 1)]
     assert client.asked == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_what_was_handed_out_as_its_connection_closed_comes_back(at_once: bool) -> None:
+    """The call is cancelled when its handler has ended already, and gives nothing back itself."""
+    client = Client()
+    granted: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+    unsent: list[Body] = []
+    sure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    door: Any = client.connection._door
+    door.handlers[Claim] = lambda *_: granted
+    door.serving = SimpleNamespace(is_sure=lambda: at_once, waiting=0, until_sure=lambda _: sure)
+    door.under_way, door.unsent = set(), lambda session, request, body: unsent.append(body)
+    door.sessions = SimpleNamespace(connection_lost=lambda _: None, sweep=lambda _: None)
+    claim = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=5000)
+    client.connection.data_received(bytes(frames.encode(Request(1, 0, 1, 1, (0, 0), 0, claim))))
+    sure.set_result(None)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    (call,) = door.under_way
+    client.connection.connection_lost(None)
+    granted.set_result(Claimed(7, 0, Table(Rows(b""))))
+    await asyncio.wait([call])
+    assert unsent == [granted.result()]
+    assert not client.answers

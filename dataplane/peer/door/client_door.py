@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
             left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)
             body = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
         outcome = handler(self._session, request, body)
-        return outcome if isinstance(outcome, Body) else await outcome
+        return outcome if isinstance(outcome, Body) else await _end_of(outcome)
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
@@ -479,9 +479,21 @@ class Inflow:
 
 async def _answer_of(outcome: Awaitable[Body]) -> Body:
     try:
-        return await outcome
+        return await _end_of(outcome)
     except Exception as exc:
         return failed(exc)
+
+
+async def _end_of(outcome: Awaitable[Body]) -> Body:
+    """Also where this is cancelled as that has ended already, and gives nothing back itself any
+    more: the answer, which is nobody's."""
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        if isinstance(outcome, asyncio.Future) and outcome.done() and not outcome.cancelled():
+            ended: Body = outcome.result()
+            return ended
+        raise
 
 
 def _limit_s(request: Request) -> float:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -23,6 +24,8 @@ from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.net.known_peers import Acquaintances
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Done
+from dataplane.wire.peering import Duplicate
 from dataplane.wire.records import EXTENT, RANGE, VALUE
 from dataplane.wire.tables import Column, Definition, Owner
 from tests.metadata.stores import SPECS, named
@@ -200,6 +203,24 @@ async def test_it_serves_its_shards_until_it_is_nobodys_backup(
     plane.all_beat()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent and not plane.authority.roster.lost.any()
+
+
+async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_silent() -> None:
+    """And where there is no room for them it goes all the same."""
+    plane = Plane()
+    store = Store("p", Definition(group_size=1, replicas=2), 1)
+    plane.host.entries = {"p": Entry(store), "q": Entry(Store("q", Definition(), 1))}
+    told: list[tuple[str, str, bool]] = []
+
+    async def call(address: str, body: Duplicate) -> Done:
+        told.append((address, body.partition, plane.host.silent))
+        raise BackPressure("there is no room")
+
+    plane.leaving.mesh.call = call  # type: ignore[method-assign,assignment]
+    plane.told.set()
+    await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
+    heir, _ = plane.host.roster.backup_of(HERE.peer)
+    assert told == [(heir, "p", False)] and plane.host.silent
 
 
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:

@@ -19,7 +19,7 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
-from dataplane.peer.host import Caller, call_deadline
+from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.shards import backup as backups
@@ -221,6 +221,43 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     assert not engine.reads
     await asyncio.gather(*spawned)
     assert engine.reads == [[0]]
+
+
+async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heirs_backup() -> None:
+    """The heir would be the only one that has it, as soon as it has the shards."""
+    peer = Peer(engine := Engine(set()))
+    append, replicas = backup(peer)
+    shard, ops = stores.store(replicas=2), list[Op]()
+    shard.emit = ops.append
+    records = np.zeros(2, VALUE)
+    records["range"], records["generation"], records["nbytes"] = [7, 8], 1, VALUE_BYTES
+    records["owner"] = [0, 1]
+    column = Column("tokens", records.tobytes())
+    names = stores.named(["k0", "k1"])
+    shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE, HERE], {}))
+    caller = Caller(THERE.peer, THERE.incarnation)
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, ops, shard.definition)]))
+
+    told: list[Any] = []
+
+    async def call(address: str, body: Duplicate) -> Done:
+        told.append((address, np.frombuffer(body.ranges, RANGE)["range"].tolist()))
+        return Done()
+
+    async def reached(until: float) -> None:
+        assert not told, "the backup has the rows first"
+
+    peer.mesh.call = call
+    peer.host.progress = SimpleNamespace(required=True, reached=reached)
+    peer.host.roster = dataclasses.replace(peer.host.roster, leaving=frozenset([THERE.peer]))
+    replicas.shipping.passed_on = {("step-1", 1): Entry(shard)}
+    body = Duplicate("step-1", 1, b"", b"", b"")
+    assert await peer.mesh.handlers[Duplicate](caller, body) == Done()
+    assert engine.reads == [[7]]
+    backup_, _ = peer.host.roster.backup_of(HERE.peer)
+    [[copy]] = [ranges for _, ranges in told[:1]]
+    assert told == [(backup_, [copy]), (backup_, [8])]
+    assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
 
 
 def backup(peer: Peer) -> tuple[Any, Replicas]:

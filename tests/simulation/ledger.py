@@ -94,6 +94,8 @@ class Ledger:
         """the latest that a trainer said"""
         self.handed_over = -math.inf
         """when the shard went last from one that leaves to another"""
+        self.heir = ""
+        """to whom; what both had is at its backup since before"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 
@@ -223,7 +225,7 @@ class Ledger:
             for peer in together.values():
                 self._excuse_copies(peer, together)
             for group in self.groups if died - self.handed_over < TOGETHER_S else ():
-                if owner in group.owners:  # as with two at once: see docs/guarantees.md
+                if owner in group.owners and owner.peer != self.heir:  # see docs/guarantees.md
                     group.excused = group.excused or "its second copies were made anew"
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:

@@ -167,7 +167,7 @@ class Run:
         def moving(authority: Authority, address: str, backup: str) -> Any:
             for ledger in run.ledgers:
                 if authority.roster.home(ledger.partition) == address:
-                    ledger.handed_over = run.loop.now
+                    ledger.handed_over, ledger.heir = run.loop.now, backup
             return moved(authority, address, backup)
 
         async def opening(office: Office, roster: Roster, ask: bool) -> None:

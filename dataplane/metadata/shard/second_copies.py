@@ -93,10 +93,14 @@ class Copies:
         return np.array(spare, RANGE)
 
     def take(self, owner: Owner) -> tuple[Array, Array, Array]:
-        """The owner is no more, and is forgotten: (its ranges, u8 how many bytes of each there is a
-        copy of, those copies)."""
-        known = self._known.pop(owner, {})
-        held = {id_: c for id_, c in known.items() if c.held}
+        """The owner is no more, and is forgotten: see `held`."""
+        taken = self.held(owner)
+        self._known.pop(owner, None)
+        return taken
+
+    def held(self, owner: Owner) -> tuple[Array, Array, Array]:
+        """(An owner's ranges, u8 how many bytes of each there is a copy of, those copies.)"""
+        held = {id_: c for id_, c in self._known.get(owner, {}).items() if c.held}
         nbytes = np.array([copy.held for copy in held.values()], U8)
         local = np.array([copy.local for copy in held.values()], RANGE)
         return ranges_of(np.array(list(held), U8)), nbytes, local

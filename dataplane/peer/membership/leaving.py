@@ -23,6 +23,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
+from dataplane.wire.peering import Duplicate
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ QUIET_S = 5.0
 FATE_S = 20.0
 """It waits so long to hear whether members that it cannot reach are lost. By then they are called
 so, also where the authority is new or doubts it, or others reach them."""
+COPY_S = 20.0
+"""It waits so long for copies of what will be its heir's."""
 POLL_S = 0.1
 MAX_RANGES = 4096
 
@@ -72,6 +75,8 @@ class Leaving:
                 until = self.host.now() + FATE_S
                 await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
                 self.membership.leave()
+                await self._until(self._may_move)
+                await self._copy_on()
                 await self._until(self._may_move)
                 await self._fall_silent()
                 self.membership.beat_now()
@@ -124,6 +129,21 @@ class Leaving:
         until = self.host.now() + QUIET_S
         while self.door.under_way and self.host.now() < until:
             await asyncio.sleep(POLL_S / 10)
+
+    async def _copy_on(self) -> None:
+        """With replicas=2: what lies here and at the heir gets copies at the heir's backup, which
+        may be all that is left of it soon. Where there is no room they are made when there is."""
+        heir, _ = self.host.roster.backup_of(self.host.address)
+        if heir is None:
+            return
+        try:
+            async with asyncio.timeout(COPY_S):
+                for entry in list(self.host.entries.values()):
+                    if entry.copies is not None:
+                        body = Duplicate(entry.name, entry.generation, b"", b"", b"")
+                        await self.mesh.call(heir, body)
+        except (TimeoutError, DataplaneError) as exc:
+            log.warning("%s has copies of its own made later: %r", heir, exc)
 
     async def _fall_silent(self) -> None:
         """From here on nobody changes a shard, and the backup has all there is: what is asked waits

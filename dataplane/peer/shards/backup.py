@@ -38,6 +38,8 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
+MAX_RANGES = 4096
+"""So many are asked for at once."""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,24 @@ class Replicas:
             before.close()
         loop = asyncio.get_running_loop()
         loop.call_later(AHEAD_S, _named, origin, (key, body.ranges), held)
+        if self._passes_on(caller.address):
+            await self._bring_on(caller.owner, copy.store, copy.values)
         return Done()
+
+    async def _bring_on(self, owner: Owner, store: Store, values: Copies) -> None:
+        """What lies at a peer that leaves and here is at this peer's backup before the rows name
+        this one alone: it might be lost as soon as it has them."""
+        await self.copying.bring(values, owner)
+        await self.host.progress.reached(call_deadline.get())
+        entry = self.shipping.passed_on[store.partition, store.generation]
+        _, nbytes, local = values.held(owner)
+        for ranges, counts, reach in (
+            (local, np.ones(len(local), U4), nbytes),
+            store.named(self.host.owner),
+        ):
+            for at in range(0, len(ranges), MAX_RANGES):
+                part = slice(at, at + MAX_RANGES)
+                await self.copying.bring_there(entry, ranges[part], counts[part], reach[part])
 
     @contextlib.asynccontextmanager
     async def _beforehand(

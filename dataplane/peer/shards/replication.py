@@ -81,7 +81,7 @@ class Copying:
                 await self._in_time(functools.partial(self.bring, copies, owner, ranges))
             for owner, *mine in named:
                 if owner == self.host.owner:
-                    await self._in_time(functools.partial(self._bring_there, entry, *mine))
+                    await self._in_time(functools.partial(self.bring_there, entry, *mine))
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
             yield
@@ -95,7 +95,7 @@ class Copying:
                 if self.host.now() + PATIENCE_S > call_deadline.get():
                     raise
 
-    async def _bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
+    async def bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
         """The backup has copies of these before it hears of rows that name them: there everything
         else that is done here would wait behind."""
         told = ranges.tobytes(), counts.astype(U4).tobytes(), reach.astype(U8).tobytes()

@@ -205,6 +205,35 @@ async def test_it_serves_its_shards_until_it_is_nobodys_backup(
     assert plane.host.silent and not plane.authority.roster.lost.any()
 
 
+async def test_it_gives_its_heir_shards_before_the_heir_gets_the_rest_and_so_a_backup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It began alone, and two have just joined, which have none: its heir would inherit alone."""
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    plane.authority = made = Authority(Roster.from_seeds([HERE.peer], keeps=False), 78)
+    for owner in (HERE, HEIR, DEAD):
+        made.beat(owner, (1, 1))
+    plane.turn()
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    heir, in_sync = made.roster.backup_of(HERE.peer)
+    assert heir is not None and in_sync and not len(made.roster.shards_of(heir))
+    assert plane.said and not plane.host.silent
+    empty = np.ones(made.roster.shards, np.bool_)
+    empty[:8] = False
+    made.beat(HERE, made.roster.epoch, synced=True, spare=np.packbits(empty).tobytes())
+    plane.turn()
+    await _turns()
+    assert len(made.roster.shards_of(heir)) and not plane.host.silent
+    for owner in (HEIR, DEAD):
+        made.beat(owner, made.roster.epoch, synced=True)
+    plane.turn()
+    await asyncio.wait_for(leaves, 10)
+    assert plane.host.silent
+
+
 async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_silent() -> None:
     """And where there is no room for them it goes all the same."""
     plane = Plane()

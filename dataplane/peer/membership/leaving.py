@@ -100,14 +100,18 @@ class Leaving:
 
     def _may_move(self) -> bool:
         """Whether it is known that this peer leaves, it is nobody's backup any more, and its own
-        has one itself. Until then the shards are served here."""
+        has one itself, as it gets with its first shards. Until then these are served here."""
         roster, here = self.host.roster, self.host.address
         if here not in roster.leaving or not self._is_backed_up():
             return False
         if any(roster.backup_of(host)[0] == here for host in roster.hosts):
             return False
         heir, _ = roster.backup_of(here)
-        return heir is None or roster.backup_of(heir)[1] or not roster.may_be_backed_up(heir)
+        if heir is None or roster.backup_of(heir)[1]:
+            return True
+        if not len(roster.shards_of(heir)):
+            return {one.peer for one in roster.owners} - roster.leaving == {heir}
+        return not roster.may_be_backed_up(heir)
 
     def _knows_who_lives(self, until: float) -> bool:
         """Whether no member may have died unnoticed. What lies here of one may be all that is left:

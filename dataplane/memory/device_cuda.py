@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -273,7 +274,7 @@ class _CudaPool(Pool):
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
-        check_inside(self, offset, dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+        check_inside(self, offset, dtype.itemsize * math.prod(shape))
         return CudaView(self, self.address + offset, _typestr(dtype), shape, keep)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import queue
@@ -243,7 +244,7 @@ class _TwinPool(Pool):
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        nbytes = dtype.itemsize * math.prod(shape)
         view = self.view(offset, nbytes, keep)
         return TwinArray(self._device, view.view(dtype).reshape(shape), 0, keep)
 

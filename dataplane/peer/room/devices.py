@@ -86,7 +86,9 @@ class Devices:
         """As `Room.at_once`, on the device of this number, 1 is the first; None where that has no
         room now, or never."""
         if not 0 < number <= len(self.arenas):
-            raise ProtocolError(f"this peer has no device arena {number}: it has {self.arenas}")
+            raise ProtocolError(
+                f"this peer has no device arena {number}: it has {len(self.arenas)}"
+            )
         try:
             count, extents = self.arenas[number - 1].space.reserve(holder, admission, units)
         except ValueTooLarge:

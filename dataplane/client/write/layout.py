@@ -190,7 +190,7 @@ def _lay(
         target.records["nbytes"], target.records["spec"] = strip.sizes, strip.specs
     targets, parcels = [target for _, target in strips], len(row_bounds) - 1
     inline_bounds = np.zeros(parcels + 1, np.int64)
-    if inline:
+    if inline and laid:
         _choose_inline(laid, prepared.n)
         inline_bounds = _number_inline(targets, parcels)
     copies = find_copies(laid) if any(column.dedup for column in laid) else Copies()

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import PartitionConflict, ProtocolError
-from dataplane.metadata.shard.blocks import ACKED, SPLIT, UNKNOWN_SIZE, Block, Group, Rows, names_of
+from dataplane.metadata.shard.blocks import (
+    ACKED,
+    PENDING,
+    SPLIT,
+    UNKNOWN_SIZE,
+    Block,
+    Group,
+    Rows,
+    names_of,
+)
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.puts import PutPlan, enter_rows, new_parts, note_added
 from dataplane.metadata.shard.rows_out import group_names, tags_held, tags_of, values_of
@@ -210,7 +219,7 @@ def _enter_rows(
             note_added(block, name, everything, block.values)
             done = op.progress.acked.get(name, b"")
             if bits := bits_of(row for row, place in enumerate(places) if done and done[place]):
-                stage.enter(block, bits, ACKED)
+                stage.move(block, bits, PENDING, ACKED)
         for name, told in op.tags.items():
             raw = op.progress.tagged.get(name)
             having = [r for r, place in enumerate(places) if raw is None or raw[place]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
+from dataplane.metadata.shard.blocks import ACKED, LEASED
 from dataplane.metadata.shard.leases import Lease, Part
 from dataplane.metadata.shard.puts import add_fields, check_added
 from dataplane.metadata.shard.state import State
@@ -141,7 +142,7 @@ def _end(
         state.remove(rows, dropped=True)
     elif outcome == "ack" and rows:
         for block, bits in rows:
-            lease.stage.ack(block, bits)
+            lease.stage.move(block, bits, LEASED, ACKED)
         groups = state.groups_of(rows)
         for group in groups:
             lease.stage.settle(group)

@@ -226,7 +226,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         block = store.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
-                stage.enter(block, in_bytes(acked), ACKED)
+                stage.move(block, in_bytes(acked), PENDING, ACKED)
         for name, fields in one.added.items():
             for field, rows in fields.items():
                 add_to(block, name, field, in_bytes(rows))
@@ -260,7 +260,7 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
         raise ProtocolError("groups are not here, or in another state")
     for block, bits in rows.parts:
-        stage.enter(block, bits, READY)
+        stage.move(block, bits, PENDING, READY)
     for group in groups:
         stage.move_group(group, READY)
 
@@ -283,7 +283,7 @@ def _held(store: Store, op: Held, now: float) -> None:
     if lease.is_done:
         raise ProtocolError(f"lease {op.lease} has no rows")
     for block, bits in _pending(stage, lease.held.parts).parts:
-        stage.enter(block, bits, LEASED)
+        stage.move(block, bits, PENDING, LEASED)
     store.leases.add(lease)
 
 

@@ -243,72 +243,44 @@ class Stage:
         if pending:
             pending &= block.values.having(self.fields)
             if pending:
-                mine.ready |= pending
-                self.rows.move(block, pending, PENDING, READY)
+                self.move(block, pending, PENDING, READY)
         return pending
 
-    def lease(self, block: Block, bits: int) -> None:
-        """Ready rows are taken."""
-        mine = self.of(block)
-        mine.ready ^= bits
-        mine.leased |= bits
-        self.rows.move(block, bits, READY, LEASED)
-
-    def take_back(self, block: Block, bits: int) -> None:
-        """Leased rows are ready again, before all others."""
-        mine = self.of(block)
-        mine.leased ^= bits
-        mine.ready |= bits
-        self.rows.move(block, bits, LEASED, READY, front=True)
-
-    def ack(self, block: Block, bits: int) -> None:
-        """Leased rows are done."""
-        mine = self.of(block)
-        mine.leased ^= bits
-        mine.acked |= bits
-        self.rows.move(block, bits, LEASED, ACKED)
-        self.acked_rows += bits.bit_count()
-
-    def enter(self, block: Block, bits: int, to: int) -> None:
-        """Pending rows were this already where they come from."""
-        mine = self.of(block)
+    def move(self, block: Block, bits: int, was: int, to: int | None, front: bool = False) -> None:
+        """Give rows another state, None: they are no more. front: before all others."""
+        mine = block.standings[self.number]
+        if was == READY:
+            mine.ready ^= bits
+        elif was == LEASED:
+            mine.leased ^= bits
+        elif was == ACKED:
+            mine.acked ^= bits
         if to == READY:
             mine.ready |= bits
         elif to == LEASED:
             mine.leased |= bits
-        else:
+        elif to == ACKED:
             mine.acked |= bits
             self.acked_rows += bits.bit_count()
-        self.rows.move(block, bits, PENDING, to)
+        self.rows.move(block, bits, was, to, front)
 
     def forget(self, block: Block, bits: int) -> None:
         """Rows are no more."""
         mine = block.standings[self.number]
-        left = bits
-        if acked := mine.acked & bits:
-            self.rows.move(block, acked, ACKED, None)
-            mine.acked ^= acked
-            left ^= acked
-        if ready := mine.ready & left:
-            self.rows.move(block, ready, READY, None)
-            mine.ready ^= ready
-            left ^= ready
-        if leased := mine.leased & left:
-            self.rows.move(block, leased, LEASED, None)
-            mine.leased ^= leased
-            left ^= leased
-        if left:
-            self.rows.move(block, left, PENDING, None)
+        for was, rows in ((ACKED, mine.acked), (READY, mine.ready), (LEASED, mine.leased)):
+            if gone := rows & bits:
+                self.move(block, gone, was, None)
+                bits ^= gone
+        if bits:
+            self.move(block, bits, PENDING, None)
 
     # groups
 
-    def lease_group(self, group: Group) -> list[tuple[Block, int]]:
-        """Lease a ready group whole. Returns its rows."""
+    def lease_group(self, group: Group) -> None:
+        """Lease a ready group whole."""
         self.move_group(group, LEASED)
-        parts = [(block, block.live) for block in group.blocks]
-        for block, bits in parts:
-            self.lease(block, bits)
-        return parts
+        for block in group.blocks:
+            self.move(block, block.live, READY, LEASED)
 
     def forget_group(self, group: Group) -> None:
         self.groups.move(group, 1, group.states[self.number], None)
@@ -355,11 +327,8 @@ class Stage:
             if group.states[self.number] in (SPLIT, ACKED) and group.live:
                 self.move_group(group, PENDING)
         for block in blocks:
-            mine = self.of(block)
-            if again := mine.acked:
-                mine.acked = 0
-                mine.ready |= again
-                self.rows.move(block, again, ACKED, READY)
+            if again := self.of(block).acked:
+                self.move(block, again, ACKED, READY)
                 rows += again.bit_count()
         for group in groups:
             if group.live:

@@ -14,6 +14,8 @@ import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined
 from dataplane.metadata.shard.blocks import (
+    LEASED,
+    READY,
     SPLIT,
     Block,
     Group,
@@ -575,7 +577,7 @@ class State:
     def take_rows(self, stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
         """Ready rows are leased singly."""
         for block, bits in parts:
-            stage.lease(block, bits)
+            stage.move(block, bits, READY, LEASED)
         for group in self.groups_of(parts):
             stage.move_group(group, SPLIT)
         return Rows(parts)
@@ -587,7 +589,7 @@ class State:
         else:
             back = [(one.block, bits) for one in parts if (bits := one.bits & one.block.live)]
         for block, bits in reversed(back):
-            lease.stage.take_back(block, bits)
+            lease.stage.move(block, bits, LEASED, READY, front=True)
         for group in reversed(self.groups_of(back)):
             lease.stage.settle(group, front=True)
         return sum([bits.bit_count() for _, bits in back])

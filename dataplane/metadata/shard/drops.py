@@ -95,7 +95,7 @@ def close(state: State, key: bytes, size: int, name: Name | None) -> int:
             rows=group.seen,
         )
     group.expected = size
-    return state.close_groups([group]) if size == group.seen else 0
+    return int(size == group.seen and state.close_group(group))
 
 
 def end_open_groups(state: State, keep: bool) -> int:
@@ -106,7 +106,7 @@ def end_open_groups(state: State, keep: bool) -> int:
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]
     if state.definition.group_size is None or keep:
-        return state.close_groups(rest)
+        return sum([state.close_group(group) for group in rest])
     state.short_groups += len(rest)
     drop_groups(state, [group.key for group in rest])
     return 0

@@ -415,26 +415,25 @@ class State:
         What an open group is follows from what was leased and acked of it, and stays."""
         stages = self.stages.values()
         ready = [one for one in stages if any([one.complete(block) for block in blocks])]
-        full = []
+        made = 0
         for group in groups:
             if group.is_full:
-                group.closed = True
-                full.append(group)
-                for stage in stages:
-                    stage.settle(group)
+                made += self.close_group(group)
             elif group.closed:
                 for stage in ready:
                     stage.settle(group)
-        return self._count_closed(full) if full else 0
+        return made
 
-    def close_groups(self, groups: Sequence[Group]) -> int:
-        """Groups close at the size they have. Returns how many of them count as made."""
-        for group in groups:
-            group.expected = group.seen
-            group.closed = True
-            for stage in self.stages.values():
-                stage.settle(group)
-        return self._count_closed(groups)
+    def close_group(self, group: Group) -> bool:
+        """It closes at the size it has. Whether it counts as made: it was not cancelled."""
+        group.expected, group.closed = group.seen, True
+        for stage in self.stages.values():
+            stage.settle(group)
+        made = not group.all_dropped
+        self.closed_groups += made
+        if group.is_spent:
+            self.remove_groups([group], ended=True)
+        return made
 
     def retag(self, blocks: Sequence[Block]) -> None:
         """The tags of rows changed."""
@@ -516,7 +515,10 @@ class State:
 
     def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
         """Groups without rows are no more. ended: those of which not every row was dropped are
-        finished."""
+        finished, and their given names remembered."""
+        if ended:
+            names = [one.key for one in groups if one.given is not None and not one.all_dropped]
+            self.tombstones.add(map(of_group, names), freed=True)
         for group in groups:
             self.permits.removed(group, ended and not group.all_dropped)
             for stage in self.stages.values():
@@ -529,31 +531,12 @@ class State:
             self.closed_groups -= sum(
                 [one.closed and not one.live and one.all_dropped for one in groups]
             )
-        spent = [one for one in groups if one.is_spent]
-        if spent and (freed or dropped):
-            self._remember_groups(spent)
-        if spent:
-            self.remove_groups(spent, ended=freed or dropped)
-        for group in groups if len(spent) < len(groups) else ():
+        self.remove_groups([one for one in groups if one.is_spent], ended=freed or dropped)
+        for group in groups:
             if not group.is_spent:
                 for stage in self.stages.values():
                     stage.settle(group)
                     stage.retest((), [group])
-
-    def _remember_groups(self, groups: Sequence[Group]) -> None:
-        """Groups with given names that go after some of their rows were freed."""
-        keys = [one.key for one in groups if one.given is not None and not one.all_dropped]
-        self.tombstones.add(map(of_group, keys), freed=True)
-
-    def _count_closed(self, groups: Sequence[Group]) -> int:
-        """Groups that have just closed: count those that were not cancelled, forget empty ones."""
-        made = sum([not one.all_dropped for one in groups])
-        self.closed_groups += made
-        spent = [one for one in groups if one.is_spent]
-        if spent:
-            self._remember_groups(spent)
-            self.remove_groups(spent, ended=True)
-        return made
 
     # leases
 

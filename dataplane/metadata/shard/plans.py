@@ -28,6 +28,7 @@ from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.wire.journal import Joined, Left
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4
@@ -57,14 +58,16 @@ def may_join(state: State, stage: str) -> bool:
 
 
 def join(
-    state: State, stage: Stage, shape: Shape, rank: int, holder: int, claim: int, now: float
+    state: State, name: str, shape: Shape, rank: int, holder: int, now: float, claim: int = 0
 ) -> Member | None:
-    """A process takes part as this rank; the first one begins the plan. None while that has to
-    wait: for rows, for the seal, or for ranks that have not acked when this one has.
+    """A process takes part in a stage's plan as this rank; the first one begins it, and leases all
+    that the stage has left. None while that has to wait: for rows, for the seal, or for ranks that
+    have not acked when this one has.
 
     PartitionConflict where the plan is another one; InvalidRows where it weighs rows by a tag that
     some lack.
     """
+    stage = state.stage(name)
     check(shape, rank)
     if not may_join(state, stage.name):
         return None
@@ -94,6 +97,7 @@ def join(
         )
     member = Member(next(state.lease_numbers), plan, rank, holder, claim)
     state.leases.add_member(member)
+    state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member
 
 
@@ -135,8 +139,9 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
 
 
 def leave(state: State, member: Member) -> None:
-    """It never heard that it takes part, and does not."""
+    """It never heard that it takes part in a plan, and does not."""
     plan = member.plan
+    state.tell(Left(member.number))
     state.leases.remove_member(member)
     if plan.members:
         _finish_if_done(state, plan)

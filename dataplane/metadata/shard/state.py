@@ -7,7 +7,7 @@ and counts follow each change at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from dataplane.metadata.shard.leases import Lease, Leases, Part
 from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import Array, Move
@@ -35,6 +35,7 @@ from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.tombstones import Tombstones, of_group
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import test as holding
+from dataplane.wire.journal import Leased, Op, Unit
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.records import VALUE, joined
 from dataplane.wire.tables import INLINE, Definition, Name, Owner, Scalar, Spec, Where
@@ -48,8 +49,13 @@ class State:
     had (True), or that stages wait for."""
 
     def __init__(
-        self, partition: str, definition: Definition, lease_numbers: Iterator[int]
+        self,
+        partition: str,
+        definition: Definition,
+        lease_numbers: Iterator[int],
+        emit: Callable[[Op], None] | None,
     ) -> None:
+        self.emit = emit
         self.partition = partition
         self.definition = definition
         self.lease_numbers = lease_numbers
@@ -84,6 +90,11 @@ class State:
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
             self.add_stage(name, fields)
+
+    def tell(self, op: Op) -> None:
+        """It was done."""
+        if self.emit is not None:
+            self.emit(op)
 
     @property
     def nbytes(self) -> int:
@@ -543,18 +554,22 @@ class State:
     def lease(
         self,
         stage: Stage,
-        unit: str,
+        unit: Unit,
         rows: Rows,
         holder: int,
         now: float,
         claim: int = 0,
         number: int = 0,
     ) -> Lease:
-        """A lease of rows that were just taken."""
+        """A lease of rows that were just taken: which they are is told, and not how they were
+        found. number: what it has elsewhere; 0: it is new everywhere."""
         left = [bits for _, bits in rows.parts]
         number = number or next(self.lease_numbers)
         lease = Lease(number, stage, unit, rows, left, holder, now, claim)
         self.leases.add(lease)
+        if self.emit is not None:
+            parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
+            self.emit(Leased(stage.name, unit, number, parts, holder, claim))
         return lease
 
     def take_rows(self, stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:

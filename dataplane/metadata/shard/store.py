@@ -35,13 +35,11 @@ from dataplane.metadata.shard import (
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
 from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.permits import Permit
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import bytes_of, rows_of
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.references import (
     Array,
     Move,
@@ -60,9 +58,6 @@ from dataplane.wire.journal import (
     Discarded,
     Ended,
     Expected,
-    Joined,
-    Leased,
-    Left,
     Lost,
     Op,
     Paced,
@@ -70,23 +65,20 @@ from dataplane.wire.journal import (
     Relocated,
     Returned,
     Sealed,
-    Unit,
     Wrote,
 )
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
+from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
     Definition,
     Name,
     Owner,
     Scalar,
-    Shape,
     Where,
 )
 
 Tagging = Mapping[str, Sequence[Scalar]]
-_ANY = PullCredit()
 
 
 class Store(State):
@@ -106,8 +98,7 @@ class Store(State):
         lease_numbers: Iterator[int] | None = None,
         emit: Callable[[Op], None] | None = None,
     ) -> None:
-        super().__init__(partition, definition, lease_numbers or count(1))
-        self.emit = emit
+        super().__init__(partition, definition, lease_numbers or count(1), emit)
         self.declared = definition
         self.generation = generation
 
@@ -121,9 +112,9 @@ class Store(State):
         """The number of rows."""
         return len(self.index)
 
-    def _tell(self, op: Op) -> None:
-        if self.emit is not None:
-            self.emit(op)
+    take = takes.take
+    join = plans.join
+    leave = plans.leave
 
     # rows in
 
@@ -143,7 +134,7 @@ class Store(State):
         outcome = puts.apply_put(self, plan, op)
         if outcome.closed_groups:
             self._seal_if_full()
-        self._tell(op)
+        self.tell(op)
         return outcome
 
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
@@ -151,7 +142,7 @@ class Store(State):
         closed = drops.close(self, group_key, n, name)
         if closed:
             self._seal_if_full()
-        self._tell(Expected(group_key, n, name))
+        self.tell(Expected(group_key, n, name))
         return closed
 
     def tag(
@@ -190,7 +181,7 @@ class Store(State):
         self.retag([block for block, _ in found.parts])
         self.leases.remember([number] if number else ())
         keys = wire.Rows(rows.keys)
-        self._tell(Tag(self.partition, self.generation, keys, _lists(tags), number=number))
+        self.tell(Tag(self.partition, self.generation, keys, _lists(tags), number=number))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -198,7 +189,7 @@ class Store(State):
         Returns how many closed; asking again changes nothing."""
         if self.sealed:
             return 0
-        self._tell(Sealed(keep_short))
+        self.tell(Sealed(keep_short))
         return self._end_groups(keep_short)
 
     def _end_groups(self, keep_short: bool = False) -> int:
@@ -249,7 +240,7 @@ class Store(State):
             )
         self.check_stage_room(name, fields)
         self.add_stage(name, list(fields))
-        self._tell(Declared(name, list(fields)))
+        self.tell(Declared(name, list(fields)))
 
     def reset(self, stage: str, number: int = 0) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased. number: see
@@ -258,62 +249,8 @@ class Store(State):
             return 0
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
         self.leases.remember([number] if number else ())
-        self._tell(Reset(self.partition, self.generation, stage, number))
+        self.tell(Reset(self.partition, self.generation, stage, number))
         return rows
-
-    def take(
-        self,
-        stage: str,
-        want: Want,
-        holder: int,
-        now: float,
-        claim: int = 0,
-        credit: PullCredit = _ANY,
-        sealed: bool = False,
-        kept: Sequence[Kept] = (),
-    ) -> Taken:
-        """Lease ready units, oldest first but that near ones may go before (see `takes`).
-
-        `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
-        `sealed`; else nothing. A budget takes what fits the sum of its tag (a row without the tag
-        counts 0; count 0: any number), and unless `sealed` only once the next ready unit would not
-        fit. credit: cut to as many units as the claim's peer may pull the bytes of; `needed_bytes`
-        says how many it would have had to be allowed. kept: units that are not for this claim.
-        claim: its number, by which the lease is found again.
-        """
-        found = self.stage(stage)
-        taken = takes.take(self, found, want, holder, now, claim, credit, sealed, kept)
-        if self.emit is not None and taken.lease is not None:
-            self.emit(self._leased(taken.lease))
-        return taken
-
-    def join(
-        self, stage: str, shape: Shape, rank: int, holder: int, now: float, claim: int = 0
-    ) -> Member | None:
-        """Take part in the stage's plan: see `plans.join`. The first one leases all that it has
-        left; None while that has to wait."""
-        found = self.stage(stage)
-        before = self.leases.plan(stage)
-        member = plans.join(self, found, shape, rank, holder, claim, now)
-        if self.emit is not None and member is not None:
-            lease = member.plan.lease.number
-            if before is None:
-                self.emit(self._leased(lease))
-            self.emit(Joined(stage, lease, shape, member.number, rank, holder, claim))
-        return member
-
-    def leave(self, member: Member) -> None:
-        """It never heard that it takes part in a plan, and does not."""
-        plans.leave(self, member)
-        self._tell(Left(member.number))
-
-    def _leased(self, number: int) -> Leased:
-        """Which rows were taken, and not how they were found."""
-        lease = self.leases.get(number)
-        assert lease is not None
-        rows = [(block.number, bytes_of(bits)) for block, bits in lease.rows.parts]
-        unit: Unit = lease.unit  # type: ignore[assignment]
-        return Leased(lease.stage.name, unit, number, rows, lease.holder, lease.claim)
 
     def finish(self, asked: Finish) -> dict[str, int]:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
@@ -376,7 +313,7 @@ class Store(State):
         if permits.limits is None and self.emit is not None:
             self.emit(Paced(permits.version, *limits))
         permits.give(Permit(number, holder, permits.version, count, count), limits, self)
-        self._tell(Permitted(number, holder, count, permits.version))
+        self.tell(Permitted(number, holder, count, permits.version))
         return True
 
     def take_back(self, numbers: list[int]) -> None:
@@ -418,13 +355,13 @@ class Store(State):
         """The partition was dropped: every row goes. Returns how many."""
         rows = len(self)
         self.remove(self.rows.parts)
-        self._tell(Ended())
+        self.tell(Ended())
         return rows
 
     def lost(self, owner: Owner) -> int:
         """A peer is no more: the rows with bytes there go, and their groups with them. How many."""
         lost = drops.lose(self, owner)
-        self._tell(Lost(owner))
+        self.tell(Lost(owner))
         return lost
 
     def relocate(
@@ -463,7 +400,7 @@ class Store(State):
         PartitionConflict where one of them is here already."""
         checkpoint.restore(self, op)
         self._seal_if_full()
-        self._tell(op)
+        self.tell(op)
 
     # looking
 

@@ -35,6 +35,8 @@ NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
 before its head."""
 
+ANY = PullCredit()
+
 Kept = tuple[str, Where | None]
 """Unit and filter of units that are kept for a claim of theirs."""
 
@@ -90,16 +92,25 @@ class _Offer(msgspec.Struct, eq=False):
 
 def take(
     state: State,
-    stage: Stage,
+    name: str,
     want: Want,
     holder: int,
     now: float,
-    claim: int,
-    credit: PullCredit,
-    sealed: bool,
-    kept: Sequence[Kept],
+    claim: int = 0,
+    credit: PullCredit = ANY,
+    sealed: bool = False,
+    kept: Sequence[Kept] = (),
 ) -> Taken:
-    """See `Store.take`."""
+    """Lease ready units of a stage, oldest first but that near ones may go before.
+
+    `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
+    `sealed`; else nothing. A budget takes what fits the sum of its tag (a row without the tag
+    counts 0; count 0: any number), and unless `sealed` only once the next ready unit would not
+    fit. credit: cut to as many units as the claim's peer may pull the bytes of; `needed_bytes`
+    says how many it would have had to be allowed. kept: units that are not for this claim.
+    claim: its number, by which the lease is found again.
+    """
+    stage = state.stage(name)
     if want.unit not in ("rows", "groups"):
         raise ProtocolError(f"a claim is for rows or groups, not {want.unit!r}")
     units, by_count = stage.units(want.unit), want.budget_tag is None

@@ -22,11 +22,10 @@ from dataplane.metadata.shard.blocks import (
     Block,
     Group,
     Rows,
-    names_of,
 )
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.puts import PutPlan, enter_rows, new_parts, note_added
-from dataplane.metadata.shard.rows_out import group_names, tags_held, tags_of, values_of
+from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
@@ -34,11 +33,8 @@ from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
-from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
-from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Table
 
 MAX_UNITS_PER_SURVEY = 1 << 20
 """Keys of so many groups and rows are told at once: 16 MiB."""
@@ -94,7 +90,8 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     gone = [key for key, (group, _) in zip(asked, units, strict=False) if group is None]
     saved = Rows([part for _, parts in units for part in parts])
     ended = sum([not state.tombstones.dropped(of_group(key)) for key in gone])
-    return SaveDone(_table(state, saved, here), _progress(state, saved, here), len(units), ended)
+    table = table_of(state, saved, values_of(saved, None), [group.key for group in here])
+    return SaveDone(table, _progress(state, saved, here), len(units), ended)
 
 
 def _row_bytes(known: dict[int, list[int]], block: Block, bits: int) -> int:
@@ -105,20 +102,6 @@ def _row_bytes(known: dict[int, list[int]], block: Block, bits: int) -> int:
             np.add.at(sizes, rows, records["nbytes"].astype(np.int64))
         known[block.number] = sizes.tolist()
     return sum([known[block.number][row] for row in rows_of(bits)])
-
-
-def _table(state: State, rows: Rows, groups: Sequence[Group]) -> Table:
-    """The rows, group by group; groups without rows are named too."""
-    keys = rows.keys
-    told = wire.Rows(keys, names_of(rows, keys))
-    if groups:
-        numbers = {group.key: number for number, group in enumerate(groups)}
-        index = [numbers.get(block.group, NO_GROUP) for block, _ in rows]
-        told.group_index = np.array(index, U4).tobytes()
-        told.group_keys = b"".join(numbers)
-        told.group_names = group_names(state, numbers, told.group_keys)
-    values = values_of(rows, None)
-    return Table(told, values.columns(), values.specs, values.owners, tags_of(rows), values.inline)
 
 
 def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -71,9 +71,10 @@ def table(
     return table_of(state, rows, values_of(rows, here, stage))
 
 
-def table_of(state: State, rows: Rows, values: Values) -> Table:
+def table_of(state: State, rows: Rows, values: Values, groups: Sequence[bytes] = ()) -> Table:
+    """groups: that are told first, also those of which no row is among these."""
     return Table(
-        told(state, rows),
+        told(state, rows, groups),
         values.columns(),
         values.specs,
         values.owners,
@@ -117,11 +118,11 @@ def values_of(rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Valu
     return found.without_empty() if found.holes else found
 
 
-def told(state: State, rows: Rows) -> wire.Rows:
-    """Keys, names and groups of these rows."""
+def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
+    """Keys, names and groups of these rows, of which these come first."""
     keys = rows.keys
     names = blocks.names_of(rows, keys)
-    groups = dict.fromkeys([block.group for block, _ in rows.parts])
+    groups = dict.fromkeys([*first, *[block.group for block, _ in rows.parts]])
     if len(groups) == 1:
         raw = bytes(U4.itemsize * len(rows))
     else:
@@ -131,17 +132,12 @@ def told(state: State, rows: Rows) -> wire.Rows:
     groups.pop(b"", None)
     if not groups:
         return wire.Rows(keys, names)
-    group_keys = b"".join(groups)
-    return wire.Rows(keys, names, raw, group_keys, group_names(state, groups, group_keys))
-
-
-def group_names(state: State, groups: Iterable[bytes], keys: bytes) -> list[Name] | None:
-    """The names of groups, None where all of them are minted."""
-    given = [state.groups[key].given for key in groups]
+    group_keys, given = b"".join(groups), [state.groups[key].given for key in groups]
     if all([name is None for name in given]):
-        return None
-    minted = format_minted_many(keys)
-    return [minted[i] if name is None else name for i, name in enumerate(given)]
+        return wire.Rows(keys, names, raw, group_keys)
+    minted = format_minted_many(group_keys)
+    shown_names = [minted[i] if name is None else name for i, name in enumerate(given)]
+    return wire.Rows(keys, names, raw, group_keys, shown_names)
 
 
 def tags_of(rows: Rows) -> dict[str, list[Scalar]]:

@@ -31,9 +31,9 @@ def told(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_the_shard_says_is_one_sentence() -> None:
-    facts = Facts.of(
+    facts = Facts(
         "groups",
-        told(
+        **told(
             ready=509,
             units=512,
             missing={"reward": 3},
@@ -69,7 +69,7 @@ def test_a_shard_that_says_nothing_is_named() -> None:
     ],
 )
 def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
-    assert says in reason(Facts.of("rows", told(**changes)), "s", "4 wanted", ME)
+    assert says in reason(Facts("rows", **told(**changes)), "s", "4 wanted", ME)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ Holder = tuple[int, str, int, float]
 def missing(
     state: State, name: str, unit: str, now: float, where: Where | None = None
 ) -> dict[str, Any]:
-    """Why units are not ready: `reasons.Facts` by name, with `missing` for its `lacking`.
+    """Why units are not ready: parts of `reasons.Facts` by name.
 
     leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
     get, the longest first.

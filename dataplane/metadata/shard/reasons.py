@@ -1,6 +1,6 @@
 """Why a call waits, as people are told it, and when they are told.
 
-Plain facts in, one sentence out; nothing here asks anybody. What a store knows of them comes from
+Plain facts in, one sentence out; nothing here asks anybody. What a shard knows of them comes from
 `inspection.missing`, as a dict of these very names.
 """
 
@@ -27,7 +27,7 @@ class Facts:
     """What keeps a stage's units (`rows` or `groups`) from a call.
 
     ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
-    leaves them out. alone: rows without a group. lacking: field → rows without it. adders: field →
+    leaves them out. alone: rows without a group. missing: field → rows without it. adders: field →
     the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
     puts that wait for room, in an arena or in a shard. before: claims of its kind that wait for
     longer. plan: why a rank waits for its part in a plan, where rows are not the reason. silent:
@@ -40,7 +40,7 @@ class Facts:
     excluded: int = 0
     alone: int = 0
     open_groups: int = 0
-    lacking: dict[str, int] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
     adders: dict[str, str] = field(default_factory=dict)
     leases: list[tuple[str, str, int, float]] = field(default_factory=list)
     sealed: bool = False
@@ -49,14 +49,6 @@ class Facts:
     plan: str = ""
     silent: str = ""
 
-    @classmethod
-    def of(cls, unit: str, told: Mapping[str, Any]) -> Facts:
-        """What the shard says."""
-        leases = [(who, stage, rows, age) for who, stage, rows, age in told["leases"]]
-        same = ("ready", "units", "excluded", "alone", "open_groups", "adders", "sealed")
-        counts = {name: told[name] for name in (*same, "producers", "before", "plan")}
-        return cls(unit, lacking=told["missing"], leases=leases, **counts)
-
     @property
     def details(self) -> dict[str, Any]:
         """The same in figures, for a program."""
@@ -64,7 +56,7 @@ class Facts:
             "ready": self.ready,
             "units": self.units,
             "excluded": self.excluded,
-            "missing": self.lacking,
+            "missing": self.missing,
             "leases": [[who, rows, age] for who, _, rows, age in self.leases],
             "sealed": self.sealed,
         }
@@ -85,7 +77,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
     if facts.excluded:
         one, many = f"ready {facts.unit[:-1]} is", f"ready {facts.unit} are"
         parts.append(f"{counted(facts.excluded, one, many)} excluded by the filter")
-    parts += [_lacking(facts, name, stage) for name in facts.lacking]
+    parts += [_lacking(facts, name, stage) for name in facts.missing]
     if facts.unit == "groups":
         if facts.open_groups:
             parts.append(f"{counted(facts.open_groups, 'group is', 'groups are')} still open")
@@ -95,7 +87,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
     if facts.producers:
         parts.append(f"{counted(facts.producers, 'put waits', 'puts wait')} for room")
     if facts.sealed:
-        left = facts.ready + len(facts.leases) + len(facts.lacking)
+        left = facts.ready + len(facts.leases) + len(facts.missing)
         parts.append(
             "the partition is sealed, so no new row comes"
             if left
@@ -144,7 +136,7 @@ def seen_by_others(why: str) -> str:
 
 def _lacking(facts: Facts, name: str, stage: str) -> str:
     said = (
-        f"{counted(facts.lacking[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
+        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
     )
     return f"{said} that stage {facts.adders[name]!r} adds" if name in facts.adders else said
 

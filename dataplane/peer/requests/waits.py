@@ -93,7 +93,7 @@ class Waits:
         try:
             answer: StatsDone = await self.router.ask(asked, timeout_s=limit_s)
             if answer.stats:
-                facts = reasons.Facts.of(want.unit, answer.stats)
+                facts = reasons.Facts(want.unit, **answer.stats)
         except DataplaneError:
             home = self.host.roster.home(partition)
             facts.silent = f"{self.mesh.others.name(home)} at {home}"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.metadata.tables.tags import Tags
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
 from dataplane.wire.tables import Where as WireWhere
@@ -142,20 +143,6 @@ def _text(wire: Any) -> str:
     return f"{rest[0]} {how} {rest[1]!r}"
 
 
-class Tested(Protocol):
-    """What a filter needs of the tags of some rows. Sets of rows are bits."""
-
-    @property
-    def rows(self) -> int:
-        """All of them."""
-
-    def compare(self, name: str, how: Callable[[Any, Any], Any], value: Scalar) -> int:
-        """Which have the tag, and `how(tag, value)`."""
-
-    def has(self, name: str) -> int:
-        """Which have the tag."""
-
-
 def checked(wire: Any) -> WireWhere:
     """What arrived, if it is a filter. ProtocolError for an unknown form or a broken limit."""
     _check(wire, MAX_NESTING, [MAX_WHERE_NODES])
@@ -197,7 +184,7 @@ def _spend(budget: list[int], nodes: int) -> None:
         )
 
 
-def test(where: WireWhere, tags: Tested) -> int:
+def test(where: WireWhere, tags: Tags) -> int:
     """The rows for which a checked filter holds. Never raises, whatever the tags are."""
     how, first, *rest = where
     if how == "exists":

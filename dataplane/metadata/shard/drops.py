@@ -98,10 +98,18 @@ def close(state: State, key: bytes, size: int, name: Name | None) -> int:
     return int(size == group.seen and state.close_group(group))
 
 
-def end_open_groups(state: State, keep: bool) -> int:
-    """The partition is sealed: open groups close at the size they have, empty ones go. Where groups
-    have a size these are short, and are dropped unless they are to be kept. Returns how many
-    closed."""
+def seal_if_full(state: State) -> None:
+    """It seals itself when as many groups have closed as it was declared with: that follows from
+    what is recorded."""
+    groups = state.declared.groups
+    if groups is not None and state.closed_groups >= groups and not state.sealed:
+        seal(state)
+
+
+def seal(state: State, keep: bool = False) -> int:
+    """Open groups close at the size they have, empty ones go. Where groups have a size these are
+    short, and are dropped unless they are to be kept. Returns how many closed."""
+    state.sealed = True
     groups = [group for group in state.groups.values() if not group.closed]
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]

@@ -1,8 +1,8 @@
 """Puts and adds: everything is checked first, then everything is written.
 
 `plan_put` changes nothing and raises what the put would raise, so a peer can ask before it moves
-bytes; `apply_put` cannot fail any more. What is new becomes a block a group, as it came; only what
-meets rows that are here is looked at row by row.
+bytes. What is new becomes a block a group, as it came; only what meets rows that are here is looked
+at row by row.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataplane.metadata.shard.blocks import (
     Block,
     Group,
 )
+from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
@@ -118,8 +119,28 @@ def plan_put(
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, there)
 
 
-def apply_put(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
-    """Carry out a plan made for this very state, once its columns are found sound."""
+def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
+    """Enter rows, or merge fields and tags into known ones. Those that were here under given names
+    and have been freed are passed over, unless their names may be used again (`reuse`).
+
+    plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
+    left as they are. Mode "keep": a redelivery, values that are there stay and are counted.
+    Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
+    LimitExceeded.
+    """
+    if plan is None:
+        plan = plan_put(state, op.rows, op.columns, op.tags, op.mode, op.reuse)
+    if not state.permits.given or not plan.new_groups:
+        op.holder = 0
+    outcome = _apply(state, plan, op)
+    if outcome.closed_groups:
+        seal_if_full(state)
+    state.tell(op)
+    return outcome
+
+
+def _apply(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
+    """Once its columns are found sound it cannot fail any more."""
     values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
     if plan.there is not None:
         values = _without_gone(state, values, plan.there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -46,19 +47,27 @@ _NO_VALUES = Values(0)
 
 class State:
     """One partition. `definition`: with stages that were declared later. fields: all that rows have
-    had (True), or that stages wait for."""
+    had (True), or that stages wait for.
+
+    emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
+    nothing is recorded. A record says what was decided; what follows from records is not recorded.
+    lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
+    lease is named by its number alone, and start it where no other peer does.
+    """
 
     def __init__(
         self,
         partition: str,
         definition: Definition,
-        lease_numbers: Iterator[int],
-        emit: Callable[[Op], None] | None,
+        generation: int,
+        lease_numbers: Iterator[int] | None = None,
+        emit: Callable[[Op], None] | None = None,
     ) -> None:
-        self.emit = emit
         self.partition = partition
-        self.definition = definition
-        self.lease_numbers = lease_numbers
+        self.declared = self.definition = definition
+        self.generation = generation
+        self.lease_numbers = lease_numbers or count(1)
+        self.emit = emit
         self.index: dict[bytes, Block] = {}
         self.blocks: dict[int, Block] = {}
         """by number, in the order in which they came"""

@@ -7,8 +7,7 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -35,7 +34,6 @@ from dataplane.metadata.shard import (
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
 from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.permits import Permit
-from dataplane.metadata.shard.puts import PutOutcome, PutPlan
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
@@ -59,13 +57,11 @@ from dataplane.wire.journal import (
     Ended,
     Expected,
     Lost,
-    Op,
     Paced,
     Permitted,
     Relocated,
     Returned,
     Sealed,
-    Wrote,
 )
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
@@ -82,25 +78,7 @@ Tagging = Mapping[str, Sequence[Scalar]]
 
 
 class Store(State):
-    """The metadata of one partition: its tables, and the calls that change them.
-
-    emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
-    nothing is recorded. A record says what was decided; what follows from records is not recorded.
-    lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
-    lease is named by its number alone, and start it where no other peer does.
-    """
-
-    def __init__(
-        self,
-        partition: str,
-        definition: Definition,
-        generation: int,
-        lease_numbers: Iterator[int] | None = None,
-        emit: Callable[[Op], None] | None = None,
-    ) -> None:
-        super().__init__(partition, definition, lease_numbers or count(1), emit)
-        self.declared = definition
-        self.generation = generation
+    """The metadata of one partition: its tables, and the calls that change them."""
 
     def __repr__(self) -> str:
         return (
@@ -112,36 +90,18 @@ class Store(State):
         """The number of rows."""
         return len(self.index)
 
+    put = puts.put
     take = takes.take
     join = plans.join
     leave = plans.leave
 
     # rows in
 
-    def put(self, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
-        """Enter rows, or merge fields and tags into known ones. Those that were here under given
-        names and have been freed are passed over, unless their names may be used again (`reuse`).
-
-        plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows
-        are left as they are. Mode "keep": a redelivery, values that are there stay and are counted.
-        Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
-        LimitExceeded.
-        """
-        if plan is None:
-            plan = puts.plan_put(self, op.rows, op.columns, op.tags, op.mode, op.reuse)
-        if not self.permits.given or not plan.new_groups:
-            op.holder = 0
-        outcome = puts.apply_put(self, plan, op)
-        if outcome.closed_groups:
-            self._seal_if_full()
-        self.tell(op)
-        return outcome
-
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
         closed = drops.close(self, group_key, n, name)
         if closed:
-            self._seal_if_full()
+            drops.seal_if_full(self)
         self.tell(Expected(group_key, n, name))
         return closed
 
@@ -190,18 +150,7 @@ class Store(State):
         if self.sealed:
             return 0
         self.tell(Sealed(keep_short))
-        return self._end_groups(keep_short)
-
-    def _end_groups(self, keep_short: bool = False) -> int:
-        self.sealed = True
-        return drops.end_open_groups(self, keep_short)
-
-    def _seal_if_full(self) -> None:
-        """It seals itself when as many groups have closed as it was declared with: that follows
-        from what is recorded."""
-        groups = self.declared.groups
-        if groups is not None and self.closed_groups >= groups and not self.sealed:
-            self._end_groups()
+        return drops.seal(self, keep_short)
 
     # definition and stages
 
@@ -399,7 +348,7 @@ class Store(State):
 
         PartitionConflict where one of them is here already."""
         checkpoint.restore(self, op)
-        self._seal_if_full()
+        drops.seal_if_full(self)
         self.tell(op)
 
     # looking

@@ -22,13 +22,6 @@ WHOLE = np.iinfo(np.uint64).max
 """Further than any range reaches."""
 
 
-def unique(ids: Array) -> Array:
-    """The different ids, sorted. Most columns have one; `np.unique` takes 20 µs to see it."""
-    if len(ids) < 2:
-        return ids
-    return ids[:1] if every(ids == ids[0]) else np.unique(ids)
-
-
 def ids_of(records: Array) -> Array:
     """The range that each VALUE or RANGE record names, as one u8: what it begins with."""
     ids: Array = records.view(U8).reshape(-1, records.itemsize // U8.itemsize)[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,31 @@ async def test_it_gives_its_heir_shards_before_the_heir_gets_the_rest_and_so_a_b
     plane.turn()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_second_copies_become_the_values_when_a_backup_has_its_own_or_no_room(
+    has_room: bool,
+) -> None:
+    plane = Plane()
+    entry = Entry(Store("p", Definition(group_size=1, replicas=2), 1))
+    done: list[str] = []
+
+    async def bring(*_: object) -> None:
+        done.append("brought here")
+
+    async def bring_on(*_: object) -> None:
+        if not has_room:
+            raise BackPressure("there is no room")
+        done.append("brought to the backup")
+
+    copying: Any = SimpleNamespace(bring=bring, bring_on=bring_on)
+    copying.succeed = lambda *_: done.append("read here")
+    plane.host.space = Space(1 << 20)
+    plane.host.roster = dataclasses.replace(plane.host.roster, leaving=frozenset([DEAD.peer]))
+    plane.leaving.copying = copying
+    await plane.leaving._move(entry, DEAD)
+    assert done == ["brought here", *["brought to the backup"] * has_room, "read here"]
 
 
 async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_silent() -> None:

@@ -36,7 +36,7 @@ FATE_S = 20.0
 """It waits so long to hear whether members that it cannot reach are lost. By then they are called
 so, also where the authority is new or doubts it, or others reach them."""
 COPY_S = 20.0
-"""It waits so long for copies of what will be its heir's."""
+"""So long are copies at a backup awaited of what will lie at its primary and nowhere else."""
 POLL_S = 0.1
 MAX_RANGES = 4096
 
@@ -212,6 +212,11 @@ class Leaving:
         them leased finds the new place at the shard."""
         if entry.copies is not None:
             await self.copying.bring(entry.copies, owner)
+            try:
+                async with asyncio.timeout(COPY_S):
+                    await self.copying.bring_on(entry, entry.copies, owner)
+            except (TimeoutError, DataplaneError) as exc:
+                log.warning("second copies of %r are made later: %r", entry.name, exc)
             if not self._takes_in(owner):
                 return
             self.copying.succeed(entry, entry.copies, owner)

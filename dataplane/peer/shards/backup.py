@@ -38,8 +38,6 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-MAX_RANGES = 4096
-"""So many are asked for at once."""
 
 
 @dataclass(slots=True)
@@ -169,14 +167,8 @@ class Replicas:
         await self.copying.bring(values, owner)
         await self.host.progress.reached(call_deadline.get())
         entry = self.shipping.passed_on[store.partition, store.generation]
-        _, nbytes, local = values.held(owner)
-        for ranges, counts, reach in (
-            (local, np.ones(len(local), U4), nbytes),
-            store.named(self.host.owner),
-        ):
-            for at in range(0, len(ranges), MAX_RANGES):
-                part = slice(at, at + MAX_RANGES)
-                await self.copying.bring_there(entry, ranges[part], counts[part], reach[part])
+        await self.copying.bring_on(entry, values, owner)
+        await self.copying.bring_there(entry, *store.named(self.host.owner))
 
     @contextlib.asynccontextmanager
     async def _beforehand(

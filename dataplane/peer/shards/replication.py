@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 16 << 20
 """What is brought at once, and no more than an eighth of the arena. It has to arrive while a
 primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB/s left."""
+MAX_RANGES = 4096
+"""So many a backup is asked to copy at once."""
 PATIENCE_S = 4.0
 """How long room for copies is awaited before the asker is told."""
 AHEAD_S = 30.0
@@ -95,9 +97,19 @@ class Copying:
                 if self.host.now() + PATIENCE_S > call_deadline.get():
                     raise
 
+    async def bring_on(self, entry: Entry, copies: Copies, owner: Owner) -> None:
+        """The backup has copies of an owner's copies here before they are all that rows name."""
+        _, nbytes, local = copies.held(owner)
+        await self.bring_there(entry, local, np.ones(len(local), U4), nbytes)
+
     async def bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
         """The backup has copies of these before it hears of rows that name them: there everything
         else that is done here would wait behind."""
+        for at in range(0, len(ranges), MAX_RANGES):
+            part = slice(at, at + MAX_RANGES)
+            await self._bring_there(entry, ranges[part], counts[part], reach[part])
+
+    async def _bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
         told = ranges.tobytes(), counts.astype(U4).tobytes(), reach.astype(U8).tobytes()
         body = Duplicate(entry.name, entry.generation, *told)
         while self.host.progress.required:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.errors import DataplaneError, counted
+from dataplane.errors import counted
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, call_notice
 
-ASK_S = 2.0
-"""How long the reason is looked for."""
-LAST_S = 0.3
-"""... by a call itself whose time is up: within what it may then still take."""
 REST_S = 0.2
 
 Why = tuple[str, dict[str, Any]]
@@ -35,13 +31,12 @@ class Telling:
     host: Host
     what: object
     subject: reasons.Subject
-    look: Callable[[float], Awaitable[Why]]
+    look: Callable[[], Why]
     soon: bool = False
 
     def __post_init__(self) -> None:
         self._notice = call_notice.get()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Telling:
         self._began = self.host.now()
@@ -51,9 +46,8 @@ class Telling:
 
     def __exit__(self, *_: object) -> None:
         self.host.notices.end(self.subject)
-        for one in (self._timer, self._task):
-            if one is not None:
-                one.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _arm(self, most_s: float = math.inf) -> None:
         left_s = min(self.host.notices.wait_s(self.subject, self.host.now()), most_s)
@@ -63,19 +57,11 @@ class Telling:
     def _ring(self) -> None:
         many = self.host.notices.take(self.subject, self.host.now())
         if many or self.soon:
-            self._task = asyncio.ensure_future(self._tell(many))
-        else:
-            self._arm()
-
-    async def _tell(self, many: int) -> None:
+            why, details = self.look()
+            self.host.notices.said(self.subject, why)
+            if many or details.get("only_own"):
+                waited_s = self.host.now() - self._began
+                others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
+                self._notice(f"{self.what}{others} has waited {waited_s:.0f} s: {why}")
         self.soon = False
-        try:
-            why, details = await self.look(ASK_S)
-        except DataplaneError as exc:
-            why, details = exc.message, {}
-        self.host.notices.said(self.subject, why)
-        if many or details.get("only_own"):
-            waited_s = self.host.now() - self._began
-            others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
-            self._notice(f"{self.what}{others} has waited {waited_s:.0f} s: {why}")
         self._arm()

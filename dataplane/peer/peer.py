@@ -113,7 +113,7 @@ class Peer:
             self.settle,
             producers=lambda: room.producers + share.writers,
         )
-        self.admissions = Admissions(host, mesh, router, parts, queues.producers_wait)
+        self.admissions = Admissions(host, mesh, parts, queues.producers_wait)
         share.on_refused.append(queues.producers_wait)
 
         self.leases = leases = Leases()
@@ -239,7 +239,6 @@ class Peer:
         if not new.places_like(old):
             self.queues.turned()
             self.admissions.turned()
-            self.claims.turned()
 
     def gone(self, owner: Owner) -> None:
         """That process is no member any more; called after `turned`."""
@@ -265,7 +264,7 @@ class Peer:
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
-        self.admissions.give_back(session, list(session.permits))
+        self.waits.give_back(session, list(session.permits))
         self._answers.ended(session)
         self.room.pump()
 

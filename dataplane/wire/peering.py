@@ -10,7 +10,7 @@ two peers on.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -47,7 +47,7 @@ from dataplane.wire.messages import (
     Unadmit,
     Wait,
 )
-from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table, Where
+from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table
 
 
 class PeerHello(Body, tag=100):
@@ -91,18 +91,6 @@ class Granted(Body, tag=115):
     lease: int
     table: Table
     plan: Laid | None = None
-
-
-class Missing(Body, tag=119):
-    """Why units of a stage are not ready, for a ClaimTimeout's message. claim: the number of the
-    one that waits; 0: none does."""
-
-    partition: str
-    generation: int
-    stage: str
-    unit: Literal["rows", "groups"]
-    where: Where | None = None
-    claim: int = 0
 
 
 class Pull(Body, tag=134):
@@ -288,7 +276,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Void
         | Claim
         | Withdraw
-        | Missing
         | Release
         | Pull
         | Define

@@ -11,8 +11,8 @@ import pytest
 
 from dataplane.errors import Unavailable
 from dataplane.peer.host import call_deadline
+from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Held
-from dataplane.peer.shards.admissions import Admissions
 from dataplane.wire.messages import Done, Unadmit
 
 
@@ -25,14 +25,12 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
         return told[-1][1]
 
     router: Any = SimpleNamespace(tell=tell)
-    mesh: Any = SimpleNamespace(handlers={})
-    partitions: Any = SimpleNamespace(on_phase=[])
     host: Any = SimpleNamespace()
-    admissions = Admissions(host, mesh, router, partitions, lambda: None)
+    waits = Waits(host, host, router, [])
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
     body, request = Unadmit("p", 1, [5]), Any
     call_deadline.set(time.monotonic() + 0.02)
     with pytest.raises(Unavailable, match="does not answer yet"):
-        await asyncio.wait_for(admissions.unadmit(session, request, body), 60)
+        await asyncio.wait_for(waits.unadmit(session, request, body), 60)
     assert told[0][0] == body and not told[0][1].cancelled()
-    assert await admissions.unadmit(session, request, body) == Done() and len(told) == 1
+    assert await waits.unadmit(session, request, body) == Done() and len(told) == 1

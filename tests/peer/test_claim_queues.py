@@ -28,7 +28,7 @@ from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import claim_queues
 from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
-from dataplane.wire.peering import Granted, Missing, Withdraw
+from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import named, put
 
@@ -297,9 +297,13 @@ async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewe
     await asyncio.gather(asks, return_exceptions=True)
 
 
-async def test_why_a_claim_waits_says_how_many_go_before_it() -> None:
+async def test_a_turn_that_ends_says_why_and_leaves_the_claim_its_place() -> None:
     shard = Shard()
-    for number in (5, 6, 7):
-        shard.claim(number, 3)
-    asked = Missing(NAME, 1, "s", "rows", None, 7)
-    assert shard.mesh.handlers[Missing](CLAIMANT, asked).stats["before"] == 2
+    shard.claim(6, 3)
+    turns = [shard.claim(7, 2, timeout_ms=10), shard.claim(8, 2, timeout_ms=10)]
+    said = await asyncio.gather(*turns, return_exceptions=True)
+    assert [one.details["before"] for one in said if isinstance(one, ClaimTimeout)] == [1, 2]
+    shard.withdraw(6)
+    shard.put(1, 2)
+    assert shard.keys(shard.claim(7, 2)) == [1, 2]
+    assert not shard.claim(8, 2).done()

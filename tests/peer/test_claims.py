@@ -17,16 +17,20 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
-from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 GRANTED = Granted(31, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
+NOTHING = {"ready": 0, "units": 0, "excluded": 0, "alone": 0, "missing": {}, "adders": {}}
+MORE = {"open_groups": 0, "leases": [], "sealed": False, "producers": 0, "before": 0, "plan": ""}
+NOT_YET = ClaimTimeout("not so many yet", **NOTHING, **MORE)
+"""What a shard says at the end of a turn."""
 
 
 class Asker:
@@ -39,6 +43,7 @@ class Asker:
         self.released: list[int] = []
         self.hears = asyncio.Event()
         self.hears.set()
+        self.passed_s = 0.0
         before = Roster.from_seeds([HERE, THERE, ELSEWHERE])
         self.roster = self.at(before, THERE)
         loop = asyncio.get_running_loop()
@@ -48,7 +53,7 @@ class Asker:
             solo=False,
             silent=False,
             roster=self.roster,
-            now=loop.time,
+            now=lambda: loop.time() + self.passed_s,
             notices=Notices(),
             space=SimpleNamespace(share_bytes=(0, 0, 1 << 20)),
             serves=lambda name: self.host.roster.home(name) == HERE,
@@ -56,16 +61,17 @@ class Asker:
             another_roster=self.another_roster,
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
+        others: Any = SimpleNamespace(name=lambda address: "b")
         mesh: Any = SimpleNamespace(
-            ask=self.ask, call=self.tell, spawn=asyncio.ensure_future, handlers={}
+            call=self.call, spawn=asyncio.ensure_future, handlers={}, others=others
         )
         self.leases = leases = Leases()
         finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
-        waits: Any = SimpleNamespace(looks=lambda *_: self.look)
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
-        more: Any = leases, finishing, reading, waits, room
         router = Router(self.host, mesh)  # type: ignore[arg-type]
+        waits = Waits(self.host, mesh, router, [])
+        more: Any = leases, finishing, reading, waits, room
         self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
         rest: Any = None, None, None, None, None
         self.finishing = Finishing(self.host, mesh, router, leases, *rest)
@@ -80,27 +86,26 @@ class Asker:
 
     def turn(self, home: str) -> None:
         self.host.roster = self.at(self.host.roster, home)
-        self.claims.turned()
 
-    def ask(self, address: str, body: Any, **how: Any) -> asyncio.Future[Body]:
-        return asyncio.ensure_future(self.call(address, body, **how))
-
-    async def call(self, address: str, body: Any, **how: Any) -> Body:
+    async def call(self, address: str, body: Any, **how: Any) -> Any:
+        if not isinstance(body, Claim):
+            self.told.append((address, body))
+            return await self.hears.wait()
         assert how["epoch"] == self.host.roster.epoch
         assert how["caller"].session == 7
         self.asked.append((address, body, asyncio.get_running_loop().create_future()))
-        return await self.asked[-1][2]
+        answer = self.asked[-1][2]
+        await asyncio.wait([answer], timeout=how["timeout_s"])
+        if not answer.done():
+            raise Unavailable("it did not answer")
+        return answer.result()
 
-    async def tell(self, address: str, body: Withdraw, **how: Any) -> None:
-        self.told.append((address, body))
-        await self.hears.wait()
+    def later(self, seconds: float) -> None:
+        self.passed_s += seconds
 
     async def another_roster(self, than: Roster, until: float) -> bool:
         await asyncio.sleep(0)
         return False
-
-    async def look(self, limit_s: float = 0.0) -> tuple[str, dict[str, Any]]:
-        return "nobody put anything", {"ready": 0}
 
     def claim(self, timeout_ms: int = -1, plan: Shape | None = None) -> asyncio.Future[Body]:
         body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms, plan=plan)
@@ -134,9 +139,9 @@ async def test_a_claim_whose_shard_moves_asks_there_and_keeps_its_number(
 ) -> None:
     asker = Asker(monkeypatch)
     claiming = asker.claim()
-    await asker.until_asked(1)
-    asker.turn(THERE)  # another roster, the same process
+    asked = await asker.until_asked(1)
     asker.turn(ELSEWHERE)
+    asked.set_exception(StaleEpoch("the partition is served by another peer now"))
     (await asker.until_asked(2)).set_result(GRANTED)
     await claiming
     (first, one, _), (then, other, _) = asker.asked
@@ -212,10 +217,42 @@ async def test_a_claim_that_is_out_of_time_says_why_and_is_withdrawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asker = Asker(monkeypatch)
-    with pytest.raises(ClaimTimeout, match="nobody put anything") as told:
+    claiming = asker.claim(timeout_ms=60_000)
+    answer, body = await asker.until_asked(1), asker.asked[0][1]
+    assert body.timeout_ms == 1000 * router_module.TURN_S
+    asker.later(60.0)
+    answer.set_exception(NOT_YET)
+    (await asker.until_asked(2)).set_exception(NOT_YET)
+    with pytest.raises(ClaimTimeout, match="within 60 s: 0 of 0 rows ready, 1 wanted") as told:
+        await claiming
+    await asyncio.sleep(0)
+    assert told.value.details["ready"] == 0 and len(asker.told) == 1
+    assert asker.asked[1][1].waited_ms >= 60_000
+
+
+async def test_a_claim_whose_shard_does_not_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asker = Asker(monkeypatch)
+    with pytest.raises(ClaimTimeout, match="peer b at tcp.* does not answer") as told:
         await asker.claim(timeout_ms=20)
     await asyncio.sleep(0)
-    assert told.value.details == {"ready": 0} and len(asker.told) == 1
+    assert told.value.details["only_own"] is False and len(asker.told) == 1
+
+
+async def test_rows_that_come_after_the_end_of_their_call_go_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This peer was stopped meanwhile, and its client has closed the connection, of which this peer
+    may not have read yet."""
+    asker = Asker(monkeypatch)
+    call_deadline.set(asker.host.now() + 0.7)
+    claiming = asker.claim(timeout_ms=300)
+    answer = await asker.until_asked(1)
+    asker.later(16.0)
+    answer.set_result(GRANTED)
+    with pytest.raises(ClaimTimeout, match="was met too late"):
+        await claiming
+    await asyncio.sleep(0)
+    assert len(asker.told) == 1 and not len(asker.leases)
 
 
 async def test_a_claim_that_does_not_wait_is_asked_once_and_leaves_nothing(
@@ -223,8 +260,8 @@ async def test_a_claim_that_does_not_wait_is_asked_once_and_leaves_nothing(
 ) -> None:
     asker = Asker(monkeypatch)
     claiming = asker.claim(timeout_ms=0)
-    (await asker.until_asked(1)).set_exception(ClaimTimeout("nothing now"))
-    with pytest.raises(ClaimTimeout, match="nobody put anything"):
+    (await asker.until_asked(1)).set_exception(NOT_YET)
+    with pytest.raises(ClaimTimeout, match="0 of 0 rows ready"):
         await claiming
     assert asker.asked[0][1].timeout_ms == 0 and not asker.told
 
@@ -234,9 +271,9 @@ async def test_a_claim_that_does_not_wait_has_no_longer_than_its_call(
 ) -> None:
     """It waited at the door until its peer was sure that it may serve, for all of its time."""
     asker = Asker(monkeypatch)
-    monkeypatch.setattr(claims_module, "AT_ONCE_S", 600.0)
+    monkeypatch.setattr(router_module, "AT_ONCE_S", 600.0)
     call_deadline.set(asker.host.now() + 0.02)
-    with pytest.raises(ClaimTimeout, match="nobody put anything"):
+    with pytest.raises(ClaimTimeout, match="does not answer"):
         await asyncio.wait_for(asker.claim(timeout_ms=0), 60)
     await asyncio.sleep(0)
     assert len(asker.told) == 1

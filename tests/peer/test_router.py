@@ -139,9 +139,9 @@ async def test_who_waits_asks_in_turns_at_its_age_also_while_nobody_can_be_reach
     heard: list[str] = []
     turn = ClaimTimeout("two before you"), Unavailable("away"), ClaimTimeout("one before you")
     shards = Asked(*turn, takes_s=4.0)
-    admit = Admit("p", 1, 1, 1, 1, timeout_ms=20_000)
+    admit = Admit("p", 1, 1, 1, 1, timeout_ms=20_000, own=True)
     with pytest.raises(ClaimTimeout, match="one before"):
-        await shards.router.wait(admit, first_s=0.5, hear=lambda said: heard.append(said.message))
+        await shards.router.wait(admit, hear=lambda said: heard.append(said.message))
     bodies = [body for _, body, _ in shards.asked]
     assert [body.timeout_ms for body in bodies[:3]] == [500, TURN_S * 1000, TURN_S * 1000]
     assert bodies[-1].timeout_ms < TURN_S * 1000 and heard[:3] == [said.message for said in turn]

@@ -215,6 +215,10 @@ class Notices:
         if subject in self._subjects:
             self._subjects[subject].why = why
 
+    def why(self, subject: Subject) -> str:
+        """The last that was found; "" where nothing was looked for yet."""
+        return self._subjects[subject].why
+
     def waits(self, now: float) -> list[tuple[Subject, int, float, str]]:
         """Every subject with how many wait, for how long somebody has, and why, where that was
         looked for."""

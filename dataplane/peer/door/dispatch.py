@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.door.client_door import WAITING
-from dataplane.peer.notices import Telling
+from dataplane.peer.notices import Telling, Why
 from dataplane.peer.once import Once, Operations, final
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
@@ -43,7 +43,7 @@ class Answers:
         self.partitions = peer.partitions
         self.router = peer.router
         self.finishing = peer.finishing
-        self.admissions = peer.admissions
+        self.waits = peer.waits
         self._operations = Once(peer.host.operations)
         self._claims = Once(peer.claims.leases)
         """their operations hold no floor up: a claim may wait for days"""
@@ -65,8 +65,8 @@ class Answers:
             m.Fetch: self._reads(peer.reading.fetch),
             m.Finish: peer.finishing.finish,
             m.Wait: peer.waits.wait,
-            m.Admit: peer.admissions.admit,
-            m.Unadmit: peer.admissions.unadmit,
+            m.Admit: peer.waits.admit,
+            m.Unadmit: peer.waits.unadmit,
             m.Advance: peer.changes.change,
             m.Losses: peer.partitions.losses,
             **peer.checkpoints.handlers,
@@ -84,7 +84,7 @@ class Answers:
         with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
             return await self.partitions.define(body.partition, None, wait_s)
 
-    async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:
+    def _undeclared(self) -> Why:
         heard = sorted(self.partitions.heard_of)
         known = ", ".join(map(repr, heard[:8])) or "none"
         return (
@@ -138,7 +138,7 @@ class Answers:
                 self.finishing.unheard(session, lease)
                 space.unpin(session.id, [pin])
             case m.Admitted(permit, _):
-                self.admissions.give_back(session, [permit])
+                self.waits.give_back(session, [permit])
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])

@@ -28,16 +28,24 @@ from dataplane.errors import (
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
-from dataplane.wire.messages import Admit, Losses, Wait
+from dataplane.wire.messages import Admit, Claim, Losses, Wait
 
 log = logging.getLogger(__name__)
 
-TURN_S = 5.0
-"""Who waits at a shard asks it again after so long: what it holds for a waiter ends with that."""
+TURN_S, LONG_S = 5.0, 20.0
+"""Who waits at a shard asks it again after so long, and with a claim, which keeps its place there,
+ever later: what it holds for a waiter ends with that, and it says what that one waits for."""
+SOON_S = 0.5
+"""The first turn of a call for which perhaps its own process is what it waits for."""
+LATE_S = 1.0
+"""A shard that has not answered so long after a turn's end is silent."""
+AT_ONCE_S = 0.3
+"""A call that does not wait has so long for its way to the shard and back."""
 RETRY_S = 0.2
 """... and so long after it could not be reached, or at once under another roster."""
 
 T = TypeVar("T")
+Waiting = Claim | Wait | Losses | Admit
 Hear = Callable[[DataplaneError], None]
 """Told why a shard is asked again; what it raises is the end."""
 
@@ -58,23 +66,25 @@ class Router:
 
     async def wait(
         self,
-        body: Wait | Losses | Admit,
+        body: Waiting,
         caller: Caller | None = None,
-        first_s: float = TURN_S,
         hear: Hear = _unheard,
+        first: Awaitable[Any] | None = None,
     ) -> Any:
-        """What the shard answers to who waits there, for as long as the call says, in turns, of
-        which the first is so long. What the last one ended with when time is up."""
-        began, limit_ms = self.host.now(), body.timeout_ms
-        end = began + limit_ms / 1000 if limit_ms >= 0 else math.inf
+        """What the shard answers to who waits there, for as long as the call says, in turns. What
+        the last one ended with when time is up. first: the first turn, where it has begun."""
+        began = self.host.now()
 
         def turn(roster: Roster, turn_s: float) -> Awaitable[Any]:
-            asked = msgspec.structs.replace(body, timeout_ms=int(turn_s * 1000))
-            if isinstance(asked, Admit):
-                asked.waited_ms = int((self.host.now() - began) * 1000)
-            return self.at(roster, asked, caller)
+            nonlocal first
+            begun, first = first, None
+            if begun is not None:
+                return begun
+            waited_ms = int((self.host.now() - began) * 1000)
+            return self.at(roster, turn_of(body, turn_s, waited_ms), caller, turn_s + LATE_S)
 
-        return await self.reach(turn, end, first_s, hear)
+        most_s = LONG_S if isinstance(body, Claim) else TURN_S
+        return await self.reach(turn, ends(body.timeout_ms, began), first_s(body), hear, most_s)
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
@@ -98,9 +108,11 @@ class Router:
         end: float = math.inf,
         turn_s: float = math.inf,
         hear: Hear = _unheard,
+        most_s: float = TURN_S,
     ) -> T:
         """What comes of an attempt, by the roster as it is and within so many seconds, that reached
-        the shard; StaleEpoch, Unavailable where none did until the end (monotonic)."""
+        the shard; StaleEpoch, Unavailable where none did until the end (monotonic). Each turn is
+        twice as long as the one before, between TURN_S and most_s."""
         while True:
             roster, left_s = self.host.roster, max(0.0, end - self.host.now())
             try:
@@ -109,10 +121,32 @@ class Router:
                 hear(exc)
                 if left_s <= turn_s:
                     raise
-                turn_s = TURN_S
+                turn_s = min(most_s, max(TURN_S, 2 * turn_s))
             except (StaleEpoch, Unavailable) as exc:
                 log.debug("a shard is asked again: %s", exc)
                 hear(exc)
                 await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
                 if self.host.now() >= end:
                     raise
+
+
+def first_s(body: Waiting) -> float:
+    """How long the first turn of a call is."""
+    return SOON_S if isinstance(body, Claim | Admit) and body.own else TURN_S
+
+
+def turn_of(body: Waiting, turn_s: float, waited_ms: int = 0) -> Waiting:
+    """What a shard is asked of a call that has waited so much longer; it waits no longer than the
+    call does."""
+    asked, turn_ms = msgspec.structs.replace(body), int(turn_s * 1000)
+    asked.timeout_ms = turn_ms if body.timeout_ms < 0 else min(turn_ms, body.timeout_ms)
+    if isinstance(asked, Claim | Admit):
+        asked.waited_ms += waited_ms
+    return asked
+
+
+def ends(timeout_ms: int, now: float) -> float:
+    """Until when such a call is asked for."""
+    if timeout_ms < 0:
+        return math.inf
+    return min(now + (timeout_ms / 1000 or AT_ONCE_S), call_deadline.get())

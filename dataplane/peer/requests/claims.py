@@ -1,8 +1,9 @@
 """Claims of this host's clients: asked of their partition's shard, brought here, handed out.
 
 A claim is one request to the shard's primary, which answers when it has rows for it. Who asks has
-all the patience: it asks again where a link broke or the shard moved, under the claim's number and
-at its age, and tells the shard, until that has answered, when nobody waits for it any more.
+all the patience: it asks again, in turns, where a link broke and where the shard moved, under the
+claim's number and at its age, and tells the shard, until that has answered, when nobody waits for
+it any more.
 """
 
 from __future__ import annotations
@@ -27,17 +28,15 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
     RowsLost,
-    StaleEpoch,
     Unavailable,
 )
 from dataplane.memory.admission import Admission
-from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.router import Router
-from dataplane.peer.notices import LAST_S, Telling
+from dataplane.peer.net.router import Router, ends, first_s, turn_of
+from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases, Part
 from dataplane.peer.requests.reads import Reading, Resolved
@@ -52,10 +51,6 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """How often a claim is granted rows that went meanwhile before that is its caller's business."""
-ASK_S = 60.0
-"""A claim that waits asks again after so long, should its answer have been lost without a word."""
-AT_ONCE_S = 0.3
-"""A claim that does not wait has so long for its way to the shard and back."""
 
 
 class BytesLost(Exception):
@@ -71,17 +66,11 @@ class _Waiting(msgspec.Struct, eq=False):
     session: Session
     body: Claim
     began: float
-    until: float
-    """the end of its wait, and where it does not wait, with time to ask"""
-    asks: str = ""
-    """the process that was asked, by address and incarnation"""
-    answer: asyncio.Future[Any] | None = None
-    settled: bool = False
-    """the shard has answered, and knows that"""
 
     def left_s(self, now: float) -> float | None:
-        """None: for ever."""
-        return None if self.until == math.inf else max(0.0, self.until - now)
+        """Of its wait, and where it does not wait, of the time to ask. None: for ever."""
+        until = ends(self.body.timeout_ms, self.began)
+        return None if until == math.inf else max(0.0, until - now)
 
     @property
     def part(self) -> Part:
@@ -113,26 +102,20 @@ class Claims:
         """by stage: what claims were granted of values that other hosts have"""
         # no claim of another peer, or of this one's last life, has the same number
         self._numbers = itertools.count(1 + secrets.randbits(62))
-        self._waiting: set[_Waiting] = set()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+        self.waiting = 0
 
     # asked
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        now, until = self.host.now(), math.inf
-        if body.timeout_ms >= 0:
-            until = now + body.timeout_ms / 1000
-        if body.timeout_ms == 0:
-            until = min(now + AT_ONCE_S, call_deadline.get())
-        one = _Waiting(next(self._numbers), session, body, now, until)
+        one = _Waiting(next(self._numbers), session, body, self.host.now())
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or self.host.silent or body.plan is not None:
             return self._until_here(one)
-        answer = self._ask(one)
+        asked, me = self._asked(one), self.host.address
+        caller = Caller(me, self.host.incarnation, session.id)
+        turn, epoch = turn_of(asked, first_s(asked)), self.host.roster.epoch
+        answer = self.mesh.ask(me, turn, caller=caller, epoch=epoch)
         if not answer.done() or answer.exception() is not None:
             return self._until_here(one, answer)
         handed = self._hand_out(one, answer.result())
@@ -163,84 +146,55 @@ class Claims:
     async def _granted(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
         ClaimTimeout, of which the shard is told."""
-        body, session = one.body, one.session
-        look = self.waits.looks(session, body, lambda: one.number, body.own)
-        among = (body.generation, body.want.unit, str(body.want.where))
-        subject = Subject("claim", body.partition, body.stage, among)
+        session, settled = one.session, False  # the shard has answered, and knows that
         session.waiting += 1
-        self._waiting.add(one)
+        self.waiting += 1
         try:
-            with Telling(self.host, one, subject, look, body.own):
-                granted = await self._answered(one, answer)
-                if granted is None:
-                    raise _in_vain(one, *await look(LAST_S))
-            return granted
+            if one.body.plan is not None and (before := self.leases.leaving(one.part)):
+                await asyncio.wait(before, timeout=one.left_s(self.host.now()))
+            while True:
+                asked, first, answer = self._asked(one), answer, None
+                try:
+                    granted: Granted = await self.waits.until_met(session, one, asked, first)
+                    if self.host.now() > call_deadline.get():  # who asked has gone by now
+                        raise ClaimTimeout(f"{one} was met too late: this peer was stopped or busy")
+                    settled = True
+                    return granted
+                except LeaseExpired:
+                    one.number = next(self._numbers)  # what it was granted went before it heard
+        except FrameTooLarge:
+            raise  # it was granted what no message carries: that is withdrawn
+        except ClaimTimeout as exc:
+            settled = asked.timeout_ms == 0 and isinstance(exc.__cause__, ClaimTimeout)
+            raise
+        except DataplaneError:
+            settled = True
+            raise
         finally:
             session.waiting -= 1
-            self._waiting.discard(one)
-            if not one.settled:
+            self.waiting -= 1
+            if not settled:
                 self._withdraw(one)
 
-    async def _answered(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted | None:
-        """None when its time is up."""
-        one.settled = False
-        if one.body.plan is not None and (before := self.leases.leaving(one.part)):
-            await asyncio.wait(before, timeout=one.left_s(self.host.now()))
-
-        async def attempt(roster: Roster, left_s: float) -> Granted | None:
-            nonlocal answer
-            one.asks = _process(roster, roster.home(one.body.partition))
-            one.answer, answer = answer or self._ask(one), None
-            try:
-                await asyncio.wait([one.answer], timeout=None if left_s == math.inf else left_s)
-                if not one.answer.done():
-                    return None
-                if one.answer.cancelled():
-                    raise StaleEpoch("the shard is elsewhere now")
-                granted: Granted = one.answer.result()
-                return granted
-            finally:
-                one.answer.cancel()
-
-        while True:
-            try:
-                granted = await self.router.reach(attempt, one.until)
-            except (StaleEpoch, Unavailable):
-                return None
-            except LeaseExpired:
-                one.number = next(self._numbers)  # what it was granted went before it heard
-            except FrameTooLarge:
-                raise  # it was granted what no message carries: that is withdrawn
-            except DataplaneError as exc:
-                one.settled = True
-                if isinstance(exc, ClaimTimeout):  # it was not to wait
-                    return None
-                raise
-            else:
-                one.settled = granted is not None
-                return granted
-
-    def _ask(self, one: _Waiting) -> asyncio.Future[Any]:
-        """The shard's primary, as the roster names it now."""
-        roster, body = self.host.roster, one.body
-        caller = Caller(self.host.address, self.host.incarnation, one.session.id)
-        asked = Claim(
+    def _asked(self, one: _Waiting) -> Claim:
+        """As the shard is asked, for the time that is left."""
+        body, waited_ms = one.body, int(1000 * (self.host.now() - one.began))
+        return Claim(
             body.partition,
             body.generation,
             body.stage,
             body.want,
             body.fields,
             declare=body.declare,
-            timeout_ms=0 if body.timeout_ms == 0 else -1,
+            timeout_ms=min(body.timeout_ms, max(0, body.timeout_ms - waited_ms)),
             number=one.number,
             label=one.session.label,
-            waited_ms=int(1000 * (self.host.now() - one.began)),
+            waited_ms=waited_ms,
             most_bytes=0 if self.host.solo else self.host.space.share_bytes[Admission.PULL],
             plan=body.plan,
             rank=body.rank,
+            own=body.own,
         )
-        home = roster.home(body.partition)
-        return self.mesh.ask(home, asked, caller=caller, timeout_s=ASK_S, epoch=roster.epoch)
 
     def _withdraw(self, one: _Waiting) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
@@ -248,14 +202,6 @@ class Claims:
         told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
         if of.plan is not None:
             self.leases.leaves(told, one.part)
-
-    def turned(self) -> None:
-        """A new roster: whose shard another process has now asks there."""
-        roster = self.host.roster
-        for one in self._waiting:
-            home = roster.home(one.body.partition)
-            if one.answer is not None and one.asks != _process(roster, home):
-                one.answer.cancel()
 
     # handed out
 
@@ -315,13 +261,10 @@ class Claims:
         if self.room.promise(one.number, needed_bytes):
             return
 
-        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
-            return self.room.why(needed_bytes)
-
         one.session.waiting += 1
         subject = Subject("pull", one.body.partition, one.body.stage)
         try:
-            with Telling(self.host, one, subject, look):
+            with Telling(self.host, one, subject, lambda: self.room.why(needed_bytes)):
                 left_s = one.left_s(self.host.now())
                 if not await self.room.promised(one.number, needed_bytes, left_s):
                     why, details = self.room.why(needed_bytes)
@@ -336,11 +279,6 @@ class Claims:
         return Claimed(granted.lease, pin, table, granted.plan)
 
 
-def _process(roster: Roster, address: str) -> str:
-    """Who answers there, in its present life."""
-    return f"{address} {roster.incarnations[roster.members.index(address)]}"
-
-
 def _check_fields(table: Table, asked: list[str]) -> None:
     """FieldUnknown for a field that none of these rows has."""
     there = {c.field for c in table.columns}
@@ -352,17 +290,6 @@ def _check_fields(table: Table, asked: list[str]) -> None:
                 f"without, or name the field as it was put{others}",
                 field=name,
             )
-
-
-def _in_vain(one: _Waiting, why: str, details: dict[str, Any]) -> ClaimTimeout:
-    """Its time is up. why: what it waited for."""
-    within_s = one.body.timeout_ms / 1000
-    what = "claim" if one.body.plan is None else "plan"
-    return ClaimTimeout(
-        f"{what} of stage {one.body.stage!r} of {one.body.partition!r} was not met within "
-        f"{within_s:g} s: {why}",
-        **details,
-    )
 
 
 def _too_late(exc: DeadlineExceeded, partition: str) -> ClaimTimeout:

@@ -1,22 +1,172 @@
-"""Waiting without claiming, and what people are told of what a stage waits for.
+"""Calls that wait at a partition's shard: for rows to be ready or to go, for a place to begin
+groups in, and, in `claims`, for rows of their own.
 
-`wait` asks the shard in turns; `why` asks it what is missing, for the message of a ClaimTimeout and
-for what a call that waits says in the log.
+They ask in turns, and each turn's end says what they wait for: that is what their process says in
+its log, and in the end the message of their ClaimTimeout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+import itertools
+import math
+import secrets
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
+import msgspec
+
+from dataplane.errors import (
+    ClaimTimeout,
+    DataplaneError,
+    DeadlineExceeded,
+    LimitExceeded,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Host
+from dataplane.peer.host import Caller, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.notices import LAST_S, Telling, Why
-from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait
-from dataplane.wire.peering import Missing
+from dataplane.peer.notices import Telling, Why
+from dataplane.peer.sessions import Held, Session
+from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Unadmit, Wait
+
+MAX_PERMITS = 65_536
+"""that one client has at a time"""
+UNSAID = "its shard has not said yet for what"
+
+
+@dataclass(eq=False, repr=False)
+class Waits:
+    host: Host
+    mesh: Mesh
+    router: Router
+    sessions: Iterable[Session]
+
+    def __post_init__(self) -> None:
+        # no permit of another peer, or of this one's last life, has the same number
+        self._numbers = itertools.count(1 + secrets.randbits(62))
+
+    async def until_met(
+        self,
+        session: Session,
+        what: object,
+        body: Claim | Wait | Admit,
+        first: Awaitable[Body] | None = None,
+    ) -> Any:
+        """What the shard answers. ClaimTimeout, with the reason, when the call's time is up; its
+        cause is what the last turn ended with. first: that turn, where it has begun."""
+        own, subject = not isinstance(body, Wait) and body.own, _subject(body)
+        why: Why = UNSAID, {}
+
+        def hear(said: DataplaneError) -> None:
+            nonlocal why
+            why = self._why(session, body, said) or why
+            self.host.notices.said(subject, why[0])
+
+        caller = Caller(self.host.address, self.host.incarnation, session.id)
+        with Telling(self.host, what, subject, lambda: why, soon=own):
+            why = self.host.notices.why(subject) or UNSAID, {}  # as others were told
+            try:
+                return await self.router.wait(body, caller, hear, first)
+            except (ClaimTimeout, DeadlineExceeded, StaleEpoch, Unavailable) as exc:
+                age_ms = 0 if isinstance(body, Wait) else body.waited_ms
+                within_s = (age_ms + body.timeout_ms) / 1000
+                late = f"{what} was not met within {within_s:g} s: {why[0]}"
+                raise ClaimTimeout(late, **why[1]) from exc
+
+    def _why(
+        self, session: Session, body: Claim | Wait | Admit, said: DataplaneError
+    ) -> Why | None:
+        """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
+        if not isinstance(said, ClaimTimeout | Unavailable):
+            return None
+        if isinstance(body, Admit):
+            return said.message, said.details
+        unit = body.want.unit if isinstance(body, Claim) else body.unit
+        if isinstance(said, ClaimTimeout):
+            facts = reasons.Facts(unit, **said.details)
+        else:
+            home = self.host.roster.home(body.partition)
+            facts = reasons.Facts(unit, silent=f"{self.mesh.others.name(home)} at {home}")
+        told = reasons.reason(facts, body.stage, _wanted(body), session.label)
+        others = (s for s in self.sessions if body.partition in s.partitions)
+        alone = self.host.solo and all(other.pid == session.pid for other in others)
+        # Who waits may be who could end it, and is told.
+        own = isinstance(body, Wait) or body.own
+        own = own and reasons.only_own(facts, body.stage, session.label, alone)
+        return f"{told}; {reasons.OWN}" if own else told, facts.details | {"only_own": own}
+
+    # asked for by clients of this host
+
+    async def wait(self, session: Session, request: Request, body: Wait) -> Body:
+        """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
+        what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
+        done: Body = await self.until_met(session, what, body)
+        return done
+
+    async def admit(self, session: Session, request: Request, body: Admit) -> Body:
+        """ClaimTimeout, PartitionGone, PartitionSealed, PartitionConflict, InvalidCall."""
+        for number, held in session.permits.items():
+            if request.op and held.op == request.op:  # asked again: it did not hear
+                return Admitted(number, held.version)
+        if len(session.permits) >= MAX_PERMITS:
+            raise LimitExceeded(
+                f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
+                limit=MAX_PERMITS,
+            )
+        number = next(self._numbers)
+        one = msgspec.structs.replace(body, number=number, label=session.label)
+        what = f"admit({body.count}) of partition {body.partition!r}"
+        settled = False  # the shard has said what became of it, and knows that
+        session.waiting += 1
+        try:
+            admitted: Admitted = await self.until_met(session, what, one)
+            settled = True
+        except DataplaneError as exc:
+            settled = not isinstance(exc.__cause__, StaleEpoch | Unavailable | DeadlineExceeded)
+            raise
+        finally:
+            session.waiting -= 1
+            if not settled:
+                self.router.tell(Unadmit(body.partition, body.generation, [number]))
+        of = body.partition, body.generation
+        session.permits[number] = Held(*of, request.op, admitted.version)
+        return admitted
+
+    async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
+        """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
+        mine = [number for number in body.permits if session.permits.pop(number, None)]
+        if mine:
+            told = self.router.tell(Unadmit(body.partition, body.generation, mine))
+            left_s = waits_s(-1)
+            await asyncio.wait([told], timeout=left_s if math.isfinite(left_s) else None)
+            if not told.done():
+                raise Unavailable(
+                    f"the shard of {body.partition!r} does not answer yet: as soon as it does it "
+                    "is told that these permits are given back, and no other call need say so",
+                    partition=body.partition,
+                )
+        return Done()
+
+    def give_back(self, session: Session, permits: list[int]) -> None:
+        """Nobody is there any more who would use them."""
+        for number in permits:
+            held = session.permits.pop(number, None)
+            if held is not None:
+                self.router.tell(Unadmit(held.partition, held.generation, [number]))
+
+
+def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
+    """Who waits for the same is told in one line."""
+    if isinstance(body, Admit):
+        limits = body.generation, body.max_lag, body.per_version
+        return reasons.Subject("admit", body.partition, "", limits)
+    kind, want = ("claim", body.want) if isinstance(body, Claim) else ("wait", body)
+    among = body.generation, want.unit, str(want.where)
+    return reasons.Subject(kind, body.partition, body.stage, among)
 
 
 def _wanted(body: Claim | Wait) -> str:
@@ -32,74 +182,3 @@ def _wanted(body: Claim | Wait) -> str:
         f"and a budget of {want.budget:g} of `{want.budget_tag}` waits until the next one would "
         "not fit, or for the seal"
     )
-
-
-class Waits:
-    def __init__(self, host: Host, mesh: Mesh, router: Router, sessions: Iterable[Session]) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.router = router
-        self.sessions = sessions
-
-    async def wait(self, session: Session, request: Request, body: Wait) -> Body:
-        """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
-        look = self.looks(session, body)
-        subject = reasons.Subject(
-            "wait", body.partition, body.stage, (body.generation, body.unit, str(body.where))
-        )
-        what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
-        with Telling(self.host, what, subject, look):
-            try:
-                done: Body = await self.router.wait(body)
-                return done
-            except (ClaimTimeout, StaleEpoch, Unavailable) as exc:
-                told, details = await look(LAST_S)
-                raise ClaimTimeout(
-                    f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
-                    f"within {body.timeout_ms / 1000:g} s: {told}",
-                    **details,
-                ) from exc
-
-    # what is missing
-
-    def looks(
-        self,
-        session: Session,
-        body: Claim | Wait,
-        claim: Callable[[], int] = lambda: 0,
-        own: bool = True,
-    ) -> Callable[[float], Awaitable[Why]]:
-        """`why` of one call. claim: its number at the moment. own: who waits may be who could end
-        it, and is told."""
-
-        def look(limit_s: float) -> Awaitable[Why]:
-            return self._why(session, body, claim(), own, limit_s)
-
-        return look
-
-    async def _why(
-        self,
-        session: Session,
-        body: Claim | Wait,
-        claim: int,
-        own: bool,
-        limit_s: float,
-    ) -> Why:
-        """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
-        partition, stage = body.partition, body.stage
-        want = body.want if isinstance(body, Claim) else body
-        asked = Missing(partition, body.generation, stage, want.unit, want.where, claim)
-        facts = reasons.Facts(want.unit)
-        try:
-            answer: StatsDone = await self.router.ask(asked, timeout_s=limit_s)
-            if answer.stats:
-                facts = reasons.Facts(want.unit, **answer.stats)
-        except DataplaneError:
-            home = self.host.roster.home(partition)
-            facts.silent = f"{self.mesh.others.name(home)} at {home}"
-        said = reasons.reason(facts, stage, _wanted(body), session.label)
-        others = (s for s in self.sessions if partition in s.partitions)
-        alone = self.host.solo and all(other.pid == session.pid for other in others)
-        own = own and reasons.only_own(facts, stage, session.label, alone)
-        details = facts.details | {"only_own": own}
-        return f"{said}; {reasons.OWN}" if own else said, details

@@ -23,7 +23,7 @@ from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard.pull_credit import far_owners, pulled
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.host import Host
-from dataplane.peer.notices import Telling
+from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Table
@@ -114,7 +114,7 @@ class Room:
         waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
         line.append(waiter)
 
-        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
+        def look() -> Why:
             return self._full(waiter, "it waits").message, {}
 
         began = self._host.now()
@@ -284,7 +284,7 @@ class Room:
         finally:
             del self._claims[claim]
 
-    def why(self, needed_bytes: int) -> tuple[str, dict[str, Any]]:
+    def why(self, needed_bytes: int) -> Why:
         """What a claim waits for that waits for room, and the figures."""
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]

@@ -1,48 +1,34 @@
 """Producers that wait to be let open groups, and the permits that they get.
 
 They wait at their partition's shard, first come first served whatever they want, and hold nothing
-meanwhile. Who asks does so in turns, under the permit's number and at its age, and tells the shard,
-until that has answered, when nobody waits for it any more, or its client has ended.
+meanwhile. Who asks (`requests.waits`) does so in turns, under the permit's number and at its age,
+and tells the shard, until that has answered, when nobody waits for it any more, or its client has
+ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dataplane.errors import (
     ClaimTimeout,
     DataplaneError,
-    DeadlineExceeded,
     LeaseExpired,
     LimitExceeded,
     StaleEpoch,
-    Unavailable,
 )
 from dataplane.metadata.shard import reasons
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.router import TURN_S, Router
-from dataplane.peer.notices import Telling, Why
-from dataplane.peer.sessions import Held, Session
 from dataplane.peer.shards.claim_queues import MAX_PAST, MAX_WAITING
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.tasks import in_time
-from dataplane.wire.messages import Admit, Admitted, Body, Done, Request, Unadmit
+from dataplane.wire.messages import Admit, Admitted, Body, Done, Unadmit
 from dataplane.wire.tables import Owner
-
-SOON_S = 0.5
-"""A shard says after so long what the call waits for, where that may be who asks."""
-MAX_PERMITS = 65_536
-"""that one client has at a time"""
 
 Answer = asyncio.Future[Body]
 
@@ -61,89 +47,16 @@ class _Waiting:
 class Admissions:
     host: Host
     mesh: Mesh
-    router: Router
     partitions: Partitions
     on_wait: Callable[[], None]
     """called while somebody waits here, in every turn"""
 
     def __post_init__(self) -> None:
-        # nobody of another peer, or of this one's last life, has the same number
-        self._numbers = itertools.count(1 + secrets.randbits(62))
         self._waiting: dict[tuple[str, int], dict[int, _Waiting]] = {}
         """by partition, the oldest first"""
         self._past: OrderedDict[int, None] = OrderedDict()
         self.partitions.on_phase.append(self._on_phase)
         self.mesh.handlers |= {Admit: self._admit_here, Unadmit: self._unadmit_here}
-
-    # asked for by clients of this host
-
-    async def admit(self, session: Session, request: Request, body: Admit) -> Body:
-        """ClaimTimeout, PartitionGone, PartitionSealed, PartitionConflict, InvalidCall."""
-        for number, held in session.permits.items():
-            if request.op and held.op == request.op:  # asked again: it did not hear
-                return Admitted(number, held.version)
-        if len(session.permits) >= MAX_PERMITS:
-            raise LimitExceeded(
-                f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
-                limit=MAX_PERMITS,
-            )
-        number = next(self._numbers)
-        one = msgspec.structs.replace(body, number=number, label=session.label)
-        caller = Caller(self.host.address, self.host.incarnation, session.id)
-        what = f"admit({body.count}) of partition {body.partition!r}"
-        limits = body.generation, body.max_lag, body.per_version
-        subject = reasons.Subject("admit", body.partition, "", limits)
-        why: Why = "its shard has not said yet for what", {}
-        settled = False  # the shard has said what became of it, and knows that
-
-        def hear(said: DataplaneError) -> None:
-            nonlocal why
-            why = said.message, said.details
-
-        async def look(limit_s: float) -> Why:
-            return why
-
-        session.waiting += 1
-        try:
-            with Telling(self.host, what, subject, look, soon=body.own):
-                first_s = SOON_S if body.own else TURN_S
-                admitted: Admitted = await self.router.wait(one, caller, first_s, hear)
-            settled = True
-        except DataplaneError as exc:
-            settled = not isinstance(exc, StaleEpoch | Unavailable | DeadlineExceeded)
-            if settled and not isinstance(exc, ClaimTimeout):
-                raise
-            late = f"{what} was not met within {body.timeout_ms / 1000:g} s: {why[0]}"
-            raise ClaimTimeout(late, **why[1]) from exc
-        finally:
-            session.waiting -= 1
-            if not settled:
-                self.router.tell(Unadmit(body.partition, body.generation, [number]))
-        of = body.partition, body.generation
-        session.permits[number] = Held(*of, request.op, admitted.version)
-        return admitted
-
-    async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
-        """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
-        mine = [number for number in body.permits if session.permits.pop(number, None)]
-        if mine:
-            told = self.router.tell(Unadmit(body.partition, body.generation, mine))
-            left_s = waits_s(-1)
-            await asyncio.wait([told], timeout=left_s if math.isfinite(left_s) else None)
-            if not told.done():
-                raise Unavailable(
-                    f"the shard of {body.partition!r} does not answer yet: as soon as it does it "
-                    "is told that these permits are given back, and no other call need say so",
-                    partition=body.partition,
-                )
-        return Done()
-
-    def give_back(self, session: Session, numbers: list[int]) -> None:
-        """Nobody is there any more who would use them."""
-        for number in numbers:
-            held = session.permits.pop(number, None)
-            if held is not None:
-                self.router.tell(Unadmit(held.partition, held.generation, [number]))
 
     # at the shard
 

@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -34,8 +35,8 @@ from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.tasks import in_time
-from dataplane.wire.messages import Body, Claim, Done, Finish, StatsDone, Wait
-from dataplane.wire.peering import Granted, Missing, Withdraw
+from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
+from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ MAX_WAITING = 32_768
 """Claims that wait at one peer."""
 MAX_PAST = 16_384
 """Claims that are over and known by number; the oldest are forgotten."""
+LOOK_SHARE = 50.0
+"""What is missing is not looked for again for so many times as long as that took: it may scan."""
 YIELD_S = TURN_S + 1.0
 """Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
 at a shard asks again before that."""
@@ -58,6 +61,8 @@ class _Stage:
     entry: Entry
     queue: ClaimQueue
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
+    looked: dict[tuple[str, str], tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    """what was found to be missing, by unit and filter, and until when that is taken for true"""
 
 
 @dataclass(eq=False, repr=False)
@@ -80,7 +85,6 @@ class ClaimQueues:
             Claim: self.claim,
             Withdraw: self._withdraw,
             Wait: self._wait,
-            Missing: self._missing,
         }
 
     def __len__(self) -> int:
@@ -93,7 +97,8 @@ class ClaimQueues:
         """Rows at once where there are enough and nobody is before it, else an answer to come.
 
         PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge, LimitExceeded;
-        LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait."""
+        LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait, and
+        at the end of its turn for one that does, which keeps its place until it is withdrawn."""
         entry = self.host.shard(body.partition, body.generation)
         if body.declare is not None and body.stage not in entry.definition.stages:
             entry.store.declare_stage(body.stage, body.declare)
@@ -132,10 +137,13 @@ class ClaimQueues:
         if mine is not None:
             return mine
         if body.timeout_ms == 0:
+            late = self._late(stage, body.want, body.number)
             self._end(stage, body.number)
-            raise ClaimTimeout(f"nothing can be claimed of stage {body.stage!r} now")
+            raise late
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
+        until = self.host.now() + waits_s(body.timeout_ms)
+        in_time(answer, until, lambda: self._late(stage, body.want, body.number))
         return answer
 
     def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
@@ -270,26 +278,32 @@ class ClaimQueues:
         if body.below:
             self.producers_wait()
         self._look(stage)
-        late = ClaimTimeout(f"stage {body.stage!r} is not there yet")
-        in_time(answer, self.host.now() + waits_s(body.timeout_ms), lambda: late)
+        until = self.host.now() + waits_s(body.timeout_ms)
+        in_time(answer, until, lambda: self._late(stage, body))
         return answer
 
     # why
 
-    def _missing(self, caller: Caller, body: Missing) -> Body:
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
-            return StatsDone({})
-        found = inspection.missing(entry.store, body.stage, body.unit, self.host.now(), body.where)
+    def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
+        """With what it waits for: `reasons.Facts` by name."""
+        now, key = self.host.now(), (want.unit, str(want.where))
+        until, missing = stage.looked.get(key, (0.0, {}))
+        if now >= until:
+            missing = self._missing(stage, want, now)
+            until = now + LOOK_SHARE * (self.host.now() - now)
+            stage.looked = {k: one for k, one in stage.looked.items() if now < one[0]}
+            stage.looked[key] = until, missing
+        before = stage.queue.before(claim), stage.queue.waits_for(claim, now)
+        told = missing | {"before": before[0], "plan": before[1], "producers": self.producers()}
+        return ClaimTimeout(f"stage {stage.queue.stage!r} has not so many yet", **told)
+
+    def _missing(self, stage: _Stage, want: Want | Wait, now: float) -> dict[str, Any]:
+        entry = stage.entry
+        found = inspection.missing(entry.store, stage.queue.stage, want.unit, now, want.where)
         found["leases"] = [
-            [self.host.who(holder), stage, rows, age]
-            for holder, stage, rows, age in found["leases"]
+            [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]
-        found["sealed"], found["producers"] = entry.sealed, self.producers()
-        stage = self._stages.get((entry.name, entry.generation, body.stage))
-        found["before"] = 0 if stage is None else stage.queue.before(body.claim)
-        found["plan"] = "" if stage is None else stage.queue.waits_for(body.claim, self.host.now())
-        return StatsDone(found)
+        return found | {"sealed": entry.sealed}
 
     # whoever waits must go
 

@@ -72,13 +72,6 @@ class PutPlan(msgspec.Struct, eq=False):
     new_groups: list[int]
     there: list[int] | None = None
 
-    @property
-    def continues(self) -> bool:
-        """Is it about a group or row that is here already? The first one speaks for all."""
-        if self.groups:
-            return self.groups[0] is not None
-        return bool(self.known and self.known[0] is not None)
-
 
 def plan_put(
     state: State,

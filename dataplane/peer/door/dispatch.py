@@ -41,7 +41,6 @@ class Answers:
         self.host = peer.host
         self.room = peer.room
         self.partitions = peer.partitions
-        self.router = peer.router
         self.finishing = peer.finishing
         self.waits = peer.waits
         self._operations = Once(peer.host.operations)
@@ -51,7 +50,7 @@ class Answers:
         """the pins that answers to reads handed out, by operation"""
         self.handlers: dict[type[m.Body], Any] = {
             m.Define: self._define,
-            m.Seal: self._seal,
+            m.Seal: peer.changes.change,
             m.Close: peer.changes.change,
             m.Reset: peer.changes.change,
             m.Reserve: peer.grants.reserve,
@@ -92,10 +91,6 @@ class Answers:
             f"{self.host.plane!r} (declared, as far as this host knows: {known})",
             {},
         )
-
-    async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
-        await self.router.ask(body)
-        return m.Done()
 
     # asked again
 

@@ -42,7 +42,7 @@ class Changes:
     # asked for by clients
 
     async def change(
-        self, session: Session, request: Request, body: Tag | Drop | Close | Reset | Advance
+        self, session: Session, request: Request, body: Tag | Drop | Close | Seal | Reset | Advance
     ) -> Body:
         """At the partition's shard: once, also where another peer has it when it is asked again."""
         if isinstance(body, Tag | Reset):

@@ -99,6 +99,14 @@ class Peer:
         return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")
 
 
+def test_of_a_range_that_has_an_empty_value_alone_a_copy_is_needed_too() -> None:
+    copies, one = Copies(), np.zeros(1, RANGE)
+    one["generation"] = 1
+    assert not copies.note(THERE, one, np.ones(1, U4), np.zeros(1, U8))
+    ranges, nbytes = copies.missing(THERE)
+    assert (ranges.tolist(), nbytes.tolist()) == (one.tolist(), [1])
+
+
 async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     """A backup that is told of much at once finds half of it gone: it went one by one then, and did
     not get in sync while its primary was busy."""

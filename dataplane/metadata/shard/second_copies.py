@@ -43,13 +43,14 @@ class Copies:
 
     def note(self, owner: Owner, ranges: Array, counts: Array, reach: Array) -> bool:
         """More references to ranges of an owner, `reach` bytes into each. Whether there are copies
-        of all of these."""
+        of all of these. Where empty values reach nowhere a byte is copied: what is named has to
+        lie somewhere."""
         known, there = self._known.setdefault(owner, {}), True
         columns = (ids_of(ranges).tolist(), counts.tolist(), reach.tolist())
         for id_, count, nbytes in zip(*columns, strict=True):
             copy = known.setdefault(id_, _Copy())
             copy.refs += count
-            copy.reach = max(copy.reach, nbytes)
+            copy.reach = max(copy.reach, nbytes, 1)
             there &= copy.held >= copy.reach
         return there
 

@@ -216,7 +216,10 @@ def test_a_second_copy_of_a_value_on_a_device_survives_its_peer(
             in_sync(b)
             part = b.partition("p", stages={"s": ["hidden"]}, replicas=2, free="drop")
             part.put({"hidden": given(device, arrays)}, key=list("wxyz"))
+            empty = [np.zeros((3, 0), np.float32)]
+            part.put({"hidden": given(device, empty)}, key=["empty"])  # alone in its range
         cluster.peers["b"].kill()
         cluster.peers["b"].wait()
         until(lambda: len(c.stats()["roster"]["members"]) == 2, "the peer is known as lost", 60.0)
         assert same(c.partition("p").get(keys=list("wxyz"))["hidden"], arrays)
+        assert c.partition("p").get(keys=["empty"])["hidden"][0].shape == (3, 0)

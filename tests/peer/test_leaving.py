@@ -46,7 +46,7 @@ class Plane:
             self.authority.beat(owner, self.authority.roster.epoch)
         self.now = 100.0
         self.said = False
-        self.told, self.left = asyncio.Event(), asyncio.Event()
+        self.told, self.deposed = asyncio.Event(), asyncio.Event()
         self.host: Any = SimpleNamespace(
             address=HERE.peer, owner=HERE, incarnation=HERE.incarnation, plane="p", name="here"
         )
@@ -60,7 +60,10 @@ class Plane:
             self.meet(owner)
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
-            may_leave=lambda: True, leave=self._leave, left=self.left, beat_now=self.left.set
+            may_leave=lambda: True,
+            leave=self._leave,
+            deposed=self.deposed,
+            beat_now=self.deposed.set,
         )
         nothing: Any = None
         self.leaving = Leaving(self.host, mesh, membership, nothing, door, nothing)

@@ -67,7 +67,12 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     assert serving.is_sure()
 
 
-async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_that_word() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_that_word(
+    leaves: bool,
+) -> None:
+    """Nor does it go on with handing over, where it wanted to leave: it waited 60 s for a backup
+    that works under a roster without it."""
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
         made.beat(Owner(seed, number), made.roster.epoch)
@@ -81,13 +86,14 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
     host: Any = SimpleNamespace(
         owner=Owner(SEEDS[1], 2), address=SEEDS[1], roster=before, silent=True, now=lambda: now
     )
+    host.progress = SimpleNamespace(is_settled=False)
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
     serving = Serving(host)
     membership = Membership(host, mesh, keeper, serving, says_nothing())
-    membership._admitted = True
+    membership._admitted, membership._leaving = True, leaves
     await membership._say()
     assert serving.is_sure()
     made.lost(Owner(SEEDS[1], 2))

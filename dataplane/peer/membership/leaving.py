@@ -80,7 +80,7 @@ class Leaving:
                 await self._until(self._may_move)
                 await self._fall_silent()
                 self.membership.beat_now()
-                await self._until(self.membership.left.is_set)
+                await self._until(self.membership.deposed.is_set)
         except (TimeoutError, Unavailable) as exc:
             log.error(
                 "ends without having handed everything over (%s): %d shards and %d bytes are left",

@@ -54,10 +54,8 @@ class Membership:
     """peers of a launch before may still be where others of this one will be"""
 
     def __post_init__(self) -> None:
-        self.left = asyncio.Event()
-        """this peer wanted to leave, and the plane goes on without it"""
         self.deposed = asyncio.Event()
-        """the plane goes on without this process: it may return as a new one"""
+        """the plane goes on without this process, which has left it, or may return as a new one"""
         self.office = Office(self.host, self.mesh, self.adopt, self.keeper, self.deposed.set)
         self._admitted = False
         self._leaving = False
@@ -164,7 +162,7 @@ class Membership:
         )
 
     def leave(self) -> None:
-        """From now on this peer says that it wants to, until it is `left`."""
+        """From now on this peer says that it wants to, until it is `deposed`."""
         self._leaving = True
         self.beat_now()
 
@@ -211,10 +209,9 @@ class Membership:
         if new.epoch[1] <= old.epoch[1]:
             return
         if not new.has(self.host.owner) or not new.follows(old.epoch):
-            if self._leaving:
-                self.left.set()
-            elif self._admitted:
-                log.error("this peer was called lost: the plane goes on without it")
+            if self._admitted:
+                if not self._leaving or len(old.shards_of(self.host.address)):
+                    log.error("this peer was called lost: the plane goes on without it")
                 self.deposed.set()
             return
         self._admitted |= self.host.owner in new.owners

@@ -228,6 +228,22 @@ def test_a_copy_that_is_served_tells_its_own_backup() -> None:
     assert keys_of(heir, take(heir, "reward", ROWS)) == ["b"]
 
 
+def test_a_copy_that_is_not_whole_yet_is_passed_on_and_becomes_whole_there_too() -> None:
+    """Its dump comes in several messages, and its primary has begun to leave."""
+    s, _ = journaled()
+    put(s, ["a", "b", "c", "d"], ["g", "g", 5, None], note=["x", None, 3, 4])
+    finish(s, take(s, "reward", Want("rows", 1, 1)))
+    take(s, "reward", ROWS)
+    s.drop(rows=named(["d"]))
+    told = list(dump(s, 1))
+    for here in range(len(told) + 1):
+        part = Store("step-1", s.definition, 1)
+        carried_over(part, told[:here])
+        other = copy_of(part)
+        carried_over(other, told[here:])
+        assert observed(other) == observed(s)
+
+
 # what does not fit
 
 

@@ -198,6 +198,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
             stage.move_group(group, one.states[stage.number])
         group.begun = one.begun
         permits.done += one.begun == DONE
+        store.numbers = max(store.numbers, one.number)
     permits.look_again()
 
 
@@ -224,6 +225,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
     for one, mine, bits in zip(op.blocks, keys, live, strict=True):
         group = store.groups[one.group] if one.group else None
         block = store.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
+        store.numbers = max(store.numbers, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)

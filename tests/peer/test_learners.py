@@ -59,7 +59,7 @@ class Backup:
         mesh: Any = SimpleNamespace(handlers={}, tell=self._tell, spawn=lambda said: None)
         partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
         shipping: Any = SimpleNamespace(
-            take_over=lambda entry: None, happened=lambda key, op: None, copying=None
+            take_over=lambda entry: None, happened=lambda store, op: None, copying=None
         )
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)

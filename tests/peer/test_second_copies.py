@@ -271,7 +271,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)
-    shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda key, op: None)
+    shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda store, op: None)
     references: Any = SimpleNamespace(inherited=None)
     replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
     return peer.mesh.handlers[Append], replicas

@@ -173,8 +173,9 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     primary.shipping.pass_on(copy.store)
     primary.shipping.turned(primary.roster)
     assert primary.shipping.has_all is None
-    primary.shipping.happened(copy.key, Sealed(True))
-    primary.shipping.happened(("p", 1), Sealed(True))  # which was not passed on
+    primary.shipping.happened(copy.store, Sealed(True))
+    another = Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))
+    primary.shipping.happened(another, Sealed(True))  # which was not passed on
     whole = len(backup.got)
     while not primary.shipping.has_all:
         await asyncio.sleep(0)
@@ -189,6 +190,28 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     await primary.end()
 
 
+async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> None:
+    """Two peers leave at once, and both had them."""
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    one, other = (
+        Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))) for _ in "ab"
+    )
+    put(one.store, ["a"])
+    primary.shipping.pass_on(one.store)
+    put(other.store, ["a", "b"])
+    primary.host.entries["q"] = other
+    primary.shipping.take_over(other)
+    primary.shipping.turned(primary.roster)
+    while not primary.shipping.has_all:
+        await asyncio.sleep(0)
+    shipped = [one for body in backup.got[1:] for one in body.shipments]
+    assert [one.definition is not None for one in shipped] == [True, True]
+    assert shipped[0].ops[-1] == encoded(encode(Ended()))
+    await primary.end()
+
+
 @pytest.mark.parametrize("ended", [False, True])
 async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
     backup = Backup()
@@ -196,7 +219,7 @@ async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
     copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
     primary.shipping.pass_on(copy.store)
     if ended:
-        primary.shipping.happened(copy.key, Ended())
+        primary.shipping.happened(copy.store, Ended())
     await primary.begin()
     assert [one.partition for one in backup.got[0].shipments] == ["q"] * (not ended)
     await primary.end()

@@ -111,7 +111,11 @@ class Shipping:
 
     def take_over(self, entry: Entry) -> None:
         """A partition that another peer served is this one's."""
-        if self.passed_on.pop(entry.key, None) is None:
+        passed = self.passed_on.pop(entry.key, None)
+        if passed is not None and passed.store is not entry.store:  # two that leave had it
+            self._ship_op(passed, Ended())
+            passed = None
+        if passed is None:
             self._ship_all(entry)
         self._record(entry)
 
@@ -121,13 +125,14 @@ class Shipping:
         self.passed_on[entry.key] = entry
         self._ship_all(entry)
 
-    def happened(self, key: tuple[str, int], op: Op) -> None:
-        """To a copy that is here, which may have been passed on; it may end with that."""
-        entry = self.passed_on.get(key)
-        if entry is not None:
+    def happened(self, store: Store, op: Op) -> None:
+        """To a copy that is here, which may have been passed on; it may end with that. Another one
+        of its partition may have been, of another peer that leaves."""
+        entry = self.passed_on.get((store.partition, store.generation))
+        if entry is not None and entry.store is store:
             self._ship_op(entry, op)
             if isinstance(op, Ended):
-                del self.passed_on[key]
+                del self.passed_on[entry.key]
 
     def _emit(self, entry: Entry, op: Op) -> None:
         if entry.copies is not None:

@@ -265,7 +265,7 @@ class Replicas:
             raise ProtocolError(f"operations of a partition {key} that was not declared")
         for op in shipment.ops:
             apply(copy.store, op, self.host.now())
-            self.shipping.happened(key, op)
+            self.shipping.happened(copy.store, op)
             self._follow(owner, origin, copy, op)
             if isinstance(op, Ended):
                 del origin.copies[key]
@@ -303,7 +303,7 @@ class Replicas:
         origin.copies, origin.valued = {}, 0
 
     def _drop(self, copy: _Copy) -> None:
-        self.shipping.happened((copy.store.partition, copy.store.generation), Ended())
+        self.shipping.happened(copy.store, Ended())
         self._release(copy)
 
     def _release(self, copy: _Copy) -> None:

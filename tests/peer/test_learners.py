@@ -208,6 +208,23 @@ async def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
     assert backup.taken == ["q"]
 
 
+async def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() -> None:
+    """The peer that left gave its shards here, and not to its heir before, which left as well."""
+    first, *later = rosters(in_sync=True, misses_that=False)
+
+    def here(roster: Roster) -> Roster:
+        primaries = roster.primaries.copy()
+        primaries[roster.bucket("p")] = roster.members.index(BACKUP.peer)
+        return dataclasses.replace(roster, primaries=primaries)
+
+    backup = Backup(here(first))
+    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
+    for roster in later:
+        backup.turn(here(roster))
+    assert backup.taken == ["q"]
+
+
 async def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     first, *_ = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
@@ -215,17 +232,19 @@ async def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     shipping: Any = backup.replicas.shipping
     shipping.passed_on = {}
     shipping.pass_on = lambda store: passed.append(store.partition)
-    shipping.happened = lambda key, op: passed.append(type(op).__name__)
+    shipping.happened = lambda store, op: passed.append(type(op).__name__)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
+    another = next(name for name in map(str, range(99)) if first.home(name) == BACKUP.peer)
+    shipped = [Shipment(name, 1, [], Definition()) for name in (another, "p")]
+    backup.append(caller, Append(7, 0, shipped))
     assert not passed and backup.replicas.has(PRIMARY.peer)
     backup.turn(dataclasses.replace(first, leaving=frozenset({PRIMARY.peer})))
     assert passed == ["p"] and not backup.replicas.has(PRIMARY.peer)
     shipping.passed_on["p", 1] = None
-    backup.append(caller, Append(7, 1, [Shipment("p", 1, [Declared("t", ["x"])])]))
+    backup.append(caller, Append(7, 2, [Shipment("p", 1, [Declared("t", ["x"])])]))
     assert passed == ["p", "Declared"]
     backup.append(caller, Append(8, 0, []))  # its stream begins anew
-    assert passed == ["p", "Declared", "Ended"]
+    assert passed == ["p", "Declared", "Ended", "Ended"]
 
 
 @pytest.mark.parametrize("heard", [True, False])

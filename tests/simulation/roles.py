@@ -503,7 +503,7 @@ class Rank(Consumer):
         part = np.arange(self.rank, claimed.plan.rows, self.ranks)
         trained: list[bytes] = []
         try:
-            for micro in np.array_split(part, -(-len(part) // 5)):
+            for micro in np.array_split(part, max(1, -(-len(part) // 5))):
                 if len(micro):
                     trained += await self._train(claimed.lease, micro, began)
             self.doing = f"acks its part of a plan of {self.stage}"

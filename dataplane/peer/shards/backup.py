@@ -242,8 +242,11 @@ class Replicas:
         return address in leaving and self.host.address not in leaving
 
     def _pass_on(self, owner: Owner, origin: _Origin) -> None:
+        """What it serves, and not what was passed on to it: of that another peer may have had more
+        since."""
+        home = self.host.roster.home
         for key, copy in origin.copies.items() if self._passes_on(owner.peer) else ():
-            if key not in self.shipping.passed_on:
+            if key not in self.shipping.passed_on and home(key[0]) == owner.peer:
                 self.shipping.pass_on(copy.store)
 
     def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
@@ -335,7 +338,7 @@ class Replicas:
                 is_broken = origin is None or origin.next == BROKEN
                 if is_broken and owner in whole:  # and the authority had yet to hear
                     self.host.lose(old.shards_of(owner.peer).tolist())
-                self._take_over(owner, origin or _Origin(0), new.lost_since(old))
+                self._take_over(owner, origin or _Origin(0), old)
             else:
                 self._forget(owner)
         for owner, origin in list(self._origins.items()):
@@ -366,13 +369,17 @@ class Replicas:
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
-    def _take_over(self, owner: Owner, origin: _Origin, empty: set[int]) -> None:
-        """empty: shards that begin so, of which there may be the beginning of a copy. What was only
-        passed on stays with the peer that has it."""
+    def _take_over(self, owner: Owner, origin: _Origin, old: Roster) -> None:
+        """Of shards that begin empty there may be the beginning of a copy. What was only passed on
+        stays with the peer that has it, which may be this one."""
         held: dict[Owner, list[tuple[Array, Array]]] = {}
+        new, here = self.host.roster, self.host.address
+        empty = new.lost_since(old)
+        served = {one.heir for one in new.takeovers if one.number > old.epoch[1]}
         for copy in origin.copies.values():
             name = copy.store.partition
-            if self.host.roster.bucket(name) in empty or not self.host.serves(name):
+            has_it = old.home(name) == here and owner not in served
+            if has_it or new.bucket(name) in empty or not self.host.serves(name):
                 self._drop(copy)
                 continue
             for values, ranges, counts in copy.store.holdings():

@@ -146,8 +146,7 @@ class Beat(Body, tag=140):
 
 
 class Rostered(Body, tag=141):
-    """The sender's roster; None where the receiver has it. Also sent unasked, when it is new, or
-    for what stands in the envelope.
+    """The sender's roster; None where the receiver has it. Also sent unasked, when it is new.
 
     wanted: to a member's `Beat`, whether the authority was told so by any member.
     """
@@ -164,9 +163,6 @@ class Shipment(msgspec.Struct, array_like=True, frozen=True):
     generation: int
     ops: Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
     definition: Definition | None = None
-
-
-BROKEN = -1
 
 
 class Append(Body, tag=143):
@@ -259,8 +255,7 @@ class Sampled(Body, tag=161):
 
 
 class PeerRequest(msgspec.Struct, array_like=True):
-    """has: (stream, how many operations of it), of what the sender backs up for the receiver.
-    BROKEN in place of a number: it could not carry one out, and the receiver begins anew."""
+    """has: (stream, how many operations of it), of what the sender backs up for the receiver."""
 
     rid: int
     sender: str

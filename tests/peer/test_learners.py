@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,10 @@ from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.shards.backup import TURNS, Replicas
+from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Declared, Ended, Op
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import BROKEN, Append, Inherited, Rostered, Shipment
+from dataplane.wire.peering import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
 PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
@@ -55,8 +54,7 @@ class Backup:
             lose=lambda shards: self.lost.update(shards),
             serves=lambda name: self.host.roster.home(name) == BACKUP.peer,
         )
-        self.says: list[tuple[Owner, Any, tuple[int, int] | None]] = []
-        mesh: Any = SimpleNamespace(handlers={}, tell=self._tell, spawn=lambda said: None)
+        mesh: Any = SimpleNamespace(handlers={})
         partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
         shipping: Any = SimpleNamespace(
             take_over=lambda entry: None, happened=lambda store, op: None, copying=None
@@ -64,9 +62,6 @@ class Backup:
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)
         self.append = mesh.handlers[Append]
-
-    def _tell(self, owner: Owner, body: Any) -> None:
-        self.says.append((owner, body, self.replicas.has(owner.peer)))
 
     def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)
@@ -82,7 +77,7 @@ class Backup:
         self.replicas.turned(old, new)
 
 
-async def test_what_came_twice_is_carried_out_once() -> None:
+def test_what_came_twice_is_carried_out_once() -> None:
     """Operations go along with answers and, where somebody waits for them, in messages as well."""
     backup = Backup(rosters(in_sync=True, misses_that=False)[0])
     caller, definition = Caller(PRIMARY.peer, PRIMARY.incarnation), Definition({"s": ["x"]})
@@ -101,7 +96,7 @@ async def test_what_came_twice_is_carried_out_once() -> None:
     ("in_sync", "misses_that", "taken"),
     [(True, False, ["p"]), (True, True, ["p"]), (False, False, [])],
 )
-async def test_only_a_copy_that_was_in_sync_is_taken_over(
+def test_only_a_copy_that_was_in_sync_is_taken_over(
     in_sync: bool, misses_that: bool, taken: list[str]
 ) -> None:
     """By what the rosters say, also where the backup missed the one that called it in sync."""
@@ -116,7 +111,7 @@ async def test_only_a_copy_that_was_in_sync_is_taken_over(
     assert {body.origin for body in backup.told} == {PRIMARY}
 
 
-async def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
+def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
     """Two that leave hand their shards to and fro; then one dies before the other has its copy."""
     made = Authority(Roster.from_seeds([PRIMARY.peer, BACKUP.peer]), 77)
     backup = Backup(made.roster)
@@ -141,7 +136,7 @@ async def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> N
     assert not backup.taken
 
 
-async def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partition() -> None:
+def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partition() -> None:
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
@@ -154,44 +149,7 @@ async def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_
     assert (backup.taken, backup.stages) == (["p"], ["late"])
 
 
-async def test_what_is_answered_is_replayed_a_moment_later() -> None:
-    first, *later = rosters(in_sync=True, misses_that=False)
-    backup = Backup(first)
-    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
-    (origin,) = backup.replicas._origins.values()
-    assert origin.waiting and not origin.copies, "the answer waited for the replay"
-    for _ in range(TURNS - 1):
-        await asyncio.sleep(0)
-        assert origin.waiting, "the answer goes out first"
-    await asyncio.sleep(0)
-    assert not origin.waiting and len(origin.copies) == 1
-    backup.append(caller, Append(7, 1, [Shipment("p", 1, [Declared("t", ["x"])])]))
-    backup.append(caller, Append(7, 2, [Shipment("p", 1, [Declared("u", ["x"])])]))
-    for roster in later:  # at once
-        backup.turn(roster)
-    assert backup.taken == ["p"] and backup.stages == ["t", "u"]
-
-
-async def test_a_primary_is_told_of_what_was_answered_and_could_not_be_replayed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    backup = Backup(rosters(in_sync=True, misses_that=False)[0])
-    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
-    twice = Shipment("p", 1, [Declared("t", ["x"]), Declared("t", ["y"])])
-    assert backup.append(caller, Append(7, 1, [twice])) == Done()
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
-    assert backup.says == [(PRIMARY, Rostered(), (7, BROKEN))]
-    assert "cannot be replayed" in caplog.text and len(backup.replicas) == 0
-    with pytest.raises(ProtocolError, match="could not be replayed"):
-        backup.append(caller, Append(7, 3, []))
-    backup.append(caller, Append(8, 0, [Shipment("p", 1, [], Definition())]))
-    assert backup.replicas.has(PRIMARY.peer) == (8, 1)
-
-
-async def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
+def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
     """The peer that leaves has its shards still."""
     first, *between, last = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
@@ -208,7 +166,7 @@ async def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
     assert backup.taken == ["q"]
 
 
-async def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() -> None:
+def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() -> None:
     """The peer that left gave its shards here, and not to its heir before, which left as well."""
     first, *later = rosters(in_sync=True, misses_that=False)
 
@@ -225,7 +183,7 @@ async def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_ther
     assert backup.taken == ["q"]
 
 
-async def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
+def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     first, *_ = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     passed: list[str] = []
@@ -247,23 +205,19 @@ async def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     assert passed == ["p", "Declared", "Ended", "Ended"]
 
 
-@pytest.mark.parametrize("heard", [True, False])
-async def test_a_backup_whose_copy_breaks_says_that_it_was_lost(heard: bool) -> None:
-    """It had answered, and takes over before its primary has begun anew, or heard of it."""
+def test_a_backup_that_had_forgotten_a_broken_copy_says_that_it_was_lost() -> None:
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
     backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
-    assert backup.append(caller, Append(7, 1, [Shipment("q", 1, [Ended()])])) == Done()
-    if heard:
-        with pytest.raises(ProtocolError):
-            backup.append(caller, Append(7, 2, []))
+    with pytest.raises(ProtocolError):
+        backup.append(caller, Append(7, 1, [Shipment("q", 1, [Ended()])]))
     for roster in later:
         backup.turn(roster)
     assert not backup.taken and backup.lost == set(first.shards_of(PRIMARY.peer).tolist())
 
 
-async def test_the_beginning_of_a_copy_is_not_served() -> None:
+def test_the_beginning_of_a_copy_is_not_served() -> None:
     """Shards that the primary had taken over just before: both copies of them were lost."""
     first, *later = rosters(in_sync=True, misses_that=False)
     assert first.bucket("p") != first.bucket("q")

@@ -21,7 +21,7 @@ from dataplane.peer.progress import Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.journal import Ended, Sealed, encode, encoded
-from dataplane.wire.peering import BROKEN, Append
+from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
 
@@ -271,31 +271,6 @@ async def test_nor_while_the_roster_may_be_on_its_way_that_calls_it_in_sync() ->
     for _ in range(10):
         await asyncio.sleep(0)
     assert not told.done() and primary.shipping.has_all is False
-    await primary.end()
-
-
-@pytest.mark.parametrize("under_way", [False, True])
-async def test_a_backup_that_says_that_its_copy_broke_gets_everything_anew(under_way: bool) -> None:
-    """It had answered, and could not replay it; perhaps that answer is on its way."""
-    backup = Backup()
-    primary = Primary(backup)
-    await primary.begin()
-    shipping, asks = primary.shipping, primary.roster.owners[1]
-    entry = primary.declare()
-    put(entry.store, ["a"])
-    before = shipping._stream
-    if under_way:
-        shipping._is_asked = True
-        shipping._send()
-    sent = len(backup.got)
-    shipping.heard(asks, before, BROKEN)
-    shipping.heard(asks, before, BROKEN)  # its requests say so until it has begun anew
-    assert shipping.has_all is False
-    while not shipping.synced:
-        await asyncio.sleep(0)
-    (anew,) = backup.got[sent + under_way :]
-    assert anew.stream != before and anew.first == 0 and anew.shipments[0].definition
-    assert primary.host.progress.is_settled
     await primary.end()
 
 

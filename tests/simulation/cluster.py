@@ -24,7 +24,6 @@ from dataplane.peer.net import greetings, peer_door
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
 from dataplane.peer.shards import appends, backup, replication
-from dataplane.peer.shards.backup import Replicas
 from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
@@ -123,17 +122,11 @@ class Cluster:
                 (journal, "MAX_OP_BYTES", 2 << 10),
                 (replication, "BATCH_BYTES", 32 << 10),
                 (backup, "BATCH_BYTES", 32 << 10),
-                (Replicas, "_replay_soon", lambda *one: self._replay_late(*one)),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             asyncio._set_running_loop(self.loop)
             stack.callback(asyncio._set_running_loop, None)
             yield
-
-    def _replay_late(self, replicas: Replicas, owner: Owner, origin: Any) -> None:
-        """A turn of the loop is too short for anything to happen in it: as if it were long."""
-        late_s = self.rng.choice([0.0, self.rng.expovariate(100.0)])
-        self.loop.call_later(late_s, replicas._replay_waiting, owner, origin)
 
     def _wall_ns(self) -> int:
         return 1_700_000_000_000_000_000 + int(self.loop.now * 1e9) + self.wall_ahead_ns

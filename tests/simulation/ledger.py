@@ -263,8 +263,7 @@ class Ledger:
         where these had become the values, and perhaps had no second copies of their own yet."""
         entry = peer.host.entries.get(self.partition)
         stores = [entry.store] if entry is not None else []
-        for owner, origin in peer.replicas._origins.items():  # it was the backup of a third peer
-            peer.replicas._replay_waiting(owner, origin)
+        for origin in peer.replicas._origins.values():  # it was the backup of a third peer
             stores += [
                 copy.store for (name, _), copy in origin.copies.items() if name == self.partition
             ]

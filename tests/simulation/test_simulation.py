@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
 import subprocess
 import sys
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from dataplane.errors import ProtocolError
-from dataplane.peer.shards import backup
 from dataplane.wire.tables import Definition, Owner
-from tests.metadata.stores import put
-from tests.simulation.cluster import Cluster
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.loop import VirtualLoop
 
@@ -89,40 +81,3 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
     ledger.removed(known, writer, True, False, {heir}, now=120.0, died=died)
     ledger.reported(b"k" * 16)
     assert (not wrong) == excused
-
-
-def test_a_backup_that_cannot_replay_what_it_answered_gets_everything_anew() -> None:
-    """Although nothing more happens at its primary, which would hear of it with that."""
-    loop = VirtualLoop()
-    cluster = Cluster(loop, random.Random(1), 2)
-
-    async def story() -> None:
-        await asyncio.sleep(5.0)
-        peers: list[Any] = [place.peer for place in cluster.places]
-        other, primary = peers  # the roster's keeper asks nothing of others by itself
-        name = next(str(n) for n in range(100) if primary.host.serves(str(n)))
-        await primary.partitions.define(name, Definition({"s": ["x"]}), 5.0)
-        entry = primary.host.entries[name]
-        put(entry.store, ["a"])
-        await primary.host.progress.reached(loop.time() + 5.0)
-        before, _ = other.replicas.has(primary.host.address)
-        with mock.patch.object(
-            backup, "apply", side_effect=ProtocolError("does not fit")
-        ) as failed:
-            put(entry.store, ["b"])
-            await primary.host.progress.reached(loop.time() + 5.0)
-            while not failed.called:
-                await asyncio.sleep(0.001)
-        assert primary.shipping._stream == before and len(other.replicas) == 0
-        await asyncio.sleep(5.0)
-        assert primary.shipping._stream != before and len(other.replicas) == 2
-        assert primary.host.roster.backup_of(primary.host.address) == (other.host.address, True)
-
-    with closing(cluster), cluster.installed():
-        for place in cluster.places:
-            cluster.start(place)
-        script = loop.start_on(cluster.places[1].machine, story())
-        while not script.done() and loop.step():
-            pass
-        assert not script.exception()
-        loop.end()

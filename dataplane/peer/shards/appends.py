@@ -29,7 +29,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Ended, Op, encode, encoded
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import BROKEN, Append, Shipment
+from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner
 
 log = logging.getLogger(__name__)
@@ -260,20 +260,17 @@ class Shipping:
                 break
             except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
                 if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
-                    await self._anew(backup, roster, exc.message)
+                    log.warning("the backup %s begins anew: %s", backup.peer, exc)
+                    self.synced = False
+                    # A roster that calls it in sync may be on its way: nobody hears of more.
+                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
+                    self._task = None
+                    self._stop()
+                    self._begin()
                     return
                 log.info("the backup %s is asked again: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         self._taken(end)
-
-    async def _anew(self, backup: Owner, roster: Roster, why: str) -> None:
-        log.warning("the backup %s begins anew: %s", backup.peer, why)
-        self.synced = False
-        # A roster that calls it in sync may be on its way: nobody hears of more.
-        await self.host.another_roster(roster, self.host.now() + RETRY_S)
-        self._task = None
-        self._stop()
-        self._begin()
 
     def _taken(self, end: int) -> None:
         self._under_way = False
@@ -353,17 +350,8 @@ class Shipping:
         return body
 
     def heard(self, by: Owner, stream: int, end: int) -> None:
-        """A peer says how far it is in a stream, or that its copy broke."""
-        if by != self.backup or stream != self._stream:
-            return
-        if end == BROKEN:
-            if self._task is not None:
-                self._task.cancel()
-            # What it has answered counts no more, nor does what is under way.
-            self._stream, self._under_way, self.synced = secrets.randbits(53), True, False
-            why = "it could not carry out what it had answered"
-            self._task = self.mesh.spawn(self._anew(by, self.host.roster, why))
-        elif end <= self._end:
+        """A peer says how far it is in a stream."""
+        if by == self.backup and stream == self._stream and end <= self._end:
             self._confirmed(end)
 
     # what nobody waits for

@@ -1,9 +1,5 @@
 """The backup's side: copies of other peers' stores, kept by replaying what those did.
 
-What a primary sends is answered as soon as it is here, in order, and replayed once the answer has
-gone out, beside the primary's work and its clients'; whatever looks at the copies has it replayed
-first. A copy on which that fails is broken, and its primary is told, who begins anew.
-
 When the roster gives this peer the shards of another one, it serves the copies like its own, and
 tells the owners of values what it holds now.
 """
@@ -35,15 +31,11 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import BROKEN, Append, Duplicate, Inherited, Rostered, Shipment
+from dataplane.wire.peering import Append, Duplicate, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
-
-TURNS = 5
-"""Of the loop, after which the answer is out: to the primary after one, and to a client here, for
-whom an answer of the primary brought the operations, after four."""
 
 Key = tuple[str, int]
 
@@ -62,9 +54,6 @@ class _Origin:
 
     stream: int
     next: int = 0
-    """how many of its operations were replayed; BROKEN: one of them could not be"""
-    waiting: list[Shipment] = field(default_factory=list)
-    """answered, and replayed some turns of the loop later; nothing with second copies is"""
     copies: dict[Key, _Copy] = field(default_factory=dict)
     valued: int = 0
     """of the copies, those of which second copies of values are kept here"""
@@ -96,12 +85,11 @@ class Replicas:
         return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
 
     def has(self, address: str) -> tuple[int, int] | None:
-        """(stream, operations of it that are here, or BROKEN) of what a peer ships; None where that
-        is not known, as with second copies, whose bytes have to be here as well, or not all, as
-        with what has to be passed on."""
+        """(stream, operations of it that are here) of what a peer ships; None where that is not
+        known, as with second copies, whose bytes have to be here as well, or not all, as with what
+        has to be passed on."""
         for owner, origin in self._origins.items():
             if owner.peer == address and not origin.valued and not self._passes_on(address):
-                self._replay_waiting(owner, origin)
                 return origin.stream, origin.next
         return None
 
@@ -113,8 +101,6 @@ class Replicas:
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
         origin = self._origins.get(caller.owner)
-        if origin is not None:
-            self._replay_waiting(caller.owner, origin)
         if origin is None or origin.stream != body.stream:
             if body.first == 0:
                 self._forget(caller.owner)
@@ -125,31 +111,8 @@ class Replicas:
             raise ProtocolError(f"operations of {caller.address} came without their beginning")
         if origin.lock.locked() or _brings_values(origin, body):
             return self._append_with_values(caller, origin, body)
-        origin.waiting = _new(origin, body).shipments
-        if self._passes_on(caller.address):  # the answer waits for this peer's own backup
-            self._replay(caller.owner, origin, _taken(origin))
-        else:
-            self._replay_soon(caller.owner, origin)
+        self._replay(caller.owner, origin, _new(origin, body).shipments)
         return Done()
-
-    def _replay_soon(self, owner: Owner, origin: _Origin, turns: int = TURNS) -> None:
-        """Once the answer has gone out."""
-        loop = asyncio.get_running_loop()
-        if turns:
-            loop.call_soon(self._replay_soon, owner, origin, turns - 1)
-        else:
-            self._replay_waiting(owner, origin)
-
-    def _replay_waiting(self, owner: Owner, origin: _Origin) -> None:
-        shipments = _taken(origin)
-        if not shipments:
-            return
-        try:
-            self._replay(owner, origin, shipments)
-        except Exception:
-            log.exception("what %s did cannot be replayed: it is asked to begin anew", owner.peer)
-            # Any request says so (`has`), and its next message would be refused. It may have none.
-            self.mesh.spawn(self.mesh.tell(owner, Rostered()))
 
     async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
         """In pieces: where all of it takes longer than the sender waits, what is sent again begins
@@ -230,9 +193,8 @@ class Replicas:
         try:
             for shipment in shipments:
                 self._carry_out(owner, origin, shipment)
-        except Exception:
-            self._drop_copies(origin)
-            origin.next = BROKEN
+        except ProtocolError:
+            self._forget(owner)
             raise
         self._pass_on(owner, origin)
 
@@ -296,14 +258,8 @@ class Replicas:
 
     def _forget(self, owner: Owner) -> None:
         origin = self._origins.pop(owner, None)
-        if origin is not None:
-            self._drop_copies(origin)
-
-    def _drop_copies(self, origin: _Origin) -> None:
-        origin.waiting = []
-        for copy in origin.copies.values():
+        for copy in origin.copies.values() if origin is not None else ():
             self._drop(copy)
-        origin.copies, origin.valued = {}, 0
 
     def _drop(self, copy: _Copy) -> None:
         self.shipping.happened(copy.store, Ended())
@@ -318,8 +274,6 @@ class Replicas:
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
-        for one in self._origins.items():
-            self._replay_waiting(*one)
         if self.host.owner in new.owners and self.host.owner not in old.owners:
             self._begin(new)
         # The roster says so, and not who was the backup last: a copy that was never in sync, or is
@@ -335,8 +289,7 @@ class Replicas:
                 continue
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                is_broken = origin is None or origin.next == BROKEN
-                if is_broken and owner in whole:  # and the authority had yet to hear
+                if origin is None and owner in whole:  # broken, and the authority had yet to hear
                     self.host.lose(old.shards_of(owner.peer).tolist())
                 self._take_over(owner, origin or _Origin(0), old)
             else:
@@ -403,11 +356,6 @@ class Replicas:
             self.references.took_over(other, body)
 
 
-def _taken(origin: _Origin) -> list[Shipment]:
-    shipments, origin.waiting = origin.waiting, []
-    return shipments
-
-
 def _named(
     origin: _Origin, ahead: tuple[Key, bytes], held: contextlib.ExitStack | None = None
 ) -> None:
@@ -434,8 +382,6 @@ def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
-    if origin.next == BROKEN:
-        raise ProtocolError("operations before these could not be replayed")
     if body.first > origin.next:
         raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
     passed, rest = origin.next - body.first, []

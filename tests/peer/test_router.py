@@ -22,7 +22,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import call_deadline
-from dataplane.peer.net.router import RETRY_S, TURN_S, Router
+from dataplane.peer.net.router import LEAST_S, RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
 from dataplane.wire.messages import Admit, Body, Done, Request, Reset, Seal, Tag, Wait
 from dataplane.wire.tables import Rows
@@ -40,6 +40,8 @@ class Asked:
         self.asked: list[tuple[str, Any, dict[str, Any]]] = []
         self.moves_to = ""
         """another roster comes as soon as one is waited for"""
+        self.early_s = 0.0
+        """a timer ends so long before its time, as those of an event loop may"""
         first = Roster.from_seeds([HERE, THERE, ELSEWHERE])
         self.host: Any = SimpleNamespace(
             address=HERE,
@@ -68,7 +70,7 @@ class Asked:
         if self.moves_to:
             self.host.roster, self.moves_to = at(than, self.moves_to), ""
         else:
-            self.time = max(self.time, until)
+            self.time = max(self.time, until - self.early_s)
         return self.host.roster is not than
 
     @property
@@ -126,6 +128,14 @@ async def test_asking_ends_with_its_call_and_with_what_was_said_last() -> None:
     assert 107.0 <= shards.time < 110.0
     left = [how["timeout_s"] for _, _, how in shards.asked]
     assert left[0] == 7.0 and min(left) > 0 and left == sorted(left, reverse=True)
+
+
+async def test_nobody_is_asked_for_the_microseconds_that_a_timer_left() -> None:
+    shards = Asked(Unavailable("away"))
+    shards.early_s = 1e-5
+    with pytest.raises(Unavailable):
+        await shards.router.ask(Seal("p", 1), timeout_s=1.0)
+    assert min([how["timeout_s"] for _, _, how in shards.asked]) >= LEAST_S
 
 
 async def test_what_a_shard_refuses_is_no_reason_to_ask_again() -> None:

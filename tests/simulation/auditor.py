@@ -18,6 +18,14 @@ class Auditor(Role):
         """Of a partition whose rows stay until they are dropped."""
         await self._patiently(self._compare)
 
+    async def drop(self) -> None:
+        """The partition, whatever is left of it."""
+        await self._patiently(self._drop)
+        self.client.close()
+
+    async def _drop(self) -> None:
+        await self.client.call(m.Drop(self.partition, self.generation), m.Dropped)
+
     async def _compare(self) -> None:
         there = await self._read()
         missing = {_name(row): row.group for row in self._owed() if row.key not in there}

@@ -17,7 +17,6 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.membership.authority import Office
-from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
 from tests.simulation.cluster import Cluster, described
@@ -320,18 +319,13 @@ class Run:
                 self.loop.start_on(role.client.machine, role.run())
 
     async def _tidy(self) -> None:
-        """Everybody leaves and the partition is dropped: nothing may be left of it anywhere."""
+        """Everybody leaves and the partitions are dropped: nothing may be left of it anywhere."""
         for role in self.roles:
             role.client.close()
         await self._until_none(lambda: unnamed(self.cluster.peers))
         await self._until_none(lambda: permitted(self.cluster.peers))
-        client = Client(self.cluster, self.cluster.places[0], "tidy")
-        await client.connect()
         for ledger in self.ledgers:
-            declared = m.Define(ledger.partition, ledger.definition)
-            generation = (await client.call(declared, m.Defined)).generation
-            await client.call(m.Drop(ledger.partition, generation), m.Dropped)
-        client.close()
+            await self._role(Auditor, f"who drops {ledger.partition}", ledger, starts=False).drop()
         await self._until_none(lambda: [w for p in self.cluster.peers for w in left_behind(p)])
 
     async def _until_none(self, wrong: Callable[[], list[str]]) -> None:

@@ -287,10 +287,10 @@ class Mesh:
     async def _reach(self, address: str, lost: bool = False) -> Link | DataplaneError:
         """Make the link that all wait for who want one. lost: it broke, and the peer is away where
         this takes too long."""
-        known = self.others.incarnation(address)
+        known, limit_s = self.others.incarnation(address), AWAY_S if lost else CALL_S
         broken: LinkBroken | None = None
         try:
-            async with asyncio.timeout(AWAY_S if lost else CALL_S):
+            async with asyncio.timeout(limit_s):
                 while True:
                     try:
                         return await self._greet(address)
@@ -306,7 +306,9 @@ class Mesh:
                 self.others.away(address)
             if isinstance(exc, DataplaneError):
                 return exc
-            return Unavailable(self._went_away(address), address=address)
+            if lost:
+                return Unavailable(self._went_away(address), address=address)
+            return self._silent(address, "a greeting", limit_s)
         finally:
             self.others.looked_for.discard(address)
 
@@ -347,11 +349,12 @@ class Mesh:
 
     def part(self, address: str) -> None:
         """The peer there is no member any more: who waits for its answers waits no longer."""
-        self.others.forget(address)
-        if address in self._links:
-            self._break(self._links[address])
+        link = self._links.pop(address, None)
+        if link is not None:
+            link.close(link.ended or LinkBroken(self._went_away(address), address=address))
         elif address in self._reaching:
             self._reaching.pop(address).cancel()
+        self.others.forget(address)
 
     def _bring(self, link: Link, reply: PeerReply, append: Append) -> None:
         """An answer that is good once this peer has what its sender did up to then."""

@@ -43,6 +43,8 @@ AT_ONCE_S = 0.3
 """A call that does not wait has so long for its way to the shard and back."""
 RETRY_S = 0.2
 """... and so long after it could not be reached, or at once under another roster."""
+LEAST_S = 0.01
+"""With less left it is not asked again: what came of that would hide why it was not reached."""
 
 T = TypeVar("T")
 Waiting = Claim | Wait | Losses | Admit
@@ -126,7 +128,7 @@ class Router:
                 log.debug("a shard is asked again: %s", exc)
                 hear(exc)
                 await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
-                if self.host.now() >= end:
+                if end - self.host.now() < LEAST_S:
                     raise
 
 

@@ -16,9 +16,6 @@ from dataplane.peer.failures import fail
 
 log = logging.getLogger(__name__)
 
-EARLY_S = 0.001
-"""A loop counts in milliseconds, and may ring that much before."""
-
 
 class Tasks:
     """They end with the peer, and no failure is lost."""

@@ -234,11 +234,6 @@ class Session:
             if extents is not None:
                 self.keep(extents)
 
-    @property
-    def waits_for_devices(self) -> bool:
-        """Whether `settle_devices` is to be called again."""
-        return self.devices is not None and self.devices.ending
-
     def leased(self, lease: int, partition: str) -> None:
         self.leases.add(lease, partition)
         self.tend()

@@ -35,7 +35,7 @@ NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
 before its head."""
 
-ANY = PullCredit()
+_ANY = PullCredit()
 
 Kept = tuple[str, Where | None]
 """Unit and filter of units that are kept for a claim of theirs."""
@@ -97,7 +97,7 @@ def take(
     holder: int,
     now: float,
     claim: int = 0,
-    credit: PullCredit = ANY,
+    credit: PullCredit = _ANY,
     sealed: bool = False,
     kept: Sequence[Kept] = (),
 ) -> Taken:

@@ -105,7 +105,7 @@ def _prepared(columns: Columns) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """The fields of a put that go to one pool: a `writing.Elsewhere`; to the host arena where
+    """The fields of a put that go to one pool: a `write.Elsewhere`; to the host arena where
     that is full."""
 
     opened: Opened
@@ -124,7 +124,7 @@ class DevicePart:
     def write(
         self, handle: Handle, generation: int, which: slice, continues: Continuing, until: Deadline
     ) -> Operation[Written]:
-        """As `writing.write_columns`, of these parcels."""
+        """As `Elsewhere.write` says."""
         session, run = handle.session, self.parcels[which]
         ranges: list[npt.NDArray[Any]] = []
         done = 0

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.2
 """Releases are collected this long, so that a loop over batches sends few messages."""
 DEVICES_S = 0.002
+"""... and meanwhile devices that are read in place are asked so often whether they are done."""
 _SEND_S = 5.0
 _CLOSE_S = 2.0
 

@@ -1,8 +1,8 @@
 """Puts and adds: everything is checked first, then everything is written.
 
-`plan_put` changes nothing and raises what the put would raise, so a peer can ask before it moves
-bytes. What is new becomes a block a group, as it came; only what meets rows that are here is looked
-at row by row.
+`plan_put` changes nothing and raises what the put would raise, so that who serves the shard knows
+what is new before it has it entered. What is new becomes a block a group, as it came; only what
+meets rows that are here is looked at row by row.
 """
 
 from __future__ import annotations

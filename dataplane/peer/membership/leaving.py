@@ -2,9 +2,10 @@
 
 The one that leaves ends its clients, lets its backup catch up, and says to the authority that it
 leaves. From then on its backup passes what it gets on to its own: whose shards move twice loses
-nothing either. When that one has all, the peer that leaves carries nothing more out, and its shards
-are given to its backup. Every member that stays then takes the values that its rows name there into
-its own arena, and tells the authority when there are none.
+nothing either. When that one has all, with replicas=2 also copies of what lies at these two, and
+the peer that leaves is nobody's backup any more, it carries nothing more out, and its shards are
+given to its backup. Every member that stays then takes the values that its rows name there into its
+own arena, and tells the authority when there are none.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Gate:
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._dialling)
 
     def answer(self, asked: list[bytes]) -> list[bytes]:
-        """What libzmq is told at the desk, for as long as the peer lives."""
+        """What libzmq is told at the desk: whether to let somebody in."""
         # version, request id, domain, address, routing id, mechanism, credentials
         known = len(asked) > 5 and asked[0] == _ZAP_VERSION and asked[2] == DOMAIN.encode()
         request = asked[1] if len(asked) > 1 else b""

@@ -1,8 +1,8 @@
-"""One connection to another peer: from the first greeting to the moment in which it breaks.
+"""One link to another peer: from the first greeting to the moment in which it breaks.
 
-zmq would connect again and say nothing, and whoever waits for an answer would wait in vain. A link
-ends with its connection instead: its calls fail, and the next one makes a new link, which learns
-who is there now.
+It is two connections, the one over which it greeted (`greetings`) and a stream for calls, and ends
+with either of them: its calls fail, and the next one makes a new link, which learns who is there
+now.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def refuses(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The way to one remote peer, once it has been greeted.
+    """The way to one remote peer, for calls once it has been greeted.
 
     broke: told when the connection breaks. bring: takes answers that bring operations of the peer
     there, whose backup this one is, and has them `answered` afterwards. stale: told when the peer
@@ -168,7 +168,7 @@ class Link:
             self.broke(self)
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
-            return  # libzmq connected again before this link was told: its ranges are others
+            return  # of another process than was greeted: its ranges are others
         self._came(reply.rid)
         if reply.append is None:
             self.answered(reply)

@@ -36,13 +36,14 @@ TURN_S, LONG_S = 5.0, 20.0
 """Who waits at a shard asks it again after so long, and with a claim, which keeps its place there,
 ever later: what it holds for a waiter ends with that, and it says what that one waits for."""
 SOON_S = 0.5
-"""The first turn of a call for which perhaps its own process is what it waits for."""
+"""The first turn of a call that perhaps waits for its own process: its end comes before that is to
+be said (`reasons.SOON_S`)."""
 LATE_S = 1.0
 """A shard that has not answered so long after a turn's end is silent."""
 AT_ONCE_S = 0.3
 """A call that does not wait has so long for its way to the shard and back."""
 RETRY_S = 0.2
-"""... and so long after it could not be reached, or at once under another roster."""
+"""Who could not reach a shard asks again so long after, or at once under another roster."""
 LEAST_S = 0.01
 """With less left it is not asked again: what came of that would hide why it was not reached."""
 

@@ -35,7 +35,7 @@ Answer = asyncio.Future[Body]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """At the shard."""
+    """A call of admit."""
 
     asked: Admit
     holder: int
@@ -57,8 +57,6 @@ class Admissions:
         self._past: OrderedDict[int, None] = OrderedDict()
         self.partitions.on_phase.append(self._on_phase)
         self.mesh.handlers |= {Admit: self._admit_here, Unadmit: self._unadmit_here}
-
-    # at the shard
 
     def _admit_here(self, caller: Caller, body: Admit) -> Body | Answer:
         entry = self.host.shard(body.partition, body.generation)

@@ -25,7 +25,8 @@ Why = tuple[str, dict[str, Any]]
 class Telling:
     """Says what one call waits for, when that is due.
 
-    soon: its own process may be all that it waits for, which is to be said at once.
+    look: what it waits for, as far as that is known. soon: its own process may be all of it, which
+    is to be said at once.
     """
 
     host: Host

@@ -1,4 +1,4 @@
-"""The network between simulated machines, where zmq's sockets and the bulk workers would be.
+"""The network between simulated machines, where greetings, streams and the bulk workers would be.
 
 It does what TCP lets happen: frames of one connection come late but in order, a cut that heals soon
 loses nothing, and one that lasts longer breaks the connection, with some prefix of what was on its

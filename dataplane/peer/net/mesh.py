@@ -2,7 +2,7 @@
 
 Connections are made when first needed. Before its first request a peer shows who it is
 (`PeerHello`); planes, seeds, versions and names are compared and a stranger is refused. A call to
-this peer's own address is a plain function call, so that homes need not know where they live.
+this peer's own address is a plain function call, so that who asks need not know where shards are.
 """
 
 from __future__ import annotations

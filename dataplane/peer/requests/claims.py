@@ -260,7 +260,6 @@ class Claims:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
         if self.room.promise(one.number, needed_bytes):
             return
-
         one.session.waiting += 1
         subject = Subject("pull", one.body.partition, one.body.stage)
         try:

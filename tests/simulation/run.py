@@ -19,7 +19,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.membership.authority import Office
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
-from tests.simulation.cluster import Cluster, described
+from tests.simulation.cluster import ARENA_BYTES, Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Watch, left_behind, permitted, unnamed
@@ -84,6 +84,8 @@ class Run:
             Ledger(SMALL, small, self.violations),
             Ledger(LARGE, large, self.violations),
         )
+        if free == "drop":  # nothing goes before the end, and one peer may have all of it
+            self.cluster.arena_bytes += ARENA_BYTES // 2
         self.cluster.on_extinct += [ledger.extinct for ledger in self.ledgers]
         self.cluster.gone = self.small.gone
         self.watch = Watch(self.cluster)

@@ -425,7 +425,10 @@ class Consumer(Role):
             body.columns, body.specs, body.ranges = [added], [_BYTES], written
             body.inline = inline
             for key in keys if written else ():
-                self.ledger.rows[key].group.owners.add(self.client.owner)
+                group = self.ledger.rows[key].group
+                group.owners.add(self.client.owner)
+                if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
+                    group.excused = group.excused or "its peer was lost already"
         await self._ended(body, keys)
 
     async def _with_progress(self, body: m.Finish, keys: list[bytes]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.errors import BackPressure
+from dataplane.errors import BackPressure, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -23,6 +23,7 @@ from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.net.known_peers import Acquaintances
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Done
@@ -53,7 +54,8 @@ class Plane:
         self.host.founding, self.host.solo = (1, 1), False
         self.host.entries, self.host.silent = {}, False
         self.host.now = lambda: self.now
-        self.host.progress = SimpleNamespace(reached=self._done)
+        self.host.progress = SimpleNamespace(reached=self._done, required=True)
+        self.host.another_roster = self._done
         mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0))
         self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
         for owner in (HEIR, DEAD):
@@ -66,7 +68,8 @@ class Plane:
             beat_now=self.deposed.set,
         )
         nothing: Any = None
-        self.leaving = Leaving(self.host, mesh, membership, nothing, door, nothing)
+        copying = Copying(self.host, mesh, nothing, nothing)
+        self.leaving = Leaving(self.host, mesh, membership, copying, door, nothing)
         self.turn()
 
     def meet(self, owner: Owner) -> None:
@@ -264,21 +267,27 @@ async def test_second_copies_become_the_values_when_a_backup_has_its_own_or_no_r
 
 
 async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_silent() -> None:
-    """And where there is no room for them it goes all the same."""
+    """Also where that one knows the next roster already; and where there is no room for them it
+    goes all the same."""
     plane = Plane()
-    store = Store("p", Definition(group_size=1, replicas=2), 1)
-    plane.host.entries = {"p": Entry(store), "q": Entry(Store("q", Definition(), 1))}
+    plane.host.entries = {
+        name: Entry(Store(name, Definition(group_size=1, replicas=replicas), 1))
+        for name, replicas in (("p", 2), ("q", 1), ("r", 2))
+    }
     told: list[tuple[str, str, bool]] = []
+    says: list[Exception] = [StaleEpoch("it has the next roster"), BackPressure("no room")]
 
     async def call(address: str, body: Duplicate) -> Done:
         told.append((address, body.partition, plane.host.silent))
-        raise BackPressure("there is no room")
+        if says:
+            raise says.pop(0)
+        return Done()
 
     plane.leaving.mesh.call = call  # type: ignore[method-assign,assignment]
     plane.told.set()
     await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
     heir, _ = plane.host.roster.backup_of(HERE.peer)
-    assert told == [(heir, "p", False)] and plane.host.silent
+    assert told == [(heir, name, False) for name in "ppr"] and plane.host.silent
 
 
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:

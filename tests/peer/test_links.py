@@ -32,7 +32,8 @@ def never() -> None:
     """No peer here works under another roster."""
 
 
-HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress())
+ROSTER: Any = SimpleNamespace(epoch=(1, 2))
+HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress(), roster=ROSTER)
 
 
 def ask(link: Link, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body]:
@@ -236,6 +237,28 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
         await asked
+
+
+@pytest.mark.parametrize("epoch, sent", [((1, 1), 1), ((1, 2), 2), (None, 2)])
+async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_where_the_shard_is(
+    epoch: tuple[int, int] | None, sent: int
+) -> None:
+    """The peer may be no member any more, not know it, and have a claim wait there."""
+    mesh: Any = object.__new__(Mesh)
+    answers = [LinkBroken("it broke"), Unavailable("away")]
+
+    async def send(*request: Any) -> Body:
+        raise answers.pop(0)
+
+    async def ready(*asked: Any) -> None: ...
+
+    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
+    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=epoch)
+    with pytest.raises(Unavailable):
+        await mesh._asked(asked, 1.0)
+    assert len(answers) == 2 - sent
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
-from dataplane.wire.peering import Duplicate
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -77,8 +76,11 @@ class Leaving:
                 await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
                 self.membership.leave()
                 await self._until(self._may_move)
-                await self._copy_on()
-                await self._until(self._may_move)
+                copied = None
+                while (heir := self.host.roster.backup_of(self.host.address)[0]) != copied:
+                    copied = heir
+                    await self._copy_on()
+                    await self._until(self._may_move)
                 await self._fall_silent()
                 self.membership.beat_now()
                 await self._until(self.membership.deposed.is_set)
@@ -138,17 +140,21 @@ class Leaving:
     async def _copy_on(self) -> None:
         """With replicas=2: what lies here and at the heir gets copies at the heir's backup, which
         may be all that is left of it soon. Where there is no room they are made when there is."""
-        heir, _ = self.host.roster.backup_of(self.host.address)
-        if heir is None:
-            return
         try:
             async with asyncio.timeout(COPY_S):
                 for entry in list(self.host.entries.values()):
                     if entry.copies is not None:
-                        body = Duplicate(entry.name, entry.generation, b"", b"", b"")
-                        await self.mesh.call(heir, body)
-        except (TimeoutError, DataplaneError) as exc:
-            log.warning("%s has copies of its own made later: %r", heir, exc)
+                        await self._copied_on(entry)
+        except TimeoutError:
+            log.warning("copies at the backup of its heir are made later: no time is left")
+
+    async def _copied_on(self, entry: Entry) -> None:
+        try:
+            await self.copying.have_copied(entry)
+        except DataplaneError as exc:
+            log.warning(
+                "copies of %r at the backup of its heir are made later: %r", entry.name, exc
+            )
 
     async def _fall_silent(self) -> None:
         """From here on nobody changes a shard, and the backup has all there is: what is asked waits
@@ -198,7 +204,8 @@ class Leaving:
         """Until the peer has left, or stays after all."""
         try:
             while self._takes_in(owner):
-                for entry in list(self.host.entries.values()):
+                # What waits for copies, or for room for them, keeps nobody else waiting.
+                for entry in sorted(self.host.entries.values(), key=lambda e: e.copies is not None):
                     try:
                         await self._move(entry, owner)
                     except DataplaneError as exc:

@@ -88,6 +88,7 @@ class Acquaintances:
         """It is no member any more: its name is free."""
         self._met.pop(address, None)
         self._away.discard(address)
+        self.looked_for.discard(address)
 
     def _check(self, hello: PeerHello) -> None:
         """Compare what must be equal; the first difference names both sides."""

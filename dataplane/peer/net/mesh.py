@@ -181,7 +181,8 @@ class Mesh:
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
-                if unreadable or not may_repeat(asked.body, asked.who.op):
+                moved = asked.epoch not in (None, self.host.roster.epoch)
+                if unreadable or moved or not may_repeat(asked.body, asked.who.op):
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
                 await asyncio.sleep(RECONNECT_S)

@@ -150,8 +150,13 @@ class Claims:
         session.waiting += 1
         self.waiting += 1
         try:
+            asked = self._asked(one)
             if one.body.plan is not None and (before := self.leases.leaving(one.part)):
-                await asyncio.wait(before, timeout=one.left_s(self.host.now()))
+                _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
+                if late:
+                    raise ClaimTimeout(
+                        f"{one} was not met: its part of the plan before is given up"
+                    )
             while True:
                 asked, first, answer = self._asked(one), answer, None
                 try:

@@ -166,7 +166,9 @@ class Replicas:
         this one alone: it might be lost as soon as it has them."""
         await self.copying.bring(values, owner)
         await self.host.progress.reached(call_deadline.get())
-        entry = self.shipping.passed_on[store.partition, store.generation]
+        entry = self.shipping.passed_on.get((store.partition, store.generation))
+        if entry is None:  # it was dropped meanwhile
+            return
         await self.copying.bring_on(entry, values, owner)
         await self.copying.bring_there(entry, *store.named(self.host.owner))
 

@@ -107,11 +107,15 @@ class Copying:
         else that is done here would wait behind."""
         for at in range(0, len(ranges), MAX_RANGES):
             part = slice(at, at + MAX_RANGES)
-            await self._bring_there(entry, ranges[part], counts[part], reach[part])
+            told = ranges[part].tobytes(), counts[part].astype(U4).tobytes()
+            await self.have_copied(entry, *told, reach[part].astype(U8).tobytes())
 
-    async def _bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
-        told = ranges.tobytes(), counts.astype(U4).tobytes(), reach.astype(U8).tobytes()
-        body = Duplicate(entry.name, entry.generation, *told)
+    async def have_copied(
+        self, entry: Entry, ranges: bytes = b"", counts: bytes = b"", sizes: bytes = b""
+    ) -> None:
+        """The backup has copies of these. It has its own backup make copies of what is here and
+        there, where this peer leaves."""
+        body = Duplicate(entry.name, entry.generation, ranges, counts, sizes)
         while self.host.progress.required:
             roster = self.host.roster
             address, _ = roster.backup_of(self.host.address)

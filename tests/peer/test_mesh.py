@@ -38,13 +38,7 @@ class Far:
         self.asked: asyncio.Queue[bytes] = asyncio.Queue()
         self.streams = Streams(False, lambda stream, frame: self.asked.put_nowait(bytes(frame)))
 
-    def dial(
-        self,
-        address: str,
-        greeting: bytes,
-        take: Callable[[bytes], None],
-        broke: Callable[[], None],
-    ) -> Far:
+    def dial(self, address: str, greeting: bytes, take: Any, broke: Any) -> Far:
         self.greeted += 1
         if self.answer is not None:
             rid = peering.decode_request(greeting).rid

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import uvloop
 import zmq
+import zmq.asyncio
 
 from dataplane.errors import AddressInUse
+from dataplane.launch.token import Token
 from dataplane.peer.failures import LinkBroken
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.greetings import (
@@ -116,6 +120,31 @@ async def test_what_cannot_be_answered_does_not_hold_up_the_next(
         await asyncio.sleep(0.01)
     assert await asyncio.wait_for(Dialler(desk).answer, LIMIT_S) == b"welcome"
     assert not bad.answer.done()
+
+
+async def test_who_is_refused_before_the_greeting_is_sent_is_told(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq gives a refused connection's queue up, in a thread of its own: on a busy machine that
+    is before the greeting lies in it."""
+    desk.there.close()
+    desk.there = Greetings(Gate(Token(Path("token"), b"k" * 32), "plane"))
+    desk.serve(lambda greeting: b"welcome")
+    connect = zmq.asyncio.Socket.connect
+
+    def slow(self: zmq.asyncio.Socket, address: str) -> None:
+        connect(self, address)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "connect", slow)
+    refused = Dialler(desk)
+    await asyncio.wait_for(refused.told.wait(), LIMIT_S)
+    assert refused.broke == 1 and not refused.answer.done()
+    refused.dialled.close()
+    del refused
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
 
 
 async def test_many_greetings_of_one_stranger_leave_the_loop_to_others(desk: Desk) -> None:

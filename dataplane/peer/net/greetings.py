@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import zmq
@@ -154,7 +155,8 @@ class Greetings:
         ended.add_done_callback(lambda _: None if ended.cancelled() else broke())
         answer = asyncio.ensure_future(socket.recv())
         answer.add_done_callback(lambda _: None if answer.cancelled() else take(answer.result()))
-        socket.send(greeting, zmq.NOBLOCK)  # the queue is long enough for it
+        with suppress(zmq.Again):  # the queue is long enough; refused by now, and `broke` is told
+            asyncio.ensure_future(socket.send(greeting, zmq.NOBLOCK)).result()
         return Dialled(socket, monitor)
 
     def close(self) -> None:

@@ -133,9 +133,10 @@ class Beat(Body, tag=140):
 
     synced: its backup, in the roster of this message's epoch, has all that it has; None: not what
     it took over last, or did just now, and all that it was called in sync with. leaving: it wants
-    to hand over its shards. clear: members at which none of its rows' values lie. wanted: somebody
-    uses it, or may soon. spare: one bit a shard, those of the sender that go to a member without
-    any: nothing lives in them, and nothing will before the next roster.
+    to hand over its shards; said to all members while the authority is away. clear: members at
+    which none of its rows' values lie. wanted: somebody uses it, or may soon. spare: one bit a
+    shard, those of the sender that go to a member without any: nothing lives in them, and nothing
+    will before the next roster.
     """
 
     synced: bool | None = False

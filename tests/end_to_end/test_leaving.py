@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import dataplane
 from dataplane import Plane
+from dataplane.peer.membership.leaving import FATE_S
 from tests.end_to_end.conftest import until
 from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts, in_sync
 from tests.end_to_end.test_succession import check, planes, put, rows
@@ -70,6 +72,35 @@ def test_rows_and_bytes_of_a_peer_that_leaves_are_at_others(
     left.seal()
     with pytest.raises(dataplane.StreamEnd):
         left.claim("s", rows=1, timeout=10)
+
+
+def test_a_peer_that_leaves_waits_for_the_keeper_of_the_roster(
+    hosts: Addressed, four: dict[str, Plane]
+) -> None:
+    """It died just then, and comes back."""
+    put(four["b"].partition("p", stages={"s": ["x"]}), "b")
+    hosts.kill("a")
+    hosts.peers["b"].terminate()
+    until(lambda: "it is waited for" in hosts.log("b"), "the keeper is missed")
+    hosts.start_one("a")
+    assert hosts.peers["b"].wait(LEFT_S) == 0
+    assert "handed everything over" not in hosts.log("b")
+    batch = four["d"].partition("p").claim("s", rows=10, timeout=10)
+    check(batch)
+    batch.ack()
+
+
+def test_where_all_are_told_to_end_nobody_waits_for_the_keeper(
+    hosts: Addressed, four: dict[str, Plane]
+) -> None:
+    for name in "bcd":
+        put(four[name].partition("p", stages={"s": ["x"]}), name)
+    began = time.monotonic()
+    for name in "abcd":
+        hosts.peers[name].terminate()
+    for name in "abcd":
+        assert hosts.peers[name].wait(LEFT_S) == 0
+    assert time.monotonic() - began < FATE_S
 
 
 def test_work_goes_on_while_a_peer_leaves(hosts: Addressed, four: dict[str, Plane]) -> None:

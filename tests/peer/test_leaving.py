@@ -46,7 +46,7 @@ class Plane:
         for owner in (HERE, HEIR, DEAD):
             self.authority.beat(owner, self.authority.roster.epoch)
         self.now = 100.0
-        self.said = False
+        self.said, self.keeperless, self.staying = False, False, {HEIR.peer, DEAD.peer}
         self.told, self.deposed = asyncio.Event(), asyncio.Event()
         self.host: Any = SimpleNamespace(
             address=HERE.peer, owner=HERE, incarnation=HERE.incarnation, plane="p", name="here"
@@ -56,13 +56,16 @@ class Plane:
         self.host.now = lambda: self.now
         self.host.progress = SimpleNamespace(reached=self._done, required=True)
         self.host.another_roster = self._done
-        mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0))
+        spawn = asyncio.ensure_future
+        mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0), spawn=spawn)
         self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
         for owner in (HEIR, DEAD):
             self.meet(owner)
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
-            may_leave=lambda: True,
+            stays=lambda: self.staying,
+            keeper_is_away=lambda: self.keeperless,
+            say_ending=self._done,
             leave=self._leave,
             deposed=self.deposed,
             beat_now=self.deposed.set,
@@ -150,6 +153,53 @@ async def test_it_does_not_wait_for_ever_for_one_that_others_may_reach(
     plane.now += FATE_S
     await asyncio.wait_for(leaves, 10)
     assert plane.said
+
+
+def _without_backups(roster: Roster) -> Roster:
+    """What a peer that wants to leave waits for first."""
+    return dataclasses.replace(roster, in_sync=np.zeros_like(roster.in_sync))
+
+
+async def test_it_waits_for_a_keeper_of_the_roster_that_died_and_may_be_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    backed_up, plane.host.roster = plane.host.roster, _without_backups(plane.host.roster)
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    for _ in range(2):
+        plane.keeperless = True
+        await _turns()
+        plane.now += FATE_S - 1
+        await _turns()
+        assert not leaves.done()
+        plane.keeperless = False
+        await _turns()
+    plane.host.roster = backed_up
+    await asyncio.wait_for(leaves, 10)
+    assert plane.said
+
+
+@pytest.mark.parametrize("others_end", [False, True])
+async def test_it_waits_for_no_keeper_for_ever_nor_where_all_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others_end: bool
+) -> None:
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    plane.host.space = SimpleNamespace(stats=lambda: {"used_bytes": 7})
+    plane.host.roster = _without_backups(plane.host.roster)
+    plane.keeperless = True
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    assert not leaves.done()
+    if others_end:
+        plane.staying = set()
+    else:
+        plane.now += FATE_S
+    await asyncio.wait_for(leaves, 10)
+    assert not plane.said and "7 bytes are left" in caplog.text
 
 
 async def test_where_all_live_it_goes_at_once() -> None:

@@ -221,3 +221,34 @@ async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve
     with pytest.raises(Unavailable):
         begins._beat(caller, Beat())
     assert isinstance(at(SEEDS[1])._beat(Caller(SEEDS[0], 1), Beat()), Rostered)
+
+
+async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over() -> None:
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    owners = [Owner(seed, number) for number, seed in enumerate(SEEDS, 1)]
+    for owner in (*owners, JOINER):
+        made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1))
+    gone: list[Owner] = []
+    asked: list[tuple[str, Any]] = []
+
+    async def call(address: str, body: Any, timeout_s: float) -> None:
+        asked.append((address, body))
+        raise Unavailable("no authority is there")
+
+    others = SimpleNamespace(
+        on_away=[], gone=lambda: gone, is_away=lambda address: address in {o.peer for o in gone}
+    )
+    host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
+    keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=others)
+    membership = Membership(host, mesh, keeper, Serving(host), says_nothing())
+    assert membership.stays() == {SEEDS[0], SEEDS[2], JOINER.peer}
+    gone.append(owners[0])
+    assert membership.stays() == {SEEDS[2], JOINER.peer}
+    await membership.say_ending()
+    assert sorted(asked) == [(SEEDS[2], Beat(leaving=True)), (JOINER.peer, Beat(leaving=True))]
+    with pytest.raises(Unavailable):
+        mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
+    assert membership.stays() == {SEEDS[2]}
+    gone.append(owners[2])
+    assert not membership.stays()

@@ -93,9 +93,7 @@ class Leaving:
             )
 
     def _has_heirs(self) -> bool:
-        roster = self.host.roster
-        staying = set(roster.members) - roster.leaving - {self.host.address}
-        return not self.host.solo and bool(staying) and self.membership.may_leave()
+        return not self.host.solo and bool(self.membership.stays())
 
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
@@ -124,10 +122,20 @@ class Leaving:
         return self.host.now() >= until or not any(map(self.mesh.others.may_be_dead, members))
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Unavailable when whom this waits for is away."""
+        """Unavailable when nobody is left whom this waits for. A keeper of the roster that died may
+        be started again."""
+        until = None
         while not true():
             if not self._has_heirs():
                 raise Unavailable("those that could take it over are away, or leave as well")
+            if not self.membership.keeper_is_away():
+                until = None
+            elif until is None:
+                until = self.host.now() + FATE_S
+                log.warning("the peer that keeps the roster is away: it is waited for")
+                self.mesh.spawn(self.membership.say_ending())
+            elif self.host.now() >= until:
+                raise Unavailable(f"the peer that keeps the roster is away for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)
 
     async def _calls_end(self) -> None:

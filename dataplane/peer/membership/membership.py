@@ -31,6 +31,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Beat, Rostered
+from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -59,6 +60,8 @@ class Membership:
         self.office = Office(self.host, self.mesh, self.adopt, self.keeper, self.deposed.set)
         self._admitted = False
         self._leaving = False
+        self._ending: set[Owner] = set()
+        """who told this peer that it leaves, while the keeper of the roster was away"""
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
@@ -155,11 +158,25 @@ class Membership:
 
     # leaving
 
-    def may_leave(self) -> bool:
-        """Whether somebody is there who could give this peer's shards to another."""
-        return self.keeper.apart != self.host.address and not self.mesh.others.is_away(
-            self.keeper.apart
-        )
+    def stays(self) -> set[str]:
+        """Members to whom this peer's shards could be given, now or when the keeper of the roster
+        is back. Whoever has ended with the keeper, or is about to, is none of them."""
+        roster = self.host.roster
+        if self.keeper.apart == self.host.address:
+            return set()
+        staying = set(roster.members) - roster.leaving - {self.host.address}
+        if self.keeper_is_away():
+            staying -= {owner.peer for owner in (*self._ending, *self.mesh.others.gone())}
+        return staying
+
+    def keeper_is_away(self) -> bool:
+        return self.mesh.others.is_away(self.keeper.apart)
+
+    async def say_ending(self) -> None:
+        """To all that this peer wants to leave: the keeper, which would say so, is away."""
+        others = self.stays()
+        says = (self.mesh.call(one, Beat(leaving=True), timeout_s=ASK_S) for one in others)
+        await asyncio.gather(*says, return_exceptions=True)
 
     def leave(self) -> None:
         """From now on this peer says that it wants to, until it is `deposed`."""
@@ -188,6 +205,8 @@ class Membership:
             if not self.office.is_open:
                 raise Unavailable(f"the authority at {self.host.address} begins anew")
         elif caller.address != self.keeper.apart:  # which asks what others know as it begins
+            if body.leaving:
+                self._ending.add(caller.owner)
             raise Unavailable(f"the authority is not at {self.host.address}, or only begins there")
         ours = self.host.roster
         known = ours.epoch == caller.epoch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ import dataplane
 from dataplane import Plane
 from dataplane.client.session import connection
 from dataplane.client.session.connection import Inbox
+from dataplane.client.session.handshake import open_connection
 from dataplane.client.session.opening import join
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
@@ -255,3 +258,23 @@ def test_what_the_peer_says_of_a_waiting_call_is_a_warning(
 def test_seal_carries_name_and_generation(peer: ScriptedPeer, plane: Plane) -> None:
     plane.partition("x").seal()
     assert msgspec.structs.astuple(peer.bodies(Seal)[0]) == ("x", 4, False)
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_door_that_lets_nobody_in_is_named(tmp_path: Path, goes: bool) -> None:
+    """A peer that is stopped, or has no descriptors left, lets the kernel queue who comes."""
+    door, path = socket.socket(socket.AF_UNIX), str(tmp_path / "a.sock")
+    door.bind(path)
+    door.listen()
+
+    def knock() -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(path)
+        if goes:
+            door.accept()[0].close()
+        return client
+
+    with door, pytest.raises(dataplane.DataplaneError, match=path) as told:
+        open_connection(knock, limit_s=0.05)
+    assert type(told.value) is (dataplane.PeerLost if goes else dataplane.DeadlineExceeded)
+    assert "timeout=" not in str(told.value) and "call" not in str(told.value)

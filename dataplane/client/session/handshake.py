@@ -17,7 +17,13 @@ from dataplane.client.session.connection import (
     unwrap,
 )
 from dataplane.client.session.session import Session
-from dataplane.errors import DataplaneError, ProtocolError, VersionMismatch
+from dataplane.errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    VersionMismatch,
+)
 from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
@@ -55,9 +61,11 @@ def open_connection(
     try:
         connection = Connection(opener(), peer)
     except OSError as exc:
-        if session is not None:
-            session.peer_is_gone()
+        if session is None:
+            raise _not_let_in(exc, "of this run", limit_s) from exc
+        session.peer_is_gone()
         raise peer_lost(peer) from exc
+    where = f"at {connection.sock.getpeername()}"
     try:
         connection.sock.settimeout(limit_s)
         welcome = _receive_welcome(connection, descriptors if session is None else None)
@@ -78,18 +86,25 @@ def open_connection(
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        failure = _typed(exc, connection.peer, limit_s)
-        if failure is exc:
-            raise
-        raise failure from exc
+        of_socket = isinstance(exc, OSError) and not isinstance(exc, DataplaneError)
+        if session is None and (of_socket or type(exc) in (PeerLost, DeadlineExceeded)):
+            raise _not_let_in(exc, where, limit_s) from exc
+        if of_socket:
+            late = isinstance(exc, TimeoutError)
+            raise (no_answer(peer, limit_s) if late else peer_lost(peer)) from exc
+        raise
     return connection, welcome, done, descriptors
 
 
-def _typed(exc: BaseException, peer: str, limit_s: float) -> BaseException:
-    """What a socket raised in a handshake, as an error of ours; any other as it is."""
-    if isinstance(exc, DataplaneError) or not isinstance(exc, OSError):
-        return exc
-    return no_answer(peer, limit_s) if isinstance(exc, TimeoutError) else peer_lost(peer)
+def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneError:
+    """No call of this client has been there yet."""
+    if isinstance(exc, TimeoutError):
+        return DeadlineExceeded(
+            f"the peer {where} let nobody in within {limit_s:g} s: is it stopped, or out of "
+            "descriptors? see its log, and connect again",
+            limit_s=limit_s,
+        )
+    return PeerLost(f"the peer {where} went away as this client came: connect again")
 
 
 def further(session: Session, limit_s: float | None = None) -> Connection:

@@ -44,14 +44,13 @@ from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices, devices_of, memory_of
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.shards.admissions import Admissions
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
-from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.watch.deadlock import Standstill
 from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
@@ -105,7 +104,7 @@ class Peer:
         self.shipping = Shipping(host, mesh, self.copying)
         self.partitions = parts = Partitions(host, mesh, router, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
-        self.queues = queues = ClaimQueues(
+        self.calls = calls = WaitingCalls(
             host,
             mesh,
             parts,
@@ -113,8 +112,7 @@ class Peer:
             self.settle,
             producers=lambda: room.producers + share.writers,
         )
-        self.admissions = Admissions(host, mesh, parts, queues.producers_wait)
-        share.on_refused.append(queues.producers_wait)
+        share.on_refused.append(calls.producers_wait)
 
         self.leases = leases = Leases()
         self.references = refs = References(host, mesh, router, room)
@@ -153,7 +151,7 @@ class Peer:
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)
         self.reporting = Reporting(self)
-        self.standstill = Standstill(host, mesh, sessions, claims, queues, self.spilling)
+        self.standstill = Standstill(host, mesh, sessions, claims, calls, self.spilling)
         self.janitor = Janitor(self)
 
     # life
@@ -237,13 +235,11 @@ class Peer:
         self.partitions.turned()
         self.shipping.turned(new)
         if not new.places_like(old):
-            self.queues.turned()
-            self.admissions.turned()
+            self.calls.turned()
 
     def gone(self, owner: Owner) -> None:
         """That process is no member any more; called after `turned`."""
-        self.admissions.gone(owner)  # first: what comes back is not for who waited there
-        self.queues.gone(owner)
+        self.calls.gone(owner)
         self.references.gone(owner)
         self.pulls.gone(owner)
 
@@ -256,10 +252,7 @@ class Peer:
             self.copying.freed(entry, owner, ranges, counts)
         if freed:
             self.room.pump()
-        changed = entry.store.dirty()
-        if changed:
-            self.queues.changed(entry, changed)
-        self.admissions.look(entry)
+        self.calls.changed(entry, entry.store.dirty())
         self.partitions.follow_phase(entry)
 
     def _session_ended(self, session: Session) -> None:
@@ -271,7 +264,7 @@ class Peer:
     def _producers_wait(self) -> None:
         """Somebody begins to wait for room."""
         if self.room.producers:
-            self.queues.producers_wait()
+            self.calls.producers_wait()
 
     def _waste(self) -> int:
         """Bytes of dead values in blocks that others keep alive: a block of packs dies whole."""

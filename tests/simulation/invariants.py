@@ -136,8 +136,8 @@ def left_behind(peer: Peer) -> list[str]:
         )
     if len(peer.references.lent):
         wrong.append(f"{peer.host.name} has {len(peer.references.lent)} ranges lent for nothing")
-    if peer.claims.waiting or len(peer.queues):
-        waiting = peer.claims.waiting + len(peer.queues)
+    if peer.claims.waiting or len(peer.calls):
+        waiting = peer.claims.waiting + len(peer.calls)
         wrong.append(f"{waiting} claims wait at {peer.host.name} for nobody")
     if peer.host.entries:
         wrong.append(f"{peer.host.name} serves {list(peer.host.entries)}, which were dropped")

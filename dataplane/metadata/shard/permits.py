@@ -1,23 +1,26 @@
-"""How far producers run ahead of the trainer: permits to open groups, and the trainer's version.
+"""How far producers run ahead of the trainer: permits to open groups, who waits for some, and the
+trainer's version.
 
-Sans-I/O, a part of a store's state. A group takes one of (max_lag + 1) · per_version places from
-when it is permitted until the trainer goes on to another version after having finished it. While a
-group that was begun at a version is not all there yet, none that was finished since then gives its
-place back: that is what bounds the lag, whoever overtakes whom.
+Sans-I/O; but for who waits a part of a store's state. A group takes one of (max_lag + 1) ·
+per_version places from when it is permitted until the trainer goes on to another version after
+having finished it. While a group that was begun at a version is not all there yet, none that was
+finished since then gives its place back: that is what bounds the lag, whoever overtakes whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
+from dataplane.errors import DataplaneError, InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard.blocks import ACKED, Group
+from dataplane.wire.messages import Admit
 
 if TYPE_CHECKING:
     from dataplane.metadata.shard.state import State
+    from dataplane.metadata.shard.store import Store
 
 DONE = (1 << 63) - 1
 """In place of the version at which it was begun: the group is finished, and still here."""
@@ -292,3 +295,65 @@ class Permits:
 def _acked(group: Group) -> bool:
     """Whether every stage has acked all its rows."""
     return bool(group.states) and group.states.count(ACKED) == len(group.states)
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """A call of admit that waits. since: when it was made."""
+
+    asked: Admit
+    holder: int
+    since: float
+
+    @property
+    def number(self) -> int:
+        return self.asked.number
+
+
+class AdmitQueue:
+    """The calls of admit that wait at a shard, as `ClaimQueue` has claims: the oldest first."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._waiting: dict[int, Asking] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Asking]:
+        return iter(list(self._waiting.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting
+
+    def add(self, one: Asking) -> None:
+        """It waits, where its age puts it. One of its number is replaced, and keeps its age."""
+        before = self._waiting.pop(one.number, one)
+        one.since = min(one.since, before.since)
+        self._waiting[one.number] = one
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].since))
+
+    def withdraw(self, number: int) -> bool:
+        """The call was given up. Whether it waited here."""
+        return self._waiting.pop(number, None) is not None
+
+    def before(self, number: int) -> int:
+        """How many calls one that waits is behind."""
+        return list(self._waiting).index(number) if number in self._waiting else 0
+
+    def serve(
+        self, now: float, sealed: bool, keep: bool
+    ) -> list[tuple[Asking, Permit | DataplaneError]]:
+        """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
+        nobody goes before another."""
+        outcomes: list[tuple[Asking, Permit | DataplaneError]] = []
+        for one in self:
+            asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
+            try:
+                if not self.store.admit(asked.number, one.holder, asked.count, *limits):
+                    break
+                outcomes.append((one, self.store.permits.given[asked.number]))
+            except DataplaneError as exc:
+                outcomes.append((one, exc))
+            del self._waiting[asked.number]
+        return outcomes

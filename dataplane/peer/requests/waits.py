@@ -120,18 +120,14 @@ class Waits:
         number = next(self._numbers)
         one = msgspec.structs.replace(body, number=number, label=session.label)
         what = f"admit({body.count}) of partition {body.partition!r}"
-        settled = False  # the shard has said what became of it, and knows that
         session.waiting += 1
         try:
             admitted: Admitted = await self.until_met(session, what, one)
-            settled = True
-        except DataplaneError as exc:
-            settled = not isinstance(exc.__cause__, StaleEpoch | Unavailable | DeadlineExceeded)
+        except BaseException:  # until the shard hears this it keeps its place, or has a permit
+            self.router.tell(Unadmit(body.partition, body.generation, [number]))
             raise
         finally:
             session.waiting -= 1
-            if not settled:
-                self.router.tell(Unadmit(body.partition, body.generation, [number]))
         of = body.partition, body.generation
         session.permits[number] = Held(*of, request.op, admitted.version)
         return admitted

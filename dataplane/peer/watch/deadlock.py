@@ -17,7 +17,7 @@ from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.sessions import Sessions
-from dataplane.peer.shards.claim_queues import ClaimQueues
+from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.wire.peering import CanFree, Stirring
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Standstill:
     mesh: Mesh
     sessions: Sessions
     claims: Claims
-    queues: ClaimQueues
+    calls: WaitingCalls
     spilling: Spilling | None
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Standstill:
 
     def _asked(self, caller: Caller, body: CanFree) -> Stirring:
         """Producers wait for room: no claim that waits here keeps rows from those who take some."""
-        self.queues.producers_wait()
+        self.calls.producers_wait()
         return self._here()
 
     def _here(self) -> Stirring:

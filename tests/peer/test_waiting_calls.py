@@ -1,11 +1,12 @@
-"""Claims at the shard: what is asked twice, given up, overtaken, or asked of a peer that is no
-primary any more."""
+"""Calls that wait at the shard: what is asked twice, given up, overtaken, or asked of a peer that
+is no primary any more."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +26,16 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
-from dataplane.peer.shards import claim_queues
-from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
+from dataplane.peer.shards import waiting_calls
+from dataplane.peer.shards.waiting_calls import WaitingCalls
+from dataplane.wire.messages import Admit, Body, Claim, Done, Finish, Unadmit, Wait, Want
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
+GROUPED = Definition({"s": ["tokens"]}, 2, None, "acked", 1)
 CLAIMANT = Caller(THERE, 2, session=Owner(THERE, 2).first_session + 77)
 NAME = next(
     f"p{i}" for i in itertools.count() if Roster.from_seeds([HERE, THERE]).home(f"p{i}") == HERE
@@ -43,9 +45,9 @@ NAME = next(
 class Shard:
     """A partition's primary, with nothing around it."""
 
-    def __init__(self) -> None:
+    def __init__(self, definition: Definition = DEFINITION) -> None:
         self.roster = Roster.from_seeds([HERE, THERE])
-        self.entry = Entry(Store(NAME, DEFINITION, 1, itertools.count(1)))
+        self.entry = Entry(Store(NAME, definition, 1, itertools.count(1)))
         self.host: Any = SimpleNamespace(
             address=HERE,
             owner=Owner(HERE, 1),
@@ -55,6 +57,7 @@ class Shard:
             labels={},
             now=lambda: 1_000.0,
             label=lambda holder, label: None,
+            who=lambda holder: "it",
             entry=lambda name, generation: self.host.entries.get(name),
             shard=self.shard,
             gone=lambda name, generation: PartitionGone("it was dropped"),
@@ -68,7 +71,7 @@ class Shard:
         self.mesh: Any = SimpleNamespace(handlers={})
         self.partitions: Any = SimpleNamespace(on_phase=[])
         copying: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
-        self.queues = ClaimQueues(
+        self.calls = WaitingCalls(
             self.host,
             self.mesh,
             self.partitions,
@@ -83,7 +86,7 @@ class Shard:
         return self.entry
 
     def settle(self, entry: Entry) -> None:
-        self.queues.changed(entry, entry.store.dirty())
+        self.calls.changed(entry, entry.store.dirty())
 
     def put(self, *keys: int) -> None:
         put(self.entry.store, list(keys), even=[key % 2 == 0 for key in keys])
@@ -92,7 +95,16 @@ class Shard:
     def claim(self, number: int, count: int = 1, **more: Any) -> Any:
         want = Want("rows", count, count, more.pop("where", None))
         body = Claim(NAME, 1, "s", want, ["tokens"], number=number, label="it", **more)
-        return self.queues.claim(CLAIMANT, body)
+        return self.calls.claim(CLAIMANT, body)
+
+    def admit(self, number: int, count: int = 1, **more: Any) -> Any:
+        body = Admit(NAME, 1, count, 1, 1, number=number, label="it", **more)
+        return self.mesh.handlers[Admit](CLAIMANT, body)
+
+    def unadmit(self, *numbers: int) -> None:
+        assert isinstance(
+            self.mesh.handlers[Unadmit](CLAIMANT, Unadmit(NAME, 1, list(numbers))), Done
+        )
 
     def withdraw(self, number: int) -> None:
         body = Withdraw(NAME, 1, "s", number)
@@ -113,9 +125,9 @@ async def test_a_claim_is_answered_at_once_or_when_its_rows_come() -> None:
     assert shard.keys(shard.claim(5, 2)) == [1, 2]
     waits = shard.claim(6, 2)
     shard.put(3)
-    assert not waits.done() and len(shard.queues) == 1
+    assert not waits.done() and len(shard.calls) == 1
     shard.put(4)
-    assert shard.keys(waits.result()) == [3, 4] and not len(shard.queues)
+    assert shard.keys(waits.result()) == [3, 4] and not len(shard.calls)
     assert shard.entry.store.lessees == {CLAIMANT.session}
 
 
@@ -128,7 +140,7 @@ async def test_a_claim_that_is_asked_again_gets_the_lease_that_it_has() -> None:
     shard.put(3)
     waits = shard.claim(6, 5)
     repeated = shard.claim(6, 5, waited_ms=50)
-    assert isinstance(waits.exception(), StaleEpoch) and len(shard.queues) == 1
+    assert isinstance(waits.exception(), StaleEpoch) and len(shard.calls) == 1
     shard.put(4, 5, 6)
     assert shard.keys(repeated.result()) == [2, 3, 4, 5, 6]
 
@@ -162,7 +174,7 @@ async def test_a_claim_that_arrives_after_its_withdrawal_waits_for_nobody() -> N
     with pytest.raises(LeaseExpired):
         shard.claim(5)
     shard.put(1)
-    assert shard.ready == 1 and not len(shard.queues)
+    assert shard.ready == 1 and not len(shard.calls)
 
 
 async def test_a_copy_of_a_claim_that_was_answered_and_finished_waits_for_nobody() -> None:
@@ -172,15 +184,52 @@ async def test_a_copy_of_a_claim_that_was_answered_and_finished_waits_for_nobody
     shard.entry.store.finish(Finish(granted.lease, "ack"))
     with pytest.raises(LeaseExpired):
         shard.claim(5)
-    assert not len(shard.queues)
+    assert not len(shard.calls)
+
+
+async def test_producers_are_let_in_one_after_the_other_whatever_they_want() -> None:
+    shard = Shard(GROUPED)
+    assert shard.admit(5, 2).permit == 5  # two places: a lag of 1, one group a version
+    both, one = shard.admit(6, 2), shard.admit(7)
+    shard.unadmit(5)
+    assert both.result().permit == 6 and not one.done()
+    again = shard.admit(7, waited_ms=50)
+    assert isinstance(one.exception(), StaleEpoch) and len(shard.calls) == 1
+    shard.unadmit(6)
+    assert again.result().permit == 7 and not len(shard.calls)
+    assert shard.admit(7) == again.result()
+
+
+async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_it_gives_up() -> (
+    None
+):
+    shard = Shard(GROUPED)
+    shard.admit(5, 2)
+    call_deadline.set(time.monotonic())
+    turn = shard.admit(6, 2)
+    with pytest.raises(ClaimTimeout, match=r"2 of 2 places wanted; taken: .*2 permitted to"):
+        await turn
+    call_deadline.set(math.inf)
+    younger = shard.admit(7)
+    shard.entry.store.take_back([5])
+    shard.settle(shard.entry)
+    assert not younger.done()
+    assert shard.admit(6, 2).permit == 6  # it was let in while it was about to ask again
+    shard.unadmit(6)
+    assert younger.result().permit == 7
+    with pytest.raises(LeaseExpired, match="given up"):
+        shard.admit(6, 2)
+    with pytest.raises(ClaimTimeout):
+        shard.admit(8, 2, timeout_ms=0)
+    assert not len(shard.calls)
 
 
 async def test_claims_that_are_over_are_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim_queues, "MAX_PAST", 2)
+    monkeypatch.setattr(waiting_calls, "MAX_PAST", 2)
     shard = Shard()
     for number in (1, 2, 3):
         shard.withdraw(number)
-    assert list(shard.queues._past) == [2, 3]
+    assert list(shard.calls._past) == [2, 3]
 
 
 async def test_rows_dropped_before_a_repeated_claim_was_answered_are_others() -> None:
@@ -205,12 +254,12 @@ async def test_who_waits_at_a_peer_that_lost_the_shard_asks_elsewhere() -> None:
     waits = shard.claim(5)
     asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "rows", 3)))
     await asyncio.sleep(0)
-    shard.queues.turned()
+    shard.calls.turned()
     assert not waits.done()  # another roster, the same primary
     shard.host.roster = dataclasses.replace(
         shard.roster, primaries=shard.roster.backups, backups=shard.roster.primaries
     )
-    shard.queues.turned()
+    shard.calls.turned()
     assert isinstance(waits.exception(), StaleEpoch)
     with pytest.raises(StaleEpoch):
         await asks
@@ -237,8 +286,8 @@ async def test_claims_and_leases_of_a_lost_peer_end() -> None:
     shard.put(1, 2)
     shard.claim(5)
     waits = shard.claim(6, 9)
-    shard.queues.gone(Owner(THERE, 2))
-    assert waits.done() and not len(shard.queues) and shard.ready == 2
+    shard.calls.gone(Owner(THERE, 2))
+    assert waits.done() and not len(shard.calls) and shard.ready == 2
 
 
 async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
@@ -282,7 +331,7 @@ async def test_what_a_claim_keeps_goes_to_others_while_producers_wait_for_room()
     shard, waits = before_others()
     shard.put(100)
     assert not waits.done()
-    shard.queues.producers_wait()
+    shard.calls.producers_wait()
     assert shard.keys(waits.result()) == [100]
 
 

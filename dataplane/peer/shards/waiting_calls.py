@@ -1,16 +1,19 @@
-"""Claims at the shard: they wait at the primary of their partition, and are granted in the answer.
+"""Calls that wait at the primary of their partition: claims, producers that ask to open groups, and
+who only waits for figures.
 
-What waits is soft (`metadata.shard.claim_queue`), what was granted is a lease of the store, which
-knows its claim by number. A claim that is repeated, because a link broke or a roster came, is
-answered with the lease that it has, or waits on at its age; one that was given up, or answered, is
-known by its number for a while, so that what comes of it later does not wait for nobody.
+What waits is soft (`metadata.shard.claim_queue`, `AdmitQueue`), what was granted is a lease or a
+permit of the store, which knows its call by number. A call that is repeated, because a turn was
+over, a link broke or a roster came, is answered with what it was granted, or waits on at its age
+and in its place; one that was given up, or answered, is known by its number for a while, so that
+what comes of it later does not wait for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +27,10 @@ from dataplane.errors import (
     StaleEpoch,
     StreamEnd,
 )
-from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.shard import inspection, reasons, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
 from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.shard.permits import AdmitQueue, Asking, Permit
 from dataplane.metadata.shard.takes import Taken
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
@@ -35,38 +39,50 @@ from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.tasks import in_time
-from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
+from dataplane.wire.messages import (
+    Admit,
+    Admitted,
+    Body,
+    Claim,
+    Done,
+    Finish,
+    Unadmit,
+    Wait,
+    Want,
+)
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 32_768
-"""Claims that wait at one peer."""
+"""Calls that wait at one peer."""
 MAX_PAST = 16_384
-"""Claims that are over and known by number; the oldest are forgotten."""
+"""Calls that are over and known by number; the oldest are forgotten."""
 LOOK_SHARE = 50.0
 """What is missing is not looked for again for so many times as long as that took: it may scan."""
 YIELD_S = TURN_S + 1.0
 """Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
 at a shard asks again before that."""
+ADMISSION = ""
+"""In place of a stage: who waits there waits to open groups."""
 
 Answer = asyncio.Future[Body]
 
 
 @dataclass(slots=True)
 class _Stage:
-    """Who waits for rows of one stage."""
+    """Who waits for rows of one stage, or to open groups."""
 
     entry: Entry
-    queue: ClaimQueue
+    queue: ClaimQueue | AdmitQueue
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
     looked: dict[tuple[str, str], tuple[float, dict[str, Any]]] = field(default_factory=dict)
     """what was found to be missing, by unit and filter, and until when that is taken for true"""
 
 
 @dataclass(eq=False, repr=False)
-class ClaimQueues:
+class WaitingCalls:
     host: Host
     mesh: Mesh
     partitions: Partitions
@@ -85,15 +101,17 @@ class ClaimQueues:
             Claim: self.claim,
             Withdraw: self._withdraw,
             Wait: self._wait,
+            Admit: self._admit,
+            Unadmit: self._unadmit,
         }
 
     def __len__(self) -> int:
-        """Claims that wait here."""
+        """Claims that wait here, and calls of admit."""
         return len(self._answers)
 
     # claims come
 
-    def claim(self, caller: Caller, body: Claim) -> Granted | Answer:
+    def claim(self, caller: Caller, body: Claim) -> Body | Answer:
         """Rows at once where there are enough and nobody is before it, else an answer to come.
 
         PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge, LimitExceeded;
@@ -109,12 +127,8 @@ class ClaimQueues:
         if repeated is not None:
             return repeated
         stage = self._stage(entry, body.stage)
-        if len(self._answers) >= MAX_WAITING and body.number not in stage.queue:
-            raise LimitExceeded(
-                f"{MAX_WAITING} claims wait at {self.host.address}, which is the limit",
-                limit=MAX_WAITING,
-            )
-        now = self.host.now()
+        assert isinstance(stage.queue, ClaimQueue)
+        self._check_room(stage, body.number)
         stage.queue.add(
             Waiting(
                 body.number,
@@ -123,13 +137,48 @@ class ClaimQueues:
                 caller.address,
                 body.fields,
                 body.most_bytes,
-                now - body.waited_ms / 1000,
+                self.host.now() - body.waited_ms / 1000,
                 body.plan,
                 body.rank,
             )
         )
+        late = functools.partial(self._late, stage, body.want, body.number)
+        return self._answer_to(stage, caller, body, late)
+
+    def _admit(self, caller: Caller, body: Admit) -> Body | Answer:
+        """A permit at once or an answer to come, as with claims: first come, first served, whatever
+        they want."""
+        entry = self.host.shard(body.partition, body.generation)
+        permits = entry.store.permits
+        if body.number in permits.given:
+            return Admitted(body.number, permits.given[body.number].version)
+        permits.check(entry.store, body.count, body.max_lag, body.per_version)
+        if body.number in self._past:
+            raise LeaseExpired("this call was given up: call admit again")
+        stage = self._stage(entry, ADMISSION)
+        assert isinstance(stage.queue, AdmitQueue)
+        self._check_room(stage, body.number)
+        one = Asking(body, caller.session, self.host.now() - body.waited_ms / 1000)
+        stage.queue.add(one)
+        late = functools.partial(self._not_admitted, stage, one)
+        answer = self._answer_to(stage, caller, body, late)
+        if not isinstance(answer, Body):
+            self.producers_wait()
+        return answer
+
+    def _check_room(self, stage: _Stage, number: int) -> None:
+        if len(self._answers) >= MAX_WAITING and number not in stage.queue:
+            raise LimitExceeded(
+                f"{MAX_WAITING} calls wait at {self.host.address}, which is the limit",
+                limit=MAX_WAITING,
+            )
+
+    def _answer_to(
+        self, stage: _Stage, caller: Caller, body: Claim | Admit, late: Callable[[], ClaimTimeout]
+    ) -> Body | Answer:
+        """What becomes of a call that is in its queue now; most often that is yet to come."""
         if body.number in self._answers:
-            self._answer(body.number, StaleEpoch("the claim was repeated"))
+            self._answer(body.number, StaleEpoch("the call was repeated"))
         self.host.label(caller.session, body.label)
         mine = self._serve(stage, body.number)
         if isinstance(mine, DataplaneError):
@@ -137,13 +186,12 @@ class ClaimQueues:
         if mine is not None:
             return mine
         if body.timeout_ms == 0:
-            late = self._late(stage, body.want, body.number)
+            why = late()
             self._end(stage, body.number)
-            raise late
+            raise why
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
-        until = self.host.now() + waits_s(body.timeout_ms)
-        in_time(answer, until, lambda: self._late(stage, body.want, body.number))
+        in_time(answer, self.host.now() + waits_s(body.timeout_ms), late)
         return answer
 
     def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
@@ -184,6 +232,21 @@ class ClaimQueues:
             self.settle(entry)
         return Done()
 
+    def _unadmit(self, caller: Caller, body: Unadmit) -> Body:
+        """What waits of them waits no more, and what is left of them is nobody's."""
+        for number in body.permits:
+            self._remember(number)
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            return Done()
+        entry.store.take_back(body.permits)
+        stage = self._stages.get((*entry.key, ADMISSION))
+        if stage is not None:
+            for number in body.permits:
+                self._end(stage, number)
+            self._serve(stage)
+        return Done()
+
     def _release(self, entry: Entry, lease: int) -> None:
         entry.store.finish(Finish(lease, "release"))
         self.settle(entry)
@@ -191,7 +254,7 @@ class ClaimQueues:
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
         stage.queue.withdraw(number)
-        self._answer(number, again(why) if why else StaleEpoch("the claim was given up"))
+        self._answer(number, again(why) if why else StaleEpoch("the call was given up"))
 
     def _remember(self, number: int) -> None:
         self._past[number] = None
@@ -210,8 +273,8 @@ class ClaimQueues:
     # what they wait for
 
     def changed(self, entry: Entry, stages: set[str]) -> None:
-        """Figures of these stages changed."""
-        for name in stages:
+        """Something changed, and figures of these stages."""
+        for name in (*stages, ADMISSION):
             stage = self._stages.get((entry.name, entry.generation, name))
             if stage is not None:
                 self._look(stage)
@@ -233,15 +296,19 @@ class ClaimQueues:
         key = (entry.name, entry.generation, name)
         found = self._stages.get(key)
         if found is None:
-            entry.store.stage(name)  # StageUndefined
-            found = self._stages[key] = _Stage(entry, ClaimQueue(entry.store, name))
+            if name == ADMISSION:
+                queue: ClaimQueue | AdmitQueue = AdmitQueue(entry.store)
+            else:
+                entry.store.stage(name)  # StageUndefined
+                queue = ClaimQueue(entry.store, name)
+            found = self._stages[key] = _Stage(entry, queue)
         return found
 
-    def _serve(self, stage: _Stage, number: int = 0) -> Granted | DataplaneError | None:
-        """Meet what can be met. What becomes of claim `number` is returned, others are told."""
+    def _serve(self, stage: _Stage, number: int = 0) -> Body | DataplaneError | None:
+        """Meet what can be met. What becomes of call `number` is returned, others are told."""
         if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
             return None
-        mine: Granted | DataplaneError | None = None
+        mine: Body | DataplaneError | None = None
         now, sealed = self.host.now(), stage.entry.sealed
         keep = now >= self._yields_until and not self.producers()
         for claim, outcome in stage.queue.serve(now, sealed, keep):
@@ -254,8 +321,10 @@ class ClaimQueues:
         return mine
 
     def _told(
-        self, entry: Entry, outcome: Taken | Member | DataplaneError
-    ) -> Granted | DataplaneError:
+        self, entry: Entry, outcome: Taken | Member | Permit | DataplaneError
+    ) -> Body | DataplaneError:
+        if isinstance(outcome, Permit):
+            return Admitted(outcome.number, outcome.version)
         if isinstance(outcome, Taken):
             assert outcome.lease is not None
             assert outcome.rows is not None and outcome.values is not None
@@ -287,9 +356,10 @@ class ClaimQueues:
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
         now, key = self.host.now(), (want.unit, str(want.where))
+        assert isinstance(stage.queue, ClaimQueue)
         until, missing = stage.looked.get(key, (0.0, {}))
         if now >= until:
-            missing = self._missing(stage, want, now)
+            missing = self._missing(stage.entry, stage.queue.stage, want, now)
             until = now + LOOK_SHARE * (self.host.now() - now)
             stage.looked = {k: one for k, one in stage.looked.items() if now < one[0]}
             stage.looked[key] = until, missing
@@ -297,13 +367,23 @@ class ClaimQueues:
         told = missing | {"before": before[0], "plan": before[1], "producers": self.producers()}
         return ClaimTimeout(f"stage {stage.queue.stage!r} has not so many yet", **told)
 
-    def _missing(self, stage: _Stage, want: Want | Wait, now: float) -> dict[str, Any]:
-        entry = stage.entry
-        found = inspection.missing(entry.store, stage.queue.stage, want.unit, now, want.where)
+    def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
+        found = inspection.missing(entry.store, stage, want.unit, now, want.where)
         found["leases"] = [
             [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]
         return found | {"sealed": entry.sealed}
+
+    def _not_admitted(self, stage: _Stage, one: Asking) -> ClaimTimeout:
+        """With what it waits for."""
+        store = stage.entry.store
+        told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}
+        holders = Counter[int]()
+        for permit in store.permits.given.values():
+            holders[permit.holder] += permit.left
+        who, me = {self.host.who(h): n for h, n in (+holders).items()}, one.asked.label
+        told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
+        return ClaimTimeout(reasons.of_admission(told, one.asked.count, who, me), **told)
 
     # whoever waits must go
 
@@ -327,7 +407,7 @@ class ClaimQueues:
             fail(answer, again(why))
 
     def gone(self, gone: Owner) -> None:
-        """A peer is no more: its claims go, rows come back from its clients, and those whose bytes
+        """A peer is no more: its calls go, rows come back from its clients, and those whose bytes
         were there are lost."""
         for stage in self._stages.values():
             for claim in stage.queue:

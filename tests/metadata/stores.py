@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from dataplane.metadata.shard import rows_out
+from dataplane.metadata.shard.claim_queue import Waiting
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.messages import Finish, Want
+from dataplane.wire.messages import Claim, Finish, Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
 
@@ -88,3 +89,10 @@ def fill(store: Store) -> None:
     taken = store.take("s2", Want("groups", 1, 1), 6, 0.0)
     finish(store, taken, index=b"\x01\0\0\0")
     store.drop(rows=named(["r2", "never"]))
+
+
+def waiting(
+    number: int, want: Want, holder: int = 1, peer: str = "a", since: float = 0.0, **more: Any
+) -> Waiting:
+    """A claim that waits for rows of stage `s`, or as `more` says."""
+    return Waiting(Claim("p", 1, "s", want, number=number, **more), holder, peer, since)

@@ -12,18 +12,14 @@ from dataplane.errors import (
     ValueTooLarge,
 )
 from dataplane.metadata.shard import plans
-from dataplane.metadata.shard.claim_queue import (
-    ClaimQueue,
-    Outcome,
-    Waiting,
-)
+from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
-from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values
+from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values, waiting
 
 EVEN: list[object] = ["eq", "even", True]
 
@@ -55,7 +51,7 @@ class Shard:
     def claim(
         self, number: int, want: Want, peer: str = "a", since: float = 0.0, most_bytes: int = 0
     ) -> list[object]:
-        self.queue.add(Waiting(number, want, 1, peer, None, most_bytes, since))
+        self.queue.add(waiting(number, want, peer=peer, since=since, most_bytes=most_bytes))
         return self.serve()
 
     def seal(self) -> list[object]:
@@ -305,8 +301,8 @@ def test_of_three_each_leaves_to_the_older_ones_what_they_match() -> None:
 
 def test_a_group_is_kept_for_a_claim_of_its_rows() -> None:
     shard = Shard(group_size=2)
-    shard.queue.add(Waiting(1, rows(5), 1, "a", None, 0, 0.0))
-    shard.queue.add(Waiting(2, Want("groups", 1, 1), 1, "a", None, 0, 1.0))
+    shard.queue.add(waiting(1, rows(5)))
+    shard.queue.add(waiting(2, Want("groups", 1, 1), since=1.0))
     put(shard.store, [1, 2], ["p", "p"])
     assert shard.serve() == []
     put(shard.store, [3, 4, 5, 6], ["q", "q", "r", "r"])
@@ -316,7 +312,7 @@ def test_a_group_is_kept_for_a_claim_of_its_rows() -> None:
 def test_finished_rows_leave_the_queue_as_it_is() -> None:
     shard = Shard()
     shard.put(0, 2)
-    shard.queue.add(Waiting(1, rows(1), 1, "a", None, 0, 0.0))
+    shard.queue.add(waiting(1, rows(1)))
     ((_, met),) = shard.queue.serve(0.0, False)
     assert isinstance(met, Taken)
     shard.claim(2, rows(2))
@@ -345,7 +341,7 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(shard.store, "join", counted)
     shape = Shape(ranks=3)
     for rank in range(3):
-        shard.queue.add(Waiting(rank, rows(0), rank, "a", None, 0, 0.0, shape, rank))
+        shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
     assert shard.put(0, 4) == [] and not asked
     shard.store.seal()
     shard.sealed = True
@@ -354,10 +350,10 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
         told = shard.queue.serve(0.0, True)
         assert [type(what) for _, what in told] == [LimitExceeded] * 3
     for rank in range(3):
-        shard.queue.add(Waiting(rank, rows(0), rank, "a", None, 0, 0.0, shape, rank))
+        shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
     joined = shard.queue.serve(0.0, True)
     assert [what.rank for _, what in joined if isinstance(what, Member)] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):
-        shard.queue.add(Waiting(9, rows(0), 1, "a", None, 0, 0.0, shape, 3))
+        shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
     with pytest.raises(ProtocolError, match="mini-batches, whose product"):
-        shard.queue.add(Waiting(9, rows(0), 1, "a", None, 0, 0.0, Shape(3, 10**9), 0))
+        shard.queue.add(waiting(9, rows(0), 1, plan=Shape(3, 10**9), rank=0))

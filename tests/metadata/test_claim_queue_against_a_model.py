@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dataplane.errors import StreamEnd
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
+from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.takes import Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner
-from tests.metadata.stores import SPECS, keys_of, named, store, values
+from tests.metadata.stores import SPECS, keys_of, named, store, values, waiting
 
 FILTERS: dict[str, list[object] | None] = {
     "all": None,
@@ -154,7 +154,7 @@ class Queue(RuleBasedStateMachine):
         least = min(least, count)
         tag = "length" if budget else None
         want = Want("rows", 0 if budget else count, least, FILTERS[lane], tag, float(budget))
-        self.queue.add(Waiting(number, want, 1, "a", None, 0, float(since)))
+        self.queue.add(waiting(number, want, since=float(since)))
         self.naive.claims.append(Claim(number, lane, count, least, budget, since))
         if lane not in self.naive.lanes:
             self.naive.lanes.append(lane)
@@ -162,10 +162,10 @@ class Queue(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 50))
     def repeat(self, which: int) -> None:
-        waiting = list(self.queue)
-        if waiting:
-            one = waiting[which % len(waiting)]
-            again = Waiting(one.number, one.want, 1, "a", None, 0, one.since + 1_000)
+        there = list(self.queue)
+        if there:
+            one = there[which % len(there)]
+            again = waiting(one.number, one.want, since=one.since + 1_000)
             self.queue.add(again)
             self.serve()
 

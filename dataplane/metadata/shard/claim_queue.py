@@ -31,8 +31,7 @@ from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, Taken
-from dataplane.wire.messages import Want
-from dataplane.wire.tables import Shape
+from dataplane.wire.messages import Claim, Want
 
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
@@ -42,26 +41,27 @@ Lane = tuple[str, bytes]
 
 
 class Waiting(msgspec.Struct, eq=False):
-    """A claim. number: no other one has it, wherever it comes from. address: of its peer, which can
-    have `most_bytes` pulled (0: any number). fields: what it fetches. since: when it was made.
-    plan: what it asks for is a part in such a plan, as this `rank`."""
+    """A claim, whose peer is at `address`. since: when it was made. let_by: near claims that went
+    before it."""
 
-    number: int
-    want: Want
+    asked: Claim
     holder: int
     address: str
-    fields: list[str] | None
-    most_bytes: int
     since: float
-    plan: Shape | None = None
-    rank: int = 0
     let_by: int = 0
-    """near claims that went before it"""
     lane: Lane = ("", b"")
 
     def __post_init__(self) -> None:
         where = self.want.where
         self.lane = self.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
+
+    @property
+    def number(self) -> int:
+        return self.asked.number
+
+    @property
+    def want(self) -> Want:
+        return self.asked.want
 
     @property
     def least(self) -> int:
@@ -98,9 +98,9 @@ class ClaimQueue:
     def add(self, claim: Waiting) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
         ProtocolError where it asks for nothing, by no filter, or for a part that no plan has."""
-        want = claim.want
-        if claim.plan is not None:
-            plans.check(claim.plan, claim.rank)
+        want, plan = claim.want, claim.asked.plan
+        if plan is not None:
+            plans.check(plan, claim.asked.rank)
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
@@ -141,14 +141,16 @@ class ClaimQueue:
     def before(self, number: int) -> int:
         """How many claims of its lane a claim that waits is behind."""
         claim = self._claims.get(number)
-        if claim is None or claim.plan is not None:
+        if claim is None or claim.asked.plan is not None:
             return 0
         return list(self._lanes[claim.lane]).index(number)
 
     def waits_for(self, number: int, now: float) -> str:
         """Why one that asks for a part in the plan waits, where rows are not the reason."""
         claim = self._joining.get(number)
-        return "" if claim is None else plans.waits_for(self.store, self.stage, claim.rank, now)
+        if claim is None:
+            return ""
+        return plans.waits_for(self.store, self.stage, claim.asked.rank, now)
 
     def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
@@ -178,11 +180,10 @@ class ClaimQueue:
         if not plans.may_join(self.store, self.stage):  # as at every put, however many wait
             return outcomes
         for claim in list(self._joining.values()):
-            assert claim.plan is not None
+            plan, rank = claim.asked.plan, claim.asked.rank
+            assert plan is not None
             try:
-                member = self.store.join(
-                    self.stage, claim.plan, claim.rank, claim.holder, now, claim.number
-                )
+                member = self.store.join(self.stage, plan, rank, claim.holder, now, claim.number)
             except DataplaneError as exc:
                 outcomes.append(self._over(claim, exc))
                 continue
@@ -218,7 +219,7 @@ class ClaimQueue:
                 return None
             if least != want.minimum:
                 want = Want(want.unit, want.count, least, want.where)
-        credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
+        credit = PullCredit(claim.address, claim.asked.most_bytes, claim.asked.fields)
         last = all_there and want.budget_tag is not None and not kept
         try:
             taken = self.store.take(
@@ -266,10 +267,10 @@ class ClaimQueue:
             ValueTooLarge(
                 f"a claim of stage {self.stage!r} of {self.store.partition!r} needs {needed_bytes} "
                 "bytes of other hosts at its own at once, where pulls may use "
-                f"{claim.most_bytes}: claim fewer rows at a time (or with min=), or make that "
-                "arena larger (--arena, DATAPLANE_ARENA)",
+                f"{claim.asked.most_bytes}: claim fewer rows at a time (or with min=), or make "
+                "that arena larger (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
-                cap_bytes=claim.most_bytes,
+                cap_bytes=claim.asked.most_bytes,
                 admission="pull",
             ),
         )

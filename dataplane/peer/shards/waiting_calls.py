@@ -129,19 +129,8 @@ class WaitingCalls:
         stage = self._stage(entry, body.stage)
         assert isinstance(stage.queue, ClaimQueue)
         self._check_room(stage, body.number)
-        stage.queue.add(
-            Waiting(
-                body.number,
-                body.want,
-                caller.session,
-                caller.address,
-                body.fields,
-                body.most_bytes,
-                self.host.now() - body.waited_ms / 1000,
-                body.plan,
-                body.rank,
-            )
-        )
+        since = self.host.now() - body.waited_ms / 1000
+        stage.queue.add(Waiting(body, caller.session, caller.address, since))
         late = functools.partial(self._late, stage, body.want, body.number)
         return self._answer_to(stage, caller, body, late)
 

@@ -71,7 +71,8 @@ class Returned(Body, tag=202):
 class Joined(Body, tag=220):
     """A process takes part in the plan of a stage, as one of its ranks; `member` is the number that
     it goes by. The first one begins the plan, whose rows have just been leased by `lease`. claim:
-    as in `Leased`."""
+    as in `Leased`. In a dump, acked: whether it has; laid, of the first: what all ranks have been
+    told to lay the rows out by."""
 
     stage: str
     lease: int
@@ -80,6 +81,8 @@ class Joined(Body, tag=220):
     rank: int
     holder: int
     claim: int
+    laid: Laid | None = None
+    acked: bool = False
 
 
 class Left(Body, tag=221):
@@ -237,17 +240,6 @@ class Held(Body, tag=214):
     claim: int
 
 
-class Planned(Body, tag=215):
-    """The plan of a stage, whose rows are those of `lease`, in `Held`. members: number, rank,
-    holder, claim, and whether it has acked."""
-
-    stage: str
-    lease: int
-    shape: Shape
-    laid: Laid
-    members: list[tuple[int, int, int, int, bool]]
-
-
 class Remembered(Body, tag=216):
     """Oldest first: KEY records of rows and groups that are no more, with a byte each, 0: it was
     dropped; and names of rows that were lost with a peer. missed: such that are forgotten."""
@@ -302,7 +294,6 @@ Op = (
     | Given
     | Ready
     | Held
-    | Planned
     | Remembered
     | Summary
 )

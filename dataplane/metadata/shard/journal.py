@@ -62,7 +62,6 @@ from dataplane.wire.journal import (
     Paced,
     Parts,
     Permitted,
-    Planned,
     Ready,
     Relocated,
     Remembered,
@@ -74,6 +73,7 @@ from dataplane.wire.journal import (
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
 from dataplane.wire.records import KEY, RANGE, U8, column
+from dataplane.wire.tables import Laid
 
 MAX_OP_BYTES = 8 << 20
 """More about rows than this is told in several operations; a message takes `MAX_FRAME_BYTES`."""
@@ -124,16 +124,18 @@ def _leased(store: Store, op: Leased, now: float) -> None:
 
 
 def _joined(store: Store, op: Joined, now: float) -> None:
-    leases = store.leases
-    plan = leases.plan(op.stage)
-    if plan is None:
-        lease = finishes.lease_of(store, op.lease)
-        plan = Plan(lease, op.shape, plans.laid(lease, op.shape))
-        leases.add_plan(plan)
-    if plan.lease.number != op.lease or plan.shape != op.shape:
-        raise ProtocolError(f"stage {op.stage!r} has another plan")
+    leases, plan = store.leases, store.leases.plan(op.stage)
     _new_lease(store, op.member)
-    leases.add_member(Member(op.member, plan, op.rank, op.holder, op.claim))
+    lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
+    shape = op.shape if plan is None else plan.shape
+    if (lease.number, lease.stage.name, shape) != (op.lease, op.stage, op.shape):
+        raise ProtocolError(f"stage {op.stage!r} has another plan")
+    if plan is None:
+        for weights in op.laid.weights.values() if op.laid is not None else ():
+            column(weights, _F8, lease.count)
+        plan = Plan(lease, shape, op.laid or plans.laid(lease, shape))
+        leases.add_plan(plan)
+    leases.add_member(Member(op.member, plan, op.rank, op.holder, op.claim, op.acked))
 
 
 def _left(store: Store, op: Left, now: float) -> None:
@@ -289,20 +291,6 @@ def _held(store: Store, op: Held, now: float) -> None:
     store.leases.add(lease)
 
 
-def _planned(store: Store, op: Planned, now: float) -> None:
-    leases = store.leases
-    lease = finishes.lease_of(store, op.lease)
-    if lease.stage.name != op.stage or leases.plan(op.stage) is not None:
-        raise ProtocolError(f"stage {op.stage!r} has another plan")
-    for weights in op.laid.weights.values():
-        column(weights, _F8, lease.count)
-    plan = Plan(lease, op.shape, op.laid)
-    leases.add_plan(plan)
-    for number, rank, holder, claim, acked in op.members:
-        _new_lease(store, number)
-        leases.add_member(Member(number, plan, rank, holder, claim, acked))
-
-
 def _remembered(store: Store, op: Remembered, now: float) -> None:
     keys = different(op.keys, "key")
     for key, freed in zip(keys, column(op.freed, _BYTE, len(keys)).tolist(), strict=True):
@@ -359,7 +347,7 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
 
 
 def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
-    new = set(keys) - index.keys()
+    new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
         raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s are here already")
 
@@ -402,8 +390,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
     for lease in store.leases:
         yield _lease_told(lease)
     for plan in store.leases.plans:
-        members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
-        yield Planned(plan.lease.stage.name, plan.lease.number, plan.shape, plan.laid, members)
+        yield from _plan_told(plan)
     for gone in _pieces(store.tombstones.all(), many):
         yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
     names, number, missed = store.losses.after(0)
@@ -533,6 +520,14 @@ def _lease_told(lease: Lease) -> Held:
     )
 
 
+def _plan_told(plan: Plan) -> Iterator[Joined]:
+    of = plan.lease.stage.name, plan.lease.number, plan.shape
+    laid: Laid | None = plan.laid
+    for one in plan.members.values():
+        yield Joined(*of, one.number, one.rank, one.holder, one.claim, laid, one.acked)
+        laid = None  # the others find it told
+
+
 def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
     return (of[at : at + many] for at in range(0, len(of), many))
 
@@ -563,7 +558,6 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Given: _given,
     Ready: _ready,
     Held: _held,
-    Planned: _planned,
     Remembered: _remembered,
     Summary: _summary,
 }

@@ -198,9 +198,9 @@ class Peer:
         return self.membership.deposed.is_set() and not (stop.is_set() or leave.is_set())
 
     async def close(self) -> None:
-        await self.keeper.close()
         await self.door.close()
         await self.mesh.close()
+        await self.keeper.close()  # nobody asks it any more, nor takes an office here anew
         await self.device_pulls.close()
         await self.pulls.close()
         if self.spilling is not None:

@@ -8,6 +8,7 @@ whatever its threads are doing: the peer learns from the exit that nothing of it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -231,7 +232,8 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     listener = socket.socket(fileno=listen_fd)
     stream_of = door(first.tls) if first.tls else BulkStream
     RangeServer(listener, first.owner, first.key, by_tcp, desk, holds, stream_of).start()
-    control.send(Ready(os.getpid(), missing))
+    with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
+        control.send(Ready(os.getpid(), missing))
     Worker(control, region, desk, reads).serve()
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from bench.memory import ARENA, Sampler, memfds, process_bytes
 
 MIB = 1 << 20
 
-# A process that has nothing but what it says: this one may hold the arenas of other tests.
+# A process that has nothing but what it says: this one may hold the arenas of other tests, and its
+# part of the libraries that it shares with other processes changes as those come and go.
 _HOLDER = """
 import mmap, os, sys
 descriptor = os.memfd_create("test-arena")
@@ -27,11 +26,19 @@ arena[: 16 << 20] = bytes(16 << 20)
 print("touched", flush=True)
 sys.stdin.readline()
 """
+_PRIVATE = """
+import sys
+print("mapped", flush=True)
+sys.stdin.readline()
+block = bytearray(b"1") * (64 << 20)
+print("touched", flush=True)
+sys.stdin.readline()
+"""
 
 
 @contextmanager
-def holder() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _HOLDER]
+def holder(code: str = _HOLDER) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -43,12 +50,18 @@ def holder() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def touch(process: subprocess.Popen[str]) -> None:
+    assert process.stdin and process.stdout
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "touched\n"
+
+
 def test_private_memory_counts_for_its_process() -> None:
-    before = process_bytes(os.getpid())
-    block = np.ones(64 * MIB, np.uint8)
-    grown = process_bytes(os.getpid()) - before
-    assert 60 * MIB < grown < 80 * MIB
-    assert block.all()
+    with holder(_PRIVATE) as process:
+        before = process_bytes(process.pid)
+        touch(process)
+        assert 60 * MIB < process_bytes(process.pid) - before < 80 * MIB
 
 
 def test_an_arena_counts_its_touched_pages_once_and_not_for_processes() -> None:
@@ -57,10 +70,7 @@ def test_an_arena_counts_its_touched_pages_once_and_not_for_processes() -> None:
         sampler.sample()
         before = sampler.peak_bytes["one"]
         assert sampler.peak_bytes[ARENA] == 0
-        assert process.stdin and process.stdout
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "touched\n"
+        touch(process)
         sampler.sample()
         assert sampler.peak_bytes[ARENA] == sampler.peak_bytes["arena of one"] == 16 * MIB
         assert "arena of two" not in sampler.peak_bytes
@@ -75,9 +85,7 @@ def test_a_grandchild_counts_under_its_service() -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as service:
         assert service.stdin and service.stdout
         assert service.stdout.readline() == "mapped\n"
-        service.stdin.write("\n")
-        service.stdin.flush()
-        assert service.stdout.readline() == "touched\n"
+        touch(service)
         sampler = Sampler(lambda: {"service": service.pid})
         sampler.sample()
         assert sampler.peak_bytes["arena of service"] == 16 * MIB

@@ -13,6 +13,8 @@ from dataplane.errors import Unavailable
 from dataplane.launch.values import parse_address
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.membership.authority import EtcdKeeper
+from dataplane.peer.peer import Peer
+from dataplane.peer.tasks import Tasks
 from dataplane.transport.etcd import Kept
 from dataplane.wire.tables import Owner
 
@@ -113,3 +115,38 @@ async def test_an_authority_that_is_no_member_any_more_is_asked_no_more() -> Non
     keeper.gone(Owner(there, 1))
     with pytest.raises(Unavailable):
         keeper.address()
+
+
+async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is asked of a session that is closed is no failure of etcd's."""
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()  # until it hangs up
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    now = asyncio.get_running_loop().time
+    host: Any = SimpleNamespace(address="a", plane="p", founding=(1, 1), now=now)
+    keeper = EtcdKeeper(host, [f"127.0.0.1:{port}", f"localhost:{port}"], lambda address: False)
+    tasks = Tasks()
+    office: Any = SimpleNamespace(is_open=False)
+    tasks.spawn(keeper.run(office))
+    await asyncio.wait_for(asked.wait(), 10)
+
+    async def close() -> None: ...
+
+    part = SimpleNamespace(close=close)
+    peer: Any = SimpleNamespace(
+        door=part, mesh=tasks, keeper=keeper, device_pulls=part, pulls=part, spilling=None,
+        devices=part, host=SimpleNamespace(arena=SimpleNamespace(close=lambda: None)),
+    )  # fmt: skip
+    await Peer.close(peer)
+    await asyncio.sleep(0)
+    assert not caplog.records
+    server.close()
+    await server.wait_closed()

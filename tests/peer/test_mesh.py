@@ -169,3 +169,28 @@ async def test_nothing_begins_at_a_peer_that_has_ended() -> None:
     await tasks.close()
     await tasks.spawn(work())
     assert not begun
+
+
+async def test_a_peer_that_ends_takes_no_requests_any_more_while_its_tasks_end(mesh: Mesh) -> None:
+    """Those would be carried out behind the end of all that they need."""
+    streams = mesh.door.streams
+    await streams.listen(HERE, HERE)
+    stream = await Streams.dial(
+        streams.address, streams.promise(), lambda _, frame: None, lambda _, why: None
+    )
+    while not streams._open:
+        await asyncio.sleep(0)
+    (accepted,) = streams._open
+    ended = list[bool]()
+
+    async def works() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(accepted.closed)
+
+    mesh.spawn(works())
+    await asyncio.sleep(0)
+    await mesh.close()
+    assert ended == [True]
+    stream.close()

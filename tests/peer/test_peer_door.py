@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.errors import PartitionGone
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
@@ -41,8 +43,9 @@ class Door:
         )  # fmt: skip
         self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
         self.under: list[Roster] = []
+        self.tasks = Tasks()
         self.door = PeerDoor(
-            self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"), Serving(self.host)
+            self.host, {Seal: self._seal}, self.tasks.hold, Gate(None, "plane"), Serving(self.host)
         )
         self.id, self.waiting_bytes = b"b", 0
         self.begun: asyncio.Queue[int] = asyncio.Queue()
@@ -94,6 +97,22 @@ async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
     failed = await door.answer()
     assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
     assert door.door.under_way == 0
+
+
+async def test_a_request_that_fails_as_its_peer_ends_leaves_no_traceback(door: Door) -> None:
+    told = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    async def refuse(caller: Caller, body: Body) -> Body:
+        raise PartitionGone("dropped")
+
+    door.door.handlers[Seal] = refuse
+    door.arrives(1)
+    await door.tasks.close()  # before it has begun
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not told and door.answered.empty()
 
 
 @pytest.mark.parametrize("number", [-1, 1])

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
-from dataplane.peer.watch.deadlock import is_standstill
+from dataplane.peer.watch.deadlock import LOOKS, Standstill, is_standstill
 from dataplane.wire.peering import Stirring
 
 FULL = Stirring(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)
 IDLE = Stirring(filled=[], busy=[], held=False, claims=0, claimable=False, done=0)
+
+
+class OneRow:
+    """As much of a shard's store as is looked at, with a row that nobody takes."""
+
+    leases = ()
+    stages: ClassVar[dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return 1
 
 
 def but(answer: Stirring, **changed: Any) -> Stirring:
@@ -46,3 +57,16 @@ def test_somebody_who_could_free_space_is_none(answers: list[Stirring]) -> None:
 
 def test_clients_of_other_partitions_are_nobodys_hope() -> None:
     assert is_standstill([FULL, but(IDLE, busy=["another"])])
+
+
+def test_who_waits_after_others_were_told_is_told_of_what_is_seen_from_then_on() -> None:
+    """Whoever could free rows may have come in between."""
+    entry = SimpleNamespace(name="p", definition=SimpleNamespace(free="acked"), store=OneRow())
+    host: Any = SimpleNamespace(
+        solo=True, entries={"p": entry}, progress=SimpleNamespace(done=7), now=lambda: 0.0
+    )
+    claims: Any = SimpleNamespace(waiting=0, room=SimpleNamespace(starved=0))
+    mesh, queues, sessions = SimpleNamespace(handlers={}), SimpleNamespace(), list[Any]()
+    standstill = Standstill(host, mesh, sessions, claims, queues, None)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [standstill.lasts(False, True) for _ in range(LOOKS)] == [False, False, True]

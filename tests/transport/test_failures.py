@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ import pytest
 
 from dataplane.errors import DataplaneError, DeadlineExceeded
 from dataplane.transport import plane_key
+from dataplane.transport.bulk_frames import Configure, encode
 from dataplane.transport.engine import BulkEngine
 from dataplane.wire.tables import Owner
 
@@ -122,6 +124,27 @@ asyncio.run(peer())
     await peer.wait()
     asyncio.get_running_loop().remove_reader(worker)
     os.close(worker)
+
+
+async def test_a_worker_whose_peer_is_gone_before_it_is_ready_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arena = os.memfd_create("arena")
+        os.ftruncate(arena, MIB)
+        given = {"--control-fd": theirs.fileno(), "--arena-fd": arena}
+        given |= {"--listen-fd": listener.fileno(), "--arena-bytes": MIB}
+        options = [part for name, value in given.items() for part in (name, str(value))]
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "dataplane.transport.worker", *options),
+            pass_fds=(theirs.fileno(), arena, listener.fileno()),
+            stderr=subprocess.PIPE,
+        )
+        ours.sendall(encode(Configure(Owner("p", 1), b"k")))
+        ours.close()
+        theirs.close()
+        _, said = await worker.communicate()
+        os.close(arena)
+    assert (worker.returncode, said) == (0, b"")
 
 
 async def test_an_engine_whose_workers_cannot_start_says_so() -> None:

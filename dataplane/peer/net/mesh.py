@@ -95,10 +95,10 @@ class Mesh:
 
     async def close(self) -> None:
         self._closing = True
+        self.door.streams.close()  # what came from now on would be no task that ends here
         await self._tasks.close()
         for link in self._links.values():
             link.close(Unavailable(f"peer {self.host.name!r} ends"))
-        self.door.streams.close()
         self._greetings.close()
 
     # calling

@@ -236,6 +236,8 @@ class PeerDoor:
 
     def _is_over(self, call: asyncio.Future[Body]) -> None:
         self.under_way -= 1
+        if not call.cancelled():
+            call.exception()  # where this peer ends nobody waits for it: that is no bug to log
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
         outcome = handler(caller, body)

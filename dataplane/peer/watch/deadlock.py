@@ -89,7 +89,10 @@ class Standstill:
             self._note([self._here()])
         elif (self._looking is None or self._looking.done()) and self.host.now() > self._next_look:
             self._looking = self.mesh.spawn(self._look())
-        return self._looks >= LOOKS
+        found = self._looks >= LOOKS
+        if found:
+            self._looks = 0  # who begins to wait after this is told of what is seen from then on
+        return found
 
     async def _look(self) -> None:
         answers: list[Stirring] = []

@@ -44,7 +44,7 @@ class Janitor:
         peer, lingers = self.peer, self._linger_s is not None
         peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
         self._began = True
-        faulting: asyncio.Task[None] | None = None
+        faulting: asyncio.Future[None] | None = None
         while not stop.is_set():
             now = self.host.now()
             self.expired_leases += peer.finishing.expire(now)
@@ -59,7 +59,7 @@ class Janitor:
                 stop.set()
                 return
             if faulting is None or faulting.done():
-                faulting = asyncio.create_task(self._prefault())
+                faulting = peer.mesh.spawn(self._prefault())
             try:
                 async with asyncio.timeout(TICK_S):
                     await stop.wait()

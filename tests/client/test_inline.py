@@ -121,12 +121,15 @@ def test_what_a_full_shard_refuses_goes_to_the_arena(
     assert len(peer.bodies(Put)) == len(puts) + 1
 
 
-def test_a_full_shard_is_an_error_where_nothing_was_inline(
-    peer: ScriptedPeer, part: Partition
+@pytest.mark.parametrize("values", [{"large": [LARGE]}, {"a": [7]}, {"a": [7], "large": [LARGE]}])
+def test_a_shard_without_room_for_rows_is_an_error_at_once(
+    peer: ScriptedPeer, part: Partition, values: dict[str, Any]
 ) -> None:
+    """It was waited for already. The large values are the peer's by then, and freed."""
     peer.scripts[Put] = lambda request, body: Failed("ShardFull", "host b", {"used_bytes": 5})
     with pytest.raises(dataplane.BackPressure, match="host b"):
-        part.put({"large": [LARGE]})
+        part.put(values)
+    assert len(peer.bodies(Put)) == 1
 
 
 @pytest.mark.parametrize("full", [False, True])

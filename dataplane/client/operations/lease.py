@@ -447,7 +447,7 @@ class Lease:
         try:
             return (yield from self._send(self._with(body, written), timeout, then))
         except ShardFull as full:
-            if not written.inline:
+            if not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
             pin = self.handle.session.pinned(full.details.get("pin", 0))

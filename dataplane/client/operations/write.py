@@ -172,7 +172,7 @@ class Putting(msgspec.Struct, eq=False):
         try:
             yield from self._tell(written, index, ahead)
         except ShardFull as full:
-            if not written.inline:
+            if not full.details.get("values"):  # it has none for rows
                 raise
             self.handle.shard_is_full()
             pin = self.handle.session.pinned(full.details.get("pin", 0))

@@ -21,16 +21,10 @@ class ResourceLimiter:
             f"{len(self._queue)} waiting>"
         )
 
-    def acquire_now(self, nbytes: int) -> bool:
-        """Whether there is room, and nobody waits for it; `release` frees it."""
-        if self._queue or not self._fits(nbytes):
-            return False
-        self.used_bytes += nbytes
-        return True
-
     async def acquire(self, nbytes: int) -> None:
         """Waits for room in order of arrival; `release` frees it, as a cancelled wait does."""
-        if self.acquire_now(nbytes):
+        if not self._queue and self._fits(nbytes):
+            self.used_bytes += nbytes
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (nbytes, turn)

@@ -56,5 +56,3 @@ ABSENT = 0xFFFF
 """`owner` of a value record of a row that lacks the field."""
 MAX_PULLED_BYTES = 262_144
 """Of values that a peer sends in one answer; more go through bulk transfer."""
-MAX_COMING_BYTES = 32 << 20
-"""Of values that a peer has asked another for in such answers, until they have come."""

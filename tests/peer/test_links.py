@@ -18,7 +18,7 @@ from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.mesh import Mesh, _Call
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.progress import Progress
-from dataplane.wire import limits, peering
+from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Put, Stats
 from dataplane.wire.peering import Append, PeerHello, PeerReply
 from dataplane.wire.tables import Rows
@@ -36,9 +36,9 @@ ROSTER: Any = SimpleNamespace(epoch=(1, 2))
 HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress(), roster=ROSTER)
 
 
-def ask(link: Link, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body]:
+def ask(link: Link, rid: int, frame: bytes) -> asyncio.Future[Body]:
     """On a link that takes it; no answer here is late."""
-    return link.ask(rid, frame, math.inf, RuntimeError, brings)
+    return link.ask(rid, frame, math.inf, RuntimeError)
 
 
 class Line:
@@ -128,41 +128,6 @@ class Owner:
 
     def answers(self, who: Stream, rid: int) -> None:
         self.streams.answer(who, peering.encode(PeerReply(rid, 1, Done())))
-
-
-async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
-    there = Owner()
-    link = link_to()
-    await there.greets(link)
-    brings = limits.MAX_PULLED_BYTES
-    most = limits.MAX_COMING_BYTES // brings
-
-    async def asks(rid: int, brings: int) -> Body:
-        await link.takes(brings)
-        return await ask(link, rid, b"%d" % rid, brings)
-
-    async def comes_last(rid: int, after: list[int]) -> Stream:
-        """A request that brings no values waits for nobody, and passes those that do."""
-        calls.append(asyncio.create_task(asks(rid, 0)))
-        came = [await there.asked() for _ in [*after, rid]]
-        assert [number for _, number in came] == [*after, rid]
-        return came[0][0]
-
-    calls = [asyncio.create_task(asks(rid, brings)) for rid in range(1, most + 4)]
-    who = await comes_last(1000, list(range(1, most + 1)))
-    assert not link.takes_now(brings) and link.takes_now()
-    calls[0].cancel()  # its answer is under way all the same
-    await comes_last(1001, [])
-    there.answers(who, 1)
-    there.answers(who, 2)
-    await calls[1]
-    await comes_last(1002, [most + 1, most + 2])
-    link.close(LinkBroken("it broke"))
-    for call in calls[2:]:
-        with pytest.raises(LinkBroken):
-            await asyncio.wait_for(call, 10)
-    assert not link.room.used_bytes and not link.coming and not link.answers
-    there.streams.close()
 
 
 async def test_a_link_whose_stream_ends_breaks() -> None:

@@ -194,6 +194,46 @@ async def test_a_frame_that_cannot_be_taken_does_not_hold_up_the_next(
     stream.close()
 
 
+async def unread(door: Door) -> None:
+    dialler = Dialler()
+    stream, took = await dialler.dial(door), list[Stream]()
+
+    def answer(back: Stream, frame: bytes | memoryview) -> None:
+        took.append(back)
+        door.streams.answer(back, bytes(frame) * (1 << 18))
+
+    door.streams._take = answer
+    stream.pause()
+    questions = [b"%3d" % n for n in range(200)]
+    for question in questions:
+        stream.post(question)
+    async with asyncio.timeout(LIMIT_S):
+        while not took or not took[0].is_full:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert took[0].waiting_bytes < 2 * streams.FULL_BYTES and len(took) < 50
+    stream.resume()
+    for question in questions:
+        assert (await dialler.next())[:3] == question
+    assert not door.streams.refusals.total and not took[0].closed
+    stream.close()
+
+
+async def test_who_does_not_take_its_answers_asks_nothing_more_until_it_does(door: Door) -> None:
+    await unread(door)
+
+
+def test_who_does_not_take_its_answers_asks_nothing_more_with_uvloop() -> None:
+    async def main() -> None:
+        door = Door(False)
+        await door.streams.listen(LOOPBACK, LOOPBACK)
+        await unread(door)
+        door.streams.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
 async def test_a_peer_that_takes_no_answers_is_cut_off(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,7 @@ from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.net.greetings import Dialled, Greetings
 from dataplane.peer.net.streams import Dial, Stream
 from dataplane.peer.tasks import in_time
-from dataplane.transport.limiter import ResourceLimiter
-from dataplane.wire import limits, peering
+from dataplane.wire import peering
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply
 
@@ -70,10 +69,6 @@ class Link:
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
-    room: ResourceLimiter = field(default_factory=lambda: ResourceLimiter(limits.MAX_COMING_BYTES))
-    """for the values that answers bring: what this peer does not take lies at the other"""
-    coming: dict[int, int] = field(default_factory=dict)
-    """bytes of values by request, until its answer is here, whether or not somebody waits for it"""
     _dialled: Dialled | None = None
 
     async def greet(
@@ -106,35 +101,22 @@ class Link:
             raise again(self.ended)
         self.calls, self.hello = stream, hello
 
-    def takes_now(self, brings: int = 0) -> bool:
-        """Whether a request can be sent, and the values that its answer brings have room: that is
-        the request's from now on."""
-        if self.ended is not None or self.calls is None or self.calls.is_full:
-            return False
-        return not brings or self.room.acquire_now(brings)
+    def takes_now(self) -> bool:
+        """Whether a request can be sent."""
+        return self.ended is None and self.calls is not None and not self.calls.is_full
 
-    async def takes(self, brings: int = 0) -> None:
-        """As `takes_now`, as soon as there is room."""
-        if brings:
-            await self.room.acquire(brings)
-        try:
-            if self.calls is not None:
-                await self.calls.drained()
-        except BaseException:
-            self.room.release(brings)
-            raise
+    async def takes(self) -> None:
+        """As soon as one can be, or the link has ended."""
+        if self.calls is not None:
+            await self.calls.drained()
 
     def ask(
-        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception], brings: int = 0
+        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception]
     ) -> asyncio.Future[Body]:
-        """Send a request that the link takes: the answer, that brings so many bytes of values. It
-        fails with its typed error, what the link ended with, or as `late` says where it does not
-        come in time (monotonic)."""
+        """Send a request that the link takes: the answer. It fails with its typed error, what the
+        link ended with, or as `late` says where it does not come in time (monotonic)."""
         answer = self._expect(rid)
-        if brings:
-            self.coming[rid] = brings
         if self.ended is not None or self.calls is None:
-            self._came(rid)
             fail(answer, again(self.ended or LinkBroken("not greeted", address=self.address)))
             return answer
         in_time(answer, until, late)
@@ -146,10 +128,6 @@ class Link:
         self.answers[rid] = answer
         answer.add_done_callback(lambda _: self.answers.pop(rid, None))
         return answer
-
-    def _came(self, rid: int) -> None:
-        if nbytes := self.coming.pop(rid, 0):
-            self.room.release(nbytes)
 
     def received(self, frame: bytes | memoryview) -> None:
         """Hand an answer to who waits for it."""
@@ -169,7 +147,6 @@ class Link:
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
             return  # of another process than was greeted: its ranges are others
-        self._came(reply.rid)
         if reply.append is None:
             self.answered(reply)
         else:
@@ -197,7 +174,5 @@ class Link:
             self._dialled.close()
         if self.calls is not None:
             self.calls.close()
-        for rid in list(self.coming):
-            self._came(rid)
         for answer in self.answers.values():
             fail(answer, again(self.ended))

@@ -18,7 +18,6 @@ import msgspec
 
 from dataplane.errors import (
     DataplaneError,
-    FrameTooLarge,
     StaleEpoch,
     Unavailable,
 )
@@ -59,7 +58,6 @@ class _Call(msgspec.Struct, frozen=True):
     who: Caller
     to: int | None = None
     epoch: tuple[int, int] | None = None
-    brings: int = 0
 
 
 class Mesh:
@@ -112,19 +110,18 @@ class Mesh:
         timeout_s: float = CALL_S,
         to: int | None = None,
         epoch: tuple[int, int] | None = None,
-        brings: int = 0,
     ) -> Any:
         """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
         and no later than the client's call has to end.
 
         to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
-        where it works under another one. brings: bytes of values that the answer has.
+        where it works under another one.
         """
         who = caller or Caller(self.host.address, self.host.incarnation)
         if address == self.host.address:
             outcome = self._here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
-        return await self._asked(_Call(address, body, who, to, epoch, brings), timeout_s)
+        return await self._asked(_Call(address, body, who, to, epoch), timeout_s)
 
     def ask(
         self,
@@ -198,7 +195,7 @@ class Mesh:
         link = self._links.get(asked.address)
         if link is None or link.hello is None or self._closing:
             return None
-        if asked.to not in (None, link.hello.incarnation) or not link.takes_now(asked.brings):
+        if asked.to not in (None, link.hello.incarnation) or not link.takes_now():
             return None
         return self._send(link, asked, until)
 
@@ -211,18 +208,13 @@ class Mesh:
                 f"peer {link.hello.name} at {link.address} was started anew: repeat the call",
                 address=link.address,
             )
-        await link.takes(asked.brings)
+        await link.takes()
         return link
 
     def _send(self, link: Link, asked: _Call, until: float) -> asyncio.Future[Body]:
         limit_s = max(0.0, until - self.host.now())
         late = functools.partial(self._silent, asked.address, type(asked.body).__name__, limit_s)
-        try:
-            rid, frame = self._request(asked, limit_s)
-        except FrameTooLarge:
-            link.room.release(asked.brings)
-            raise
-        return link.ask(rid, frame, until, late, asked.brings)
+        return link.ask(*self._request(asked, limit_s), until, late)
 
     async def _in_time(self, address: str, what: str, until: float, work: Awaitable[T]) -> T:
         limit_s = max(0.0, until - self.host.now())

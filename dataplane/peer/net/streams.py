@@ -39,7 +39,7 @@ MAX_UNKNOWN = 1_024
 JOIN_S = 3.0
 """Within which a connection has to say it, and a dialled one to be made."""
 FULL_BYTES = 4 << 20
-"""More than this waits to be sent: who can wait does."""
+"""More than this waits to be sent: who can wait does, and who asked for it asks nothing more."""
 UNACKED_MS = 30_000
 """After so long in which the other host takes nothing the connection ends. Longer than a call: who
 stopped is told by zmq's heartbeats within a second, and who is busy may be so for a while."""
@@ -86,6 +86,8 @@ class Stream(asyncio.Protocol):
         self._opens: Sealer | None = None
         self._frames = FrameReader(limits.MAX_FRAME_BYTES + TAG_BYTES)
         self._paused = False
+        self._is_accepted = False
+        """what comes asks, and what goes answers"""
         self._posted: list[bytes] = []
         self._posted_bytes = 0
         self._is_behind = False
@@ -99,7 +101,7 @@ class Stream(asyncio.Protocol):
 
     def use(self, secret: bytes, accepted: bool) -> None:
         """Its name and, where frames are sealed, a key for each direction: the dialler's first."""
-        self.id = secret[:ID_BYTES]
+        self.id, self._is_accepted = secret[:ID_BYTES], accepted
         keys = secret[ID_BYTES:]
         if keys:
             to, back = Sealer(keys[:KEY_BYTES]), Sealer(keys[KEY_BYTES:])
@@ -125,7 +127,7 @@ class Stream(asyncio.Protocol):
 
     def _take_frames(self) -> None:
         try:
-            while not (self.closed or self._paused) and (frame := self._frames.next()) is not None:
+            while self._takes and (frame := self._frames.next()) is not None:
                 if self._opens is not None:
                     frame = self._opens.open(frame)
                 try:
@@ -140,14 +142,25 @@ class Stream(asyncio.Protocol):
     def pause(self) -> None:
         """Take nothing more: TCP makes the sender wait."""
         self._paused = True
-        if self._transport is not None and not self.closed:
-            self._transport.pause_reading()
+        self._look()
 
     def resume(self) -> None:
         self._paused = False
-        if self._transport is not None and not self.closed:
+        self._look()
+
+    @property
+    def _takes(self) -> bool:
+        """Whether what comes is taken. Who does not take its answers asks nothing more."""
+        return not (self.closed or self._paused or (self._is_accepted and self.is_full))
+
+    def _look(self) -> None:
+        if self._transport is None or self.closed or self._transport.is_closing():
+            return
+        if self._takes:
             self._transport.resume_reading()
             self._loop.call_soon(self._take_frames, context=self._variables)
+        else:
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc is not None else "the other side closed it")
@@ -172,7 +185,7 @@ class Stream(asyncio.Protocol):
         self._posted.append(frame)
         self._posted_bytes += len(frame)
         if self._posted_bytes > FULL_BYTES:
-            self._room.clear()
+            self._is_now(full=True)
 
     async def drained(self) -> None:
         """Until it is not full, or has ended."""
@@ -188,16 +201,20 @@ class Stream(asyncio.Protocol):
             sealed = frame if self._seals is None else self._seals.seal(frame)
             parts += (len(sealed).to_bytes(HEADER_BYTES, "little"), sealed)
         self._transport.write(b"".join(parts))
-        if not self._is_behind:
-            self._room.set()
+        self._is_now(full=self._is_behind)
 
     def pause_writing(self) -> None:
         self._is_behind = True
-        self._room.clear()
+        self._is_now(full=True)
 
     def resume_writing(self) -> None:
         self._is_behind = False
-        self._room.set()
+        self._is_now(full=False)
+
+    def _is_now(self, full: bool) -> None:
+        if full != self.is_full:
+            self._room.clear() if full else self._room.set()
+            self._look()
 
     # its end
 

@@ -218,7 +218,7 @@ class Pulls:
         dead = np.zeros(len(ranges), np.bool_)
         asked = ranges[:MOST_LOOKED_AT]
         try:
-            reply = await self._exchange(owner, asked, np.zeros(len(asked), U8), 0)
+            reply = await self._exchange(owner, asked, np.zeros(len(asked), U8))
         except DataplaneError as exc:
             log.debug("values of %s count as alive: %s", owner.peer, exc)
         else:
@@ -269,7 +269,7 @@ class Pulls:
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
     ) -> bytes:
         """So many bytes of each of these ranges, one behind the other."""
-        reply = await self._exchange(owner, remote, sizes, nbytes)
+        reply = await self._exchange(owner, remote, sizes)
         if reply.gone:
             raise _freed(len(reply.gone) - reply.gone.count(0), owner)
         if len(reply.data) != nbytes:
@@ -277,14 +277,13 @@ class Pulls:
         return reply.data
 
     async def _exchange(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
     ) -> Pulled:
         reply: Pulled = await self.mesh.call(
             owner.peer,
             Pull(remote.tobytes(), sizes.tobytes()),
             to=owner.incarnation,
             timeout_s=self.left_s(),
-            brings=nbytes,
         )
         if reply.gone and len(reply.gone) != len(remote):
             raise ProtocolError(f"{owner.peer} tells of {len(reply.gone)} of {len(remote)} ranges")

@@ -73,7 +73,7 @@ class Asker:
         waits = Waits(self.host, mesh, router, [])
         more: Any = leases, finishing, reading, waits, room
         self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
-        rest: Any = None, None, None, None, None
+        rest: Any = [None] * 6
         self.finishing = Finishing(self.host, mesh, router, leases, *rest)
 
     @staticmethod

@@ -85,7 +85,7 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     grants: Any = None
     mesh: Any = SimpleNamespace(handlers={}, tell=tell)
     leases, holder = Leases(), client()
-    finishing = Finishing(host, mesh, mesh, leases, grants, *[None] * 4)  # type: ignore[arg-type]
+    finishing = Finishing(host, mesh, mesh, leases, grants, *[None] * 5)  # type: ignore[arg-type]
     leases.open(holder, 7, "p", 1, "s", 2)
     leases.open(holder, 8, "p", 1, "s", 0, claim=500)
     leases.open(holder, 9, "p", 1, "s", 0, claim=501)

@@ -65,7 +65,7 @@ async def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     put(shard.store, [1])
     shard.host.shard = lambda *_: shard.host.entries["p"]
     writing: Any = SimpleNamespace(host=shard.host, mesh=parts, share=shard.share)
-    writing.grants = writing.references = writing.copying = writing.settle = None
+    writing.grants = writing.carry = writing.copying = writing.settle = None
     checkpoints, rows = Checkpoints(writing, parts, parts), Rows(bytes(KEY.itemsize))  # type: ignore[arg-type]
     with pytest.raises(ShardFull, match="consume or drop"):
         await checkpoints._restore_here(None, Restore("p", 1, rows, [], [], {}, Progress()))  # type: ignore[arg-type]

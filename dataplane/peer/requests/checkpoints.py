@@ -7,8 +7,7 @@ that restores, as if it had put them; so any number of peers will do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from dataplane.peer.net.mesh import CALL_S
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
-from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.sessions import Session
 from dataplane.wire.checkpoint import (
     Census,
     CensusDone,
@@ -39,8 +38,6 @@ from dataplane.wire.messages import Body, PutDone, Request
 from dataplane.wire.records import VALUE, column
 from dataplane.wire.tables import Column
 
-T = TypeVar("T")
-
 
 class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
@@ -48,7 +45,7 @@ class Checkpoints:
         self.mesh = writing.mesh
         self.router = router
         self.grants = writing.grants
-        self.references = writing.references
+        self.carry = writing.carry
         self.copying = writing.copying
         self.share = writing.share
         self.settle = writing.settle
@@ -117,16 +114,8 @@ class Checkpoints:
             self.grants.refused(session, body.ranges)
             raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
-        sub = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
-        caller = caller_of(self.host, request, session)
-
-        def attempt() -> Awaitable[PutDone]:
-            return self.references.hand_over(sub, committed.ranges, caller)
-
-        try:
-            return await self.share.until_taken(session, attempt)
-        finally:
-            self.references.arrived(committed.ranges, committed.counts, caller)
+        asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
+        return await self.carry(session, request, asked, committed)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)

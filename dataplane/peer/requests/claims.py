@@ -110,7 +110,7 @@ class Claims:
         """At once where the shard is here, and has enough that lies here."""
         one = _Waiting(next(self._numbers), session, body, self.host.now())
         here = self.host.entry(body.partition, body.generation) is not None
-        if not here or self.host.silent or body.plan is not None:
+        if not here or body.plan is not None:
             return self._until_here(one)
         asked, me = self._asked(one), self.host.address
         caller = Caller(me, self.host.incarnation, session.id)

@@ -17,7 +17,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.grants import NONE, Committed, Grants
 from dataplane.peer.requests.leases import Lease, Leases
-from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.sessions import Session
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
@@ -37,6 +37,8 @@ class Finishing:
     references: References
     copying: Copying
     share: MetadataShare
+    carry: Callable[[Session, Request, Finish, Committed], Awaitable[PutDone]]
+    """as `Writing.carry`"""
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
@@ -63,53 +65,38 @@ class Finishing:
             raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        if self.host.serves(lease.partition) and not self._makes_copies(lease, body):
-            return self._finish_local(session, lease, body, committed)
-        return self._finish_routed(session, request, lease, body, committed)
-
-    def _finish_local(
-        self, session: Session, lease: Lease, body: Finish, committed: Committed
-    ) -> Body:
+        asked = _at_shard(lease, body, committed)
+        if not self.host.serves(lease.partition) or self._makes_copies(asked):
+            return self._finish_carried(lease, request, body, asked, committed)
         try:
-            done = self._finish_at(_at_shard(lease, body, committed))
+            done = self._finish_at(asked)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
             self.grants.let_be(committed)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
-        self._left(lease, body)
-        done.extents = self.grants.ahead(session, body.want_bytes)
-        return done
+        return self._finished(lease, body, done)
 
-    async def _finish_routed(
-        self, session: Session, request: Request, lease: Lease, body: Finish, committed: Committed
+    async def _finish_carried(
+        self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
-        caller = caller_of(self.host, request, session)
         try:
-            done = await self.references.hand_over(
-                _at_shard(lease, body, committed), committed.ranges, caller
-            )
-            self._left(lease, body)
-        except BaseException as exc:
-            self.grants.keep_where_full(session, committed, exc)
-            if isinstance(exc, LeaseExpired):
-                self.leases.close(lease)
+            done = await self.carry(lease.session, request, asked, committed)
+        except LeaseExpired:
+            self.leases.close(lease)
             raise
-        finally:
-            self.references.arrived(committed.ranges, committed.counts, caller)
-        return PutDone(self.grants.ahead(session, body.want_bytes), done.kept)
+        return self._finished(lease, body, done)
 
-    def _left(self, lease: Lease, body: Finish) -> None:
-        """Rows are finished. The lease ends with its last row, and not before: what the shard did
-        not answer for is repeated, or released when the session ends."""
-        if body.outcome == "keep":
-            return
-        if body.index is not None:
+    def _finished(self, lease: Lease, body: Finish, done: PutDone) -> Body:
+        """The lease ends with its last row, and not before: what the shard did not answer for is
+        repeated, or released when the session ends."""
+        leave = body.outcome != "keep"
+        if leave and body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
-            if len(lease.finished) < lease.rows:
-                return
-        self.leases.close(lease)
+        if leave and (body.index is None or len(lease.finished) >= lease.rows):
+            self.leases.close(lease)
+        return PutDone(self.grants.ahead(lease.session, body.want_bytes), done.kept)
 
     def _finish_at(self, body: Finish) -> PutDone:
         """At the shard: adds and ack are one operation."""
@@ -129,18 +116,16 @@ class Finishing:
         return PutDone(kept=kept)
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
+        entry = self._makes_copies(body)
+        return self._finish_at(body) if entry is None else self._finish_with_copies(entry, body)
+
+    def _makes_copies(self, body: Finish) -> Entry | None:
         entry = self.host.entry(body.partition, body.generation)
-        if entry is None or entry.copies is None or not body.columns:
-            return self._finish_at(body)
-        return self._finish_with_copies(entry, body)
+        return entry if entry and entry.copies is not None and body.columns else None
 
     async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
         async with self.copying.beforehand(entry, body):
             return self._finish_at(body)
-
-    def _makes_copies(self, lease: Lease, body: Finish) -> bool:
-        entry = self.host.entry(lease.partition, lease.generation)
-        return entry is not None and entry.copies is not None and bool(body.columns)
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

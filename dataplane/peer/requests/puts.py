@@ -20,8 +20,9 @@ from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
+from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Wrote
-from dataplane.wire.messages import Body, Put, PutDone, Request
+from dataplane.wire.messages import Body, Finish, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
 
 Mode = Literal["new", "replace", "keep"]
@@ -62,7 +63,7 @@ class Writing:
         )
         entry = self.host.entry(body.partition, body.generation)
         if entry is None or entry.copies is not None or self.share.is_full:
-            return self._put_routed(session, request, body, asked, committed)
+            return self._put_carried(session, request, body, asked, committed)
         try:
             done = self._put_into(entry, session.id, asked)
         except BaseException as exc:
@@ -71,23 +72,32 @@ class Writing:
             raise
         return self._put_done(session, body, committed, done.gone)
 
-    async def _put_routed(
+    async def _put_carried(
         self, session: Session, request: Request, body: Put, asked: Put, committed: Committed
     ) -> Body:
-        """To the partition's shard, wherever that is then; again while it has no room."""
+        done = await self.carry(session, request, asked, committed)
+        return self._put_done(session, body, committed, done.gone)
+
+    async def carry(
+        self,
+        session: Session,
+        request: Request,
+        body: Put | Finish | Restore,
+        committed: Committed,
+    ) -> PutDone:
+        """To the partition's shard, wherever that is then; again while that has no room."""
         caller = caller_of(self.host, request, session)
 
         def attempt() -> Awaitable[PutDone]:
-            return self.references.hand_over(asked, committed.ranges, caller)
+            return self.references.hand_over(body, committed.ranges, caller)
 
         try:
-            done = await self.share.until_taken(session, attempt)
+            return await self.share.until_taken(session, attempt)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
             raise
         finally:
             self.references.arrived(committed.ranges, committed.counts, caller)
-        return self._put_done(session, body, committed, done.gone)
 
     def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
         space = self.host.space

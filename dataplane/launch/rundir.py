@@ -140,7 +140,6 @@ class PeerLock:
         self._run, self._starter, self._began_s = run, starter, _host_clock_s()
         self.socket_path = folder / f"{name}.sock"
         self.card_path = folder / f"{name}.json"
-        self.lock_path = folder / f"{name}.lock"
         self._fd = fd
         _held.add(self)
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.names import format_minted_many
+from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import KEY, VALUE
-from dataplane.wire.tables import Column, Name, Rows
+from dataplane.wire.tables import INLINE, Column, Name, Owner, Rows
 
 
 def count(rows: Rows) -> int:
@@ -39,6 +40,14 @@ def raw_values(columns: Sequence[Column]) -> bytes:
 def flat_values(columns: Sequence[Column]) -> npt.NDArray[Any]:
     """The same; read-only."""
     return np.frombuffer(raw_values(columns), VALUE)
+
+
+def in_ranges(flat: npt.NDArray[Any], owners: Sequence[Owner]) -> npt.NDArray[np.bool_]:
+    """Which of these values, that name these owners, lie in ranges of peers."""
+    there: npt.NDArray[np.bool_] = flat["owner"] != ABSENT
+    if INLINE in owners:
+        there &= flat["owner"] != owners.index(INLINE)
+    return there
 
 
 def with_records(columns: Sequence[Column], raw: bytes | bytearray) -> list[Column]:

@@ -32,25 +32,23 @@ from dataplane.errors import (
 )
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
+from dataplane.peer.net.peer_door import ONLY_WAITS
+from dataplane.peer.net.router import Waiting
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
-    Admit,
     Body,
     Claim,
-    Define,
     Failed,
     Hello,
     HelloDone,
-    Losses,
     Notice,
     Reply,
     Request,
     Reserve,
-    Wait,
     Welcome,
 )
 from dataplane.wire.refusals import Refusals
@@ -62,10 +60,8 @@ FULL_S = 0.1
 """How long nobody is let in when the process has no descriptor left."""
 CONFIRM_S = 30.0
 """How long a call without a deadline of its own waits for the backup."""
-WAITING = (Claim, Reserve, Wait, Losses, Admit, Define)
+WAITING = ONLY_WAITS | {Reserve}
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
-WAITING_FOR_ROWS = (Claim, Wait, Losses, Admit)
-"""Of them, those that say themselves how long."""
 AFTER_S = 0.4
 """A call that waited for rows until its end may still take so long to bring their values, or to
 find out why there are none."""
@@ -311,7 +307,7 @@ class Connection(asyncio.Protocol):
             return
         work = self._to_its_end(request, outcome, began)
         call = asyncio.get_running_loop().create_task(work)
-        self._running[call] = isinstance(request.body, WAITING)
+        self._running[call] = type(request.body) in WAITING
         self._door.under_way.add(call)
         call.add_done_callback(self._ended)
 
@@ -350,7 +346,7 @@ class Connection(asyncio.Protocol):
         assert self._session is not None
         await self._door.serving.until_sure(call_deadline.get())
         body = request.body
-        if isinstance(body, WAITING_FOR_ROWS) and body.timeout_ms > 0:
+        if isinstance(body, Waiting) and body.timeout_ms > 0:
             left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)
             body = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
         outcome = handler(self._session, request, body)
@@ -499,7 +495,7 @@ async def _end_of(outcome: Awaitable[Body]) -> Body:
 def _limit_s(request: Request) -> float:
     """How long a call may take, from its arrival on. Its handler says when that is over; for one
     that does not, the client does."""
-    if isinstance(request.body, WAITING_FOR_ROWS):
+    if isinstance(request.body, Waiting):
         waits_ms = request.body.timeout_ms
         return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
     return request.deadline_ms / 1000 if request.deadline_ms else math.inf

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.door.client_door import WAITING
 from dataplane.peer.notices import Telling, Why
-from dataplane.peer.once import Once, Operations, final
+from dataplane.peer.once import REPEATABLE, Once, Operations, final
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
@@ -20,20 +20,6 @@ from dataplane.wire.records import EXTENT, column
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
-
-ONCE = (
-    m.Put,
-    m.Finish,
-    m.Tag,
-    m.Drop,
-    m.Close,
-    m.Claim,
-    m.Reset,
-    m.Advance,
-    m.Reserve,
-    m.GiveBack,
-)
-"""Carried out once per operation id; a retry gets the same answer."""
 
 
 class Answers:
@@ -70,8 +56,8 @@ class Answers:
             m.Losses: peer.partitions.losses,
             **peer.checkpoints.handlers,
         }
-        for body in (*ONCE, c.Restore):
-            self.handlers[body] = self._once(body, self.handlers[body])
+        once = {*self.handlers} & {*REPEATABLE, m.Claim, m.Reserve, m.GiveBack}
+        self.handlers |= {body: self._once(body, self.handlers[body]) for body in once}
         self.handlers[c.Save] = self._reads(self.handlers[c.Save])
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:

@@ -241,9 +241,7 @@ class PeerDoor:
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
         outcome = handler(caller, body)
-        if isinstance(outcome, Body) or type(body) in WHENEVER:
-            return outcome
-        if not isinstance(outcome, CoroutineType):
+        if type(body) in WHENEVER or not isinstance(outcome, CoroutineType):
             return outcome
         return self._under(self.host.roster, caller, cast(Coroutine[Any, Any, Body], outcome))
 

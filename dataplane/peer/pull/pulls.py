@@ -256,29 +256,23 @@ class Pulls:
         view = self.host.arena.view
 
         async def write(dest: npt.NDArray[Any]) -> None:
-            data, at = await self._asked(owner, remote, sizes, nbytes), 0
+            reply, at = await self._exchange(owner, remote, sizes), 0
+            if reply.gone:
+                raise _freed(len(reply.gone) - reply.gone.count(0), owner)
+            if len(reply.data) != nbytes:
+                raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
-                view[start : start + size] = data[at : at + size]
+                view[start : start + size] = reply.data[at : at + size]
                 at += size
 
         fresh = await self._fill(sizes, write)
         self.brought[CONTROL].add(call_stage.get(), nbytes)
         return fresh
 
-    async def _asked(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
-    ) -> bytes:
-        """So many bytes of each of these ranges, one behind the other."""
-        reply = await self._exchange(owner, remote, sizes)
-        if reply.gone:
-            raise _freed(len(reply.gone) - reply.gone.count(0), owner)
-        if len(reply.data) != nbytes:
-            raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
-        return reply.data
-
     async def _exchange(
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
     ) -> Pulled:
+        """So many bytes of each of these ranges, one behind the other, or which are gone."""
         reply: Pulled = await self.mesh.call(
             owner.peer,
             Pull(remote.tobytes(), sizes.tobytes()),

@@ -95,8 +95,8 @@ class Checkpoints:
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """RowsGone where values went before they were read: asked again, their rows are gone."""
         found: SaveDone = await self.router.ask(body)
-        resolved = self.reading.resolve(found.table, session.id, in_place=False)
-        found.table, found.pin = resolved if isinstance(resolved, tuple) else await resolved
+        where = self.reading.resolved(found.table, session.id, in_place=False)
+        found.table, found.pin = await where
         return found
 
     async def _save_here(self, caller: Caller, body: Save) -> Body:

@@ -246,10 +246,8 @@ class Claims:
             if resolved is None:
                 await self._has_room(one, needed_bytes)
                 self.far_bytes.add(one.body.stage, needed_bytes)
-                now = self.reading.resolve(granted.table, one.session.id)
-                table, pin = now if isinstance(now, tuple) else await now
-            else:
-                table, pin = await resolved
+                resolved = self.reading.resolved(granted.table, one.session.id)
+            table, pin = await resolved
         except BaseException as exc:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, RowsLost):

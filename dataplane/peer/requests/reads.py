@@ -86,12 +86,17 @@ class Reading:
             if found is not None:
                 return found
         flat = np.frombuffer(raw, VALUE)
-        here = _in_ranges(table, flat)
+        here = rowset.in_ranges(flat, table.owners)
         if not some(here):
             return self._places(table, flat, here, holder)
         if own and not space.any_away(ranges_of(ids_of(flat[here])), reader):
             return self._places(table, flat, here, holder)
         return self._pull(table, flat, here, holder, reader)
+
+    async def resolved(self, table: Table, holder: int, *, in_place: bool = True) -> Resolved:
+        """As `resolve`."""
+        found = self.resolve(table, holder, in_place=in_place)
+        return found if isinstance(found, tuple) else await found
 
     def _places_of_few(self, table: Table, raw: bytes, holder: int, reader: int) -> Resolved | None:
         """As `_places`, one by one; None where any is away from the reader."""
@@ -225,9 +230,7 @@ class Reading:
             table, cursor = found.table, b""
         else:
             table, cursor = await self._read_page(body)
-        resolved = self.resolve(table, session.id)
-        table, pin = resolved if isinstance(resolved, tuple) else await resolved
-        return ReadDone(table, pin, cursor)
+        return ReadDone(*await self.resolved(table, session.id), cursor)
 
     async def _read_page(self, body: Read) -> tuple[Table, bytes]:
         """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
@@ -274,8 +277,7 @@ class Reading:
 
     async def _fetch(self, session: Session, asked: Fetch) -> Body:
         found: Found = await self.router.ask(asked)
-        resolved = self.resolve(found.table, session.id)
-        table, pin = resolved if isinstance(resolved, tuple) else await resolved
+        table, pin = await self.resolved(found.table, session.id)
         return Fetched(pin, table, found.index)
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
@@ -292,14 +294,6 @@ def _volume(table: Table) -> int:
     """Bytes that a message has of it, but for names and tags."""
     parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
     return len(table.rows.keys) + len(table.inline) + sum(parts)
-
-
-def _in_ranges(table: Table, flat: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which of these values lie in ranges of peers."""
-    there: npt.NDArray[np.bool_] = flat["owner"] != ABSENT
-    if INLINE in table.owners:
-        there &= flat["owner"] != table.owners.index(INLINE)
-    return there
 
 
 def gone(names: list[Any]) -> RowsGone:

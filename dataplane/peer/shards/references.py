@@ -27,11 +27,10 @@ from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, Put, PutDone
 from dataplane.wire.peering import Inherited, Release, Void
 from dataplane.wire.records import RANGE, U4, column
-from dataplane.wire.tables import INLINE, Owner
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -212,10 +211,7 @@ class References:
 def _named(body: Put | Finish | Restore) -> Ranges:
     """The RANGE of every value and leaf, as often as one names it; of those that lie at peers."""
     flat = rowset.flat_values(body.columns)
-    there = flat["owner"] != ABSENT
-    if INLINE in body.owners:
-        there &= flat["owner"] != body.owners.index(INLINE)
-    return ranges_of(ids_of(flat[there]))
+    return ranges_of(ids_of(flat[rowset.in_ranges(flat, body.owners)]))
 
 
 @dataclass(frozen=True, slots=True)

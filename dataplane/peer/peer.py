@@ -126,9 +126,7 @@ class Peer:
         self.changes = Changes(host, mesh, router, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, mesh, router, sessions)
-        self.claims = claims = Claims(
-            host, mesh, router, leases, finishing, reading, self.waits, room
-        )
+        self.claims = claims = Claims(host, router, leases, finishing, reading, self.waits, room)
         answers = Answers(self)
         self.door = Door(
             host,

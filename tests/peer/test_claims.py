@@ -72,7 +72,7 @@ class Asker:
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         waits = Waits(self.host, mesh, router, [])
         more: Any = leases, finishing, reading, waits, room
-        self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
+        self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
         rest: Any = [None] * 6
         self.finishing = Finishing(self.host, mesh, router, leases, *rest)
 

@@ -122,6 +122,26 @@ async def test_what_cannot_be_answered_does_not_hold_up_the_next(
     assert not bad.answer.done()
 
 
+async def test_who_cannot_be_looked_at_at_the_door_does_not_hold_up_the_next(
+    desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, looked = GATE.answer, list[bytes]()
+
+    def look_in_vain(asked: list[bytes]) -> list[bytes]:
+        looked.append(asked[1])
+        if len(looked) == 1:
+            raise ValueError("a bug of ours")
+        return look(asked)
+
+    monkeypatch.setattr(GATE, "answer", look_in_vain)
+    desk.serve(lambda greeting: b"welcome")
+    first = Dialler(desk)
+    while "was not answered" not in caplog.text:
+        await asyncio.sleep(0.01)
+    assert not first.answer.done()
+    assert await asyncio.wait_for(Dialler(desk).answer, LIMIT_S) == b"welcome"
+
+
 async def test_who_is_refused_before_the_greeting_is_sent_is_told(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,7 +99,7 @@ class Greetings:
         """Where this peer is greeted from now on. AddressInUse when that belongs to somebody else,
         InvalidConfig."""
         where = bindable(address)
-        self._desk = self._context.socket(zmq.REP)
+        self._desk = self._context.socket(zmq.ROUTER)
         self._desk.bind(DESK)  # before the router is bound
         self._router = self._context.socket(zmq.ROUTER)
         tune(self._router, where)
@@ -121,10 +121,11 @@ class Greetings:
             who, *frames = parts
             return [[who, answer(frame)] for frame in frames]
 
-        await asyncio.gather(
-            _served(self._router, greeted),
-            _served(self._desk, lambda asked: [self._gate.answer(asked)]),
-        )
+        def let_in(parts: list[bytes]) -> list[list[bytes]]:
+            who, empty, *asked = parts
+            return [[who, empty, *self._gate.answer(asked)]]
+
+        await asyncio.gather(_served(self._router, greeted), _served(self._desk, let_in))
 
     def dial(
         self,

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 TURN_S, LONG_S = 5.0, 20.0
 """Who waits at a shard asks it again after so long, and with a claim, which keeps its place there,
 ever later: what it holds for a waiter ends with that, and it says what that one waits for."""
-SOON_S = 0.5
+OWN_TURN_S = 0.5
 """The first turn of a call that perhaps waits for its own process: its end comes before that is to
 be said (`reasons.SOON_S`)."""
 LATE_S = 1.0
@@ -84,10 +84,15 @@ class Router:
             if begun is not None:
                 return begun
             waited_ms = int((self.host.now() - began) * 1000)
-            return self.at(roster, turn_of(body, turn_s, waited_ms), caller, turn_s + LATE_S)
+            return self.at(roster, _turn_of(body, turn_s, waited_ms), caller, turn_s + LATE_S)
 
         most_s = LONG_S if isinstance(body, Claim) else TURN_S
-        return await self.reach(turn, ends(body.timeout_ms, began), first_s(body), hear, most_s)
+        return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
+
+    def begin_here(self, body: Waiting, caller: Caller) -> asyncio.Future[Any]:
+        """The first turn of such a call, where the shard is here: it is to be given to `wait`."""
+        here, epoch = self.host.address, self.host.roster.epoch
+        return self.mesh.ask(here, _turn_of(body, _first_s(body)), caller=caller, epoch=epoch)
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
@@ -133,12 +138,12 @@ class Router:
                     raise
 
 
-def first_s(body: Waiting) -> float:
+def _first_s(body: Waiting) -> float:
     """How long the first turn of a call is."""
-    return SOON_S if isinstance(body, Claim | Admit) and body.own else TURN_S
+    return OWN_TURN_S if isinstance(body, Claim | Admit) and body.own else TURN_S
 
 
-def turn_of(body: Waiting, turn_s: float, waited_ms: int = 0) -> Waiting:
+def _turn_of(body: Waiting, turn_s: float, waited_ms: int = 0) -> Waiting:
     """What a shard is asked of a call that has waited so much longer; it waits no longer than the
     call does."""
     asked, turn_ms = msgspec.structs.replace(body), int(turn_s * 1000)

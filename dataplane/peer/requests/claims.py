@@ -34,8 +34,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
-from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.router import Router, ends, first_s, turn_of
+from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases, Part
@@ -58,7 +57,7 @@ class BytesLost(Exception):
     second copies are."""
 
 
-class _Waiting(msgspec.Struct, eq=False):
+class _Claiming(msgspec.Struct, eq=False):
     """A client's claim. number: under which the shard knows it; another one where it has to be
     granted other rows."""
 
@@ -89,7 +88,6 @@ class _Waiting(msgspec.Struct, eq=False):
 @dataclass(eq=False, repr=False)
 class Claims:
     host: Host
-    mesh: Mesh
     router: Router
     leases: Leases
     finishing: Finishing
@@ -108,14 +106,12 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        one = _Waiting(next(self._numbers), session, body, self.host.now())
+        one = _Claiming(next(self._numbers), session, body, self.host.now())
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
-        asked, me = self._asked(one), self.host.address
-        caller = Caller(me, self.host.incarnation, session.id)
-        turn, epoch = turn_of(asked, first_s(asked)), self.host.roster.epoch
-        answer = self.mesh.ask(me, turn, caller=caller, epoch=epoch)
+        caller = Caller(self.host.address, self.host.incarnation, session.id)
+        answer = self.router.begin_here(self._asked(one), caller)
         if not answer.done() or answer.exception() is not None:
             return self._until_here(one, answer)
         handed = self._hand_out(one, answer.result())
@@ -123,7 +119,7 @@ class Claims:
 
     async def _until_here(
         self,
-        one: _Waiting,
+        one: _Claiming,
         answer: asyncio.Future[Any] | None = None,
         handed: Body | Awaitable[Body] | None = None,
     ) -> Body:
@@ -143,7 +139,7 @@ class Claims:
             one.number = next(self._numbers)
         raise AssertionError("it counts for ever")
 
-    async def _granted(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted:
+    async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Granted:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
         ClaimTimeout, of which the shard is told."""
         session, settled = one.session, False  # the shard has answered, and knows that
@@ -181,7 +177,7 @@ class Claims:
             if not settled:
                 self._withdraw(one)
 
-    def _asked(self, one: _Waiting) -> Claim:
+    def _asked(self, one: _Claiming) -> Claim:
         """As the shard is asked, for the time that is left."""
         body, waited_ms = one.body, int(1000 * (self.host.now() - one.began))
         return Claim(
@@ -201,7 +197,7 @@ class Claims:
             own=body.own,
         )
 
-    def _withdraw(self, one: _Waiting) -> None:
+    def _withdraw(self, one: _Claiming) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         of = one.body
         told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
@@ -210,7 +206,7 @@ class Claims:
 
     # handed out
 
-    def _hand_out(self, one: _Waiting, granted: Granted) -> Body | Awaitable[Body]:
+    def _hand_out(self, one: _Claiming, granted: Granted) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         body, table = one.body, granted.table
         rows = rowset.count(table.rows)
@@ -237,7 +233,7 @@ class Claims:
 
     async def _pulled(
         self,
-        one: _Waiting,
+        one: _Claiming,
         granted: Granted,
         needed_bytes: int,
         resolved: Awaitable[Resolved] | None,
@@ -259,7 +255,7 @@ class Claims:
             self.room.back(one.number)
         return self._claimed(one, granted, table, pin)
 
-    async def _has_room(self, one: _Waiting, needed_bytes: int) -> None:
+    async def _has_room(self, one: _Claiming, needed_bytes: int) -> None:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
         if self.room.promise(one.number, needed_bytes):
             return
@@ -274,7 +270,7 @@ class Claims:
         finally:
             one.session.waiting -= 1
 
-    def _claimed(self, one: _Waiting, granted: Granted, table: Table, pin: int) -> Claimed:
+    def _claimed(self, one: _Claiming, granted: Granted, table: Table, pin: int) -> Claimed:
         """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
         if one.body.lease_ms:
             self.leases.limit(granted.lease, self.host.now() + one.body.lease_ms / 1000)

@@ -54,11 +54,13 @@ class Answers:
             m.Unadmit: peer.waits.unadmit,
             m.Advance: peer.changes.change,
             m.Losses: peer.partitions.losses,
-            **peer.checkpoints.handlers,
+            c.Census: peer.checkpoints.census,
+            c.Survey: peer.checkpoints.survey,
+            c.Save: self._reads(peer.checkpoints.save),
+            c.Restore: peer.checkpoints.restore,
         }
         once = {*self.handlers} & {*REPEATABLE, m.Claim, m.Reserve, m.GiveBack}
         self.handlers |= {body: self._once(body, self.handlers[body]) for body in once}
-        self.handlers[c.Save] = self._reads(self.handlers[c.Save])
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)

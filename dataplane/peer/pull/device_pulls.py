@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, TransportMissing, Unavailable, ValueTooLarge
+from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
@@ -23,13 +23,12 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import STAGED, Path, Paths
-from dataplane.peer.pull.pulls import Pulls, copies_of
+from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
 from dataplane.peer.room.admission import PULLER
-from dataplane.transport.bulk_frames import GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.records import EXTENT, RANGE, U4, U8
+from dataplane.wire.records import RANGE, U4, U8
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -194,12 +193,8 @@ class DevicePulls:
         memory, engine = self._memory, self.engine
         assert memory is not None and engine is not None
         sizes = padded(needed.astype(U8))
-        space = memory.devices[number - 1].space
-        try:
-            count, extents = space.reserve(PULLER, Admission.PULL, [sizes])
-        except ValueTooLarge:
-            count = 0
-        if not count:
+        room = self.pulls.devices.at_once(number, PULLER, Admission.PULL, [sizes])
+        if room is None:
             return np.zeros(len(remote), RANGE)
         gone = np.zeros(len(remote), np.bool_)
 
@@ -208,7 +203,7 @@ class DevicePulls:
             gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)
-        fresh = await self.pulls.room.write(sizes, extents, read, ones, Admission.PULL)
+        fresh = await self.pulls.room.write(sizes, room[1], read, ones, Admission.PULL)
         if gone.any():
             memory.release(fresh[gone])
             fresh[gone] = np.zeros(1, RANGE)
@@ -228,11 +223,7 @@ class DevicePulls:
         assert memory is not None
         there = memory.alive(ranges)
         there[there] = memory.on_device(ranges[there]) > 0
-        places = np.zeros(len(ranges), EXTENT)
-        places["offset"] = GONE
-        if there.any():
-            places[there] = memory.ranges.extents(ranges[there])
-        return memory.pin(NEIGHBOURS, ranges[there]), places
+        return pinned(memory, NEIGHBOURS, ranges, there)
 
     def _unpin(self, pin: int) -> None:
         assert self._memory is not None

@@ -33,6 +33,7 @@ from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded, some
+from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
@@ -465,12 +466,7 @@ class Pulls:
         return self._of_what_is_here(ranges, self._pin)
 
     def _pin(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        space = self.host.space
-        alive, places = space.alive(ranges), np.zeros(len(ranges), EXTENT)
-        places["offset"] = GONE
-        if alive.any():
-            places[alive] = space.ranges.extents(ranges[alive])
-        return space.pin(PULLER, ranges[alive]), places
+        return pinned(self.host.space, PULLER, ranges, self.host.space.alive(ranges))
 
     def _of_what_is_here(
         self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]
@@ -499,6 +495,17 @@ class Pulls:
     def unpin(self, pin: int) -> None:
         if self.host.space.unpin(PULLER, [pin]):
             self.room.pump()
+
+
+def pinned(
+    space: Space, holder: int, ranges: npt.NDArray[Any], there: npt.NDArray[np.bool_]
+) -> tuple[int, npt.NDArray[Any]]:
+    """A pin on those of these ranges that are there, and where each is, or that it is gone."""
+    places = np.zeros(len(ranges), EXTENT)
+    places["offset"] = GONE
+    if there.any():
+        places[there] = space.ranges.extents(ranges[there])
+    return space.pin(holder, ranges[there]), places
 
 
 def copies_of(

@@ -41,22 +41,8 @@ from dataplane.wire.tables import Column
 
 class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
-        self.host = writing.host
-        self.mesh = writing.mesh
-        self.router = router
-        self.grants = writing.grants
-        self.carry = writing.carry
-        self.copying = writing.copying
-        self.share = writing.share
-        self.settle = writing.settle
-        self.reading = reading
-        self.handlers: dict[type[Body], Any] = {
-            Census: self.census,
-            Survey: self.survey,
-            Save: self.save,
-            Restore: self.restore,
-        }
-        """of what clients ask"""
+        self.host, self.mesh = writing.host, writing.mesh
+        self.writing, self.reading, self.router = writing, reading, router
         self.mesh.handlers |= {
             Census: self._census_here,
             Survey: self._survey_here,
@@ -106,25 +92,26 @@ class Checkpoints:
     # in
 
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
+        grants = self.writing.grants
         try:
             present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
             written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
-            committed = self.grants.commit(session, written, body.ranges, b"", Admission.OPEN)
+            committed = grants.commit(session, written, body.ranges, b"", Admission.OPEN)
         except BaseException:
-            self.grants.refused(session, body.ranges)
+            grants.refused(session, body.ranges)
             raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
-        return await self.carry(session, request, asked, committed)
+        return await self.writing.carry(session, request, asked, committed)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         if body.rows.keys:
-            self.share.check_rows()
-        async with self.copying.beforehand(entry, body):
+            self.writing.share.check_rows()
+        async with self.writing.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
             entry.store.restore(body)
-            self.settle(entry)
+            self.writing.settle(entry)
         return PutDone()
 
 

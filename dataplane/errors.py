@@ -181,7 +181,7 @@ class RowsDropped(DataplaneError):
 
 
 class RowsGone(DataplaneError, LookupError):
-    """The rows were freed, or never put."""
+    """The rows were freed, dropped, lost with a peer that died, or never put."""
 
 
 class RowsLost(DataplaneError):

@@ -177,7 +177,8 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r}: {shown_names}; freed, dropped, or never put",
+            f"{state.partition!r}: {shown_names}; freed, dropped, lost with a peer (part.lost() "
+            "names those), or never put",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

@@ -299,6 +299,7 @@ def _volume(table: Table) -> int:
 def gone(names: list[Any]) -> RowsGone:
     shown = ", ".join(map(str, names[:5])) + (" …" if len(names) > 5 else "")
     return RowsGone(
-        f"{counted(len(names), 'row was', 'rows were')} freed, or never put: {shown}",
+        f"{counted(len(names), 'row was', 'rows were')} freed, dropped, lost with a peer "
+        f"(part.lost() names those), or never put: {shown}",
         keys=names[:1000],
     )

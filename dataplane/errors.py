@@ -204,7 +204,7 @@ class ClaimTimeout(DataplaneError, TimeoutError):
 
 
 class StreamEnd(DataplaneError):
-    """The partition is sealed and the stage has had every row."""
+    """The partition is sealed and the stage has had every row, or every group that was whole."""
 
 
 class LeaseExpired(DataplaneError):

@@ -108,6 +108,20 @@ def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
     assert shard.claim(3, rows(1)) == [(3, StreamEnd)]
 
 
+def test_groups_of_which_rows_were_taken_singly_keep_no_claim_of_groups_waiting() -> None:
+    shard = Shard(group_size=2)
+    put(shard.store, [1, 2, 3, 4], ["g", "g", "h", "h"])
+    shard.claim(1, rows(1))
+    shard.claim(2, Want("groups", 1, 1))
+    assert shard.claim(3, Want("groups", 1, 1)) == []
+    assert shard.seal() == []  # the other group may come back
+    whole = shard.store.leases.of_claim(2)
+    assert whole is not None
+    shard.store.finish(Finish(whole.number, "ack"))
+    assert shard.serve() == [(3, StreamEnd)]
+    assert shard.claim(4, rows(1)) == [(4, [2])]
+
+
 def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
     shard = Shard()
     shard.put(0, 4)

@@ -485,7 +485,8 @@ class StoreMachine(Model, RuleBasedStateMachine):
             states = Counter(one.state[stage] for one in units[unit])
             ready = len(self.ready(stage, unit, where is not None))
             left = states.total() - states["acked"] - (states["ready"] - ready)
-            expected = (ready, states["pending"] + ready, left)
+            to_come = states["pending"] + ready + states["leased"]
+            expected = (ready, states["pending"] + ready, to_come, left)
             assert self.store.counts(stage, unit, where) == expected
 
     @invariant()

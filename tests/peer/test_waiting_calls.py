@@ -290,6 +290,18 @@ async def test_claims_and_leases_of_a_lost_peer_end() -> None:
     assert waits.done() and not len(shard.calls) and shard.ready == 2
 
 
+async def test_a_wait_for_groups_ends_where_those_that_are_left_are_taken_row_by_row() -> None:
+    shard = Shard()
+    put(shard.entry.store, [1, 2], ["g", "g"])
+    shard.claim(5)
+    waits = shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "groups", 1))
+    assert not waits.done()
+    shard.entry.store.seal()
+    for tell in shard.partitions.on_phase:
+        tell(shard.entry, "sealed")
+    assert isinstance(waits.exception(), StreamEnd)
+
+
 async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
     shard = Shard()
     waits, far = shard.claim(5), shard.claim(6)

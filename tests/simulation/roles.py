@@ -364,6 +364,9 @@ class Consumer(Role):
             if want.where is not None:  # of what matches: others may be left
                 await asyncio.sleep(self.rng.uniform(0.01, 0.2))
                 return True
+            if want.unit == "groups":  # rows of some may be left that others took singly
+                self.in_vain = self.patience
+                return True
             self.doing = f"has had all of {self.stage}"
             return False
         self.in_vain = 0

@@ -195,7 +195,7 @@ class ClaimQueue:
     def _advance(self, head: Waiting, now: float, sealed: bool, kept: list[Kept]) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
         queue, counts = self._lanes[head.lane], self._counts(head)
-        if sealed and not counts.outstanding:
+        if sealed and not counts.to_come:
             return self._ended(head)
         if not counts.ready:
             return None
@@ -254,8 +254,11 @@ class ClaimQueue:
             )
             return self._over(claim, lost)
         unit = claim.want.unit
-        left = store.counts(stage, unit).remaining
-        if left:
+        counts = store.counts(stage, unit)
+        left = counts.remaining
+        if split := counts.outstanding - counts.to_come:
+            had += f" that is left whole; rows were taken singly of {counted(split, unit[:-1])}"
+        elif left:
             one, many = f"{unit[:-1]} that does not is", f"{unit} that do not are"
             had += f" that matches; {counted(left, one, many)} left"
         return self._over(claim, StreamEnd(had, remaining=left))

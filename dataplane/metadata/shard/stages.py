@@ -131,10 +131,12 @@ class Lane:
 class Counts(NamedTuple):
     """Of the rows or the groups of a stage, or of those that match a filter: what is leased, or not
     ready yet, may match when it is. ready: claimable now. remaining: ready, or may still become so.
-    outstanding: not yet acked, dropped or lost for the stage, leased ones included."""
+    to_come: those and what is leased, which may come back. outstanding: not yet acked, dropped or
+    lost for the stage, groups of which it took rows singly included, which no claim gets whole."""
 
     ready: int
     remaining: int
+    to_come: int
     outstanding: int
 
 
@@ -200,7 +202,8 @@ class Units:
         """Exact counts."""
         ready, counts = self.ready(where), self.counts
         remaining = counts[PENDING] + ready
-        return Counts(ready, remaining, remaining + counts[LEASED] + counts[SPLIT])
+        to_come = remaining + counts[LEASED]
+        return Counts(ready, remaining, to_come, to_come + counts[SPLIT])
 
 
 class Stage:

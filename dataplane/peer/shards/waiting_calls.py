@@ -426,17 +426,17 @@ def _part(member: Member) -> Granted:
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
-    ready, remaining, outstanding = entry.store.counts(body.stage, body.unit, body.where)
-    enough = body.count and ready >= body.count
-    if enough or (body.below and outstanding < body.below):
+    counts = entry.store.counts(body.stage, body.unit, body.where)
+    enough = body.count and counts.ready >= body.count
+    if enough or (body.below and counts.outstanding < body.below):
         answer.set_result(Done())
-    elif body.count and entry.sealed and outstanding < body.count:
+    elif body.count and entry.sealed and counts.to_come < body.count:
         fail(
             answer,
             StreamEnd(
-                f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
-                f"{body.unit} left{' that match' if body.where else ''}, {body.count} will never "
-                "be ready",
-                remaining=remaining,
+                f"partition {body.partition!r} is sealed: stage {body.stage!r} has "
+                f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
+                f"{body.count} will never be ready",
+                remaining=counts.remaining,
             ),
         )

@@ -31,7 +31,7 @@ from tests.simulation.loop import Machine, VirtualLoop
 from tests.simulation.network import Greetings, Network, Streams
 
 if TYPE_CHECKING:
-    from dataplane.wire.messages import Request
+    from dataplane.wire.messages import Claim, Request, Wait
     from tests.simulation.line import Client, Line
 
 ARENA_BYTES = 2 << 20
@@ -95,6 +95,8 @@ class Cluster:
         """called when the last seed of a plane ended that was a member: what that had is gone"""
         self.gone: Container[Owner] = ()
         """who is no member any more, whether it knows or, as a frozen one, not"""
+        self.waiting: dict[Client, Claim | Wait] = {}
+        """claims and `wait`s under way, the oldest first"""
         self.stalled: list[str] = []
         """calls of clients that were not answered although their peer could"""
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataplane.wire.tables import Owner
 from tests.simulation.cluster import Cluster, Place
 from tests.simulation.ledger import LARGE
+from tests.simulation.network import DELAY_S
 
 MAX_PLACES = 6
 STRIKE_S = 8.0
@@ -28,6 +29,7 @@ class Faults:
             self._crash,
             self._freeze,
             self._cut,
+            self._cut_from_keeper,
             self._snap,
             self._slow,
             self._narrow,
@@ -58,7 +60,7 @@ class Faults:
                 at_once.append(asyncio.ensure_future(fault))
         await asyncio.gather(*at_once)
         self.cluster.network.heal()
-        self.cluster.network.delay_s, self.cluster.network.byte_s = 0.0005, 0.0
+        self.cluster.network.delay_s, self.cluster.network.byte_s = DELAY_S, 0.0
         self.cluster.answer_loss = 0.0
         self.note("faults are over")
 
@@ -141,7 +143,14 @@ class Faults:
     async def _cut(self, one: Place | None = None) -> None:
         one = one or self._place()
         other = self.rng.choice([place for place in self.cluster.places if place is not one])
-        others = [other] if self.rng.random() < 0.5 else self.cluster.places
+        await self._cut_off(one, [other] if self.rng.random() < 0.5 else self.cluster.places)
+
+    async def _cut_from_keeper(self) -> None:
+        """It is called lost, and everybody else can reach it still."""
+        keeper, *others = self.cluster.places
+        await self._cut_off(self.rng.choice(others), [keeper])
+
+    async def _cut_off(self, one: Place, others: list[Place]) -> None:
         self.note(f"{one.name} is cut off from {', '.join(p.name for p in others if p is not one)}")
         for there in others:
             if there is not one:
@@ -192,7 +201,7 @@ class Faults:
         self.note("the network is slow")
         self.cluster.network.delay_s = self.rng.choice((0.005, 0.03, 0.1))
         await asyncio.sleep(self.rng.uniform(0.5, 5.0))
-        self.cluster.network.delay_s = 0.0005
+        self.cluster.network.delay_s = DELAY_S
 
     async def _narrow(self) -> None:
         """Values and copies of shards take a while."""

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataplane.memory.admission import Admission
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.peer import Peer
+from dataplane.wire.messages import Claim, Wait
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Owner
 from tests.metadata.observed import accounts
 from tests.simulation.cluster import Cluster
+from tests.simulation.network import DELAY_S
+
+if TYPE_CHECKING:
+    from tests.simulation.line import Client
+
+MET_S = 3.0
+"""So soon a call that waits is told of what is there, as soon as nothing is amiss: as long as it
+takes until a dead peer's shards are another one's."""
+LATE_S = 1.0
+"""A connection is behind that brings what is on its way so much later."""
 
 
 class Watch:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.tables: dict[tuple[int, int], tuple[bytes, ...]] = {}
+        self._calm_since = 0.0
+        self._due: dict[Client, tuple[Claim | Wait, float]] = {}
+        """calls that wait for what is there, and since when"""
 
     def look(self) -> list[str]:
         peers = self.cluster.peers
         one_by_one = [w for peer in peers for w in (*self._roster(peer), *_space(peer))]
-        return one_by_one + dangling(peers)
+        return one_by_one + dangling(peers) + self._overdue(peers)
 
     def _roster(self, peer: Peer) -> list[str]:
         """An epoch has one table, so a shard has one primary in it."""
@@ -37,6 +53,71 @@ class Watch:
         if known != shown:
             return [f"two rosters are numbered {roster.epoch}"]
         return []
+
+    def _overdue(self, peers: list[Peer]) -> list[str]:
+        """Calls that wait on, though their shard has what they wait for, or elsewhere."""
+        alive, now = members(peers), self.cluster.loop.now
+        if not self._is_calm(alive):
+            self._calm_since = now
+        before, self._due = self._due, {}
+        lanes: set[tuple[str, str]] = set()
+        for client, body in self.cluster.waiting.items():
+            if client.owner not in alive:
+                continue
+            is_first = isinstance(body, Wait) or (body.partition, body.stage) not in lanes
+            if isinstance(body, Claim):
+                lanes.add((body.partition, body.stage))
+            if _is_due(alive, client, body, is_first):
+                known, since = before.get(client, (None, now))
+                self._due[client] = body, since if known is body else now
+        return [
+            f"{client!r} waits for {body}, which is there, or that is not known, for {MET_S:g} s"
+            for client, (body, since) in self._due.items()
+            if now - max(since, self._calm_since) > MET_S
+        ]
+
+    def _is_calm(self, alive: dict[Owner, Peer]) -> bool:
+        """Nothing is amiss among those that the newest roster has, whoever else is cut off."""
+        network, late = self.cluster.network, self.cluster.loop.now + LATE_S
+        machines = {place.machine for place in self.cluster.places if place.peer in alive.values()}
+        self._calm_since = max(self._calm_since, *(m.disturbed_at for m in machines), 0.0)
+        if network.byte_s or network.delay_s > DELAY_S:
+            return False
+        if not alive or len(alive) < len(_newest(alive.values()).owners):
+            return False
+        names = {machine.name for machine in machines}
+        wires = [wire for wire in network.wires if machines.issuperset(wire.machines())]
+        behind = any(max(wire.last.values()) > late for wire in wires)
+        return not behind and not any(pair <= names for pair in network.cuts)
+
+
+def _is_due(alive: dict[Owner, Peer], client: Client, body: Claim | Wait, is_first: bool) -> bool:
+    """Whether a call's shard has what it waits for, knows that there never will be, is no more, or
+    does not know of it. is_first: no claim of the stage is older."""
+    home = _newest(alive.values()).home(body.partition)
+    peer = next((peer for owner, peer in alive.items() if owner.peer == home), None)
+    if peer is None:
+        return False
+    entry = peer.host.entries.get(body.partition)
+    if entry is None or entry.generation != body.generation:
+        return True
+    want = body if isinstance(body, Wait) else body.want
+    ready, remaining, to_come, outstanding = entry.store.counts(body.stage, want.unit, want.where)
+    if isinstance(body, Wait):
+        enough = ready >= body.count or (entry.sealed and to_come < body.count)
+        return enough if body.count else outstanding < body.below
+    if body.plan is None and client.session not in entry.store.lessees:
+        stage = peer.calls._stages.get((body.partition, body.generation, body.stage))
+        if stage is None or all(claim.holder != client.session for claim in stage.queue):
+            return True  # others get what comes before it
+    if not is_first or body.plan is not None:
+        return entry.sealed and not to_come
+    if body.want.budget_tag is not None:
+        return entry.sealed and (not to_come or 0 < ready == remaining)
+    least = body.want.minimum or body.want.count
+    if entry.sealed:
+        return not to_come or 0 < min(least, remaining) <= ready
+    return ready >= least
 
 
 def _space(peer: Peer) -> list[str]:
@@ -57,11 +138,15 @@ def _space(peer: Peer) -> list[str]:
     return wrong
 
 
+def _newest(peers: Iterable[Peer]) -> Roster:
+    return max((peer.host.roster for peer in peers), key=lambda r: r.epoch[1])
+
+
 def members(peers: list[Peer]) -> dict[Owner, Peer]:
     """Those that the newest roster has, and that are of its plane: what others serve is undone."""
-    newest = max((peer.host.roster for peer in peers), key=lambda r: r.epoch[1], default=None)
-    if newest is None:
+    if not peers:
         return {}
+    newest = _newest(peers)
     there = [peer for peer in peers if newest.follows(peer.host.roster.epoch)]
     return {peer.host.owner: peer for peer in there if peer.host.owner in newest.owners}
 

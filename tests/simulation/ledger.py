@@ -20,7 +20,7 @@ from dataplane.wire.tables import Definition, Name, Owner
 if TYPE_CHECKING:
     from tests.simulation.line import Client
 
-SMALL, LARGE = "step-1", "step-2"
+SMALL, LARGE, RARE = "step-1", "step-2", "step-3"
 """Partitions."""
 TOGETHER_S = 10.0
 """A peer that died so soon after another one was called lost counts as lost together with it: what
@@ -92,6 +92,8 @@ class Ledger:
         """when processes were called lost"""
         self.version = 0
         """the latest that a trainer said"""
+        self.over = False
+        """it is dropped as a whole, or about to be"""
         self.handed_over = -math.inf
         """when the shard went last from one that leaves to another"""
         self.heir = ""

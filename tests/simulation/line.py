@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from typing import Any, TypeVar, cast
 
 from dataplane.errors import ClientClosed, DeadlineExceeded, PeerLost, from_wire
@@ -143,14 +144,14 @@ class Client:
         self.name = name
         self.machine = cluster.loop.machine(name)
         self.peer: Peer | None = None
-        self._session = 0
+        self.session = 0
         self._anchor: Line | None = None
         self._line: Line | None = None
         self._ops = itertools.count(1)
         self._untold: list[m.Body] = []
 
     def __repr__(self) -> str:
-        return f"<client {self.name} on {self.place.name}, session {self._session:x}>"
+        return f"<client {self.name} on {self.place.name}, session {self.session:x}>"
 
     @property
     def owner(self) -> Owner:
@@ -178,7 +179,7 @@ class Client:
         self.peer = self.place.peer
         self._anchor = Line(self, self.peer, self.place.machine)
         done = await self._hello(self._anchor, 0)
-        self._session = done.session
+        self.session = done.session
         self._ops = itertools.count(1)
 
     async def _hello(self, line: Line, session: int) -> m.HelloDone:
@@ -190,16 +191,26 @@ class Client:
         if self._anchor is None or self._anchor.lost:
             raise PeerLost("there is no session")
         op = next(self._ops)
-        deadline_ms = int(timeout_s * 1000) if not isinstance(body, m.Claim) else 0
-        request = m.Request(op, self._session, op, op, (0, 0), deadline_ms, body)  # type: ignore[arg-type]
+        deadline_ms = 0 if isinstance(body, m.Claim | m.Wait) else int(timeout_s * 1000)
+        request = m.Request(op, self.session, op, op, (0, 0), deadline_ms, body)  # type: ignore[arg-type]
+        if isinstance(body, m.Claim | m.Wait):
+            self.cluster.waiting[self] = body
+        try:
+            return await self._repeated(request, expected, timeout_s)
+        finally:
+            self.cluster.waiting.pop(self, None)
+
+    async def _repeated(self, request: m.Request, expected: type[B], timeout_s: float) -> B:
+        """What is answered on this line, or on the next where it broke."""
+        assert self._anchor is not None
         for _ in range(REPEATS):
             try:
                 if self._line is None or self._line.lost:
                     self._line = Line(self, cast(Peer, self.peer), self._anchor.machine)
-                    await self._hello(self._line, self._session)
+                    await self._hello(self._line, self.session)
                     untold, self._untold = self._untold, []
                     for one in untold:
-                        self.tell(one, op)
+                        self.tell(one, request.op)
                 reply = await self._exchange(self._line, request, timeout_s + GRACE_S)
             except PeerLost:
                 if self._anchor.lost:
@@ -216,7 +227,7 @@ class Client:
             self._untold.append(body)
             return
         op = next(self._ops)
-        request = m.Request(0, self._session, op, floor or op, (0, 0), 0, body)  # type: ignore[arg-type]
+        request = m.Request(0, self.session, op, floor or op, (0, 0), 0, body)  # type: ignore[arg-type]
         self._line.send(frames.encode(request))
 
     async def _exchange(self, line: Line, request: m.Request, limit_s: float) -> m.Body:
@@ -227,7 +238,7 @@ class Client:
             raise PeerLost("the line broke")
         line.send(frames.encode(request))
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 reply = await answer
         except TimeoutError:
             line.hang_up()

@@ -30,6 +30,8 @@ SILENT_S = (1.0, 1.4)
 """How soon a connection breaks that nothing comes through: `greetings.SILENT_MS` after the next of
 zmq's heartbeats, and a bit."""
 RETRY_S = 0.05
+DELAY_S = 0.0005
+"""What a frame takes on its way, on average."""
 
 
 @dataclass(eq=False)
@@ -52,7 +54,7 @@ class Network:
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop = loop
         self.rng = rng
-        self.delay_s = 0.0005
+        self.delay_s = DELAY_S
         self.byte_s = 0.0
         """how long one byte takes on a connection"""
         self.cuts: set[frozenset[str]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import zlib
 from typing import Any
@@ -42,8 +43,8 @@ from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
 
 MAX_LENGTH = 97
-PATIENT_MS = 5000
-"""Most claims wait for so long, some hardly or not at all."""
+PATIENT_MS, ENDLESS_MS = 5000, -1
+"""Most claims wait for so long, some hardly or not at all, and some until they are met."""
 MAX_PACK_BYTES = 16 << 10
 """Of small values that share a range."""
 AGAIN = (
@@ -96,7 +97,7 @@ class Role:
                     self.generation = (await self.client.call(body, m.Defined)).generation
                 return await work()
             except PartitionGone as exc:
-                if not self.ledger.beginnings:
+                if not (self.ledger.beginnings or self.ledger.over):
                     raise  # nothing was lost that it may have been in
                 self.told, self.generation = f"PartitionGone: {exc}", 0
             except AGAIN as exc:
@@ -173,6 +174,11 @@ class Role:
             if used < end:
                 rest = np.array([(used, end - used)], EXTENT)
                 self.client.tell(m.GiveBack(rest.tobytes()))
+
+
+def limit_s(wait_ms: int) -> float:
+    """How long a call that waits so long may take."""
+    return math.inf if wait_ms == ENDLESS_MS else PATIENT_MS / 1000
 
 
 def rows_of(groups: list[Group], only: list[Row] | None = None) -> Rows:
@@ -331,6 +337,18 @@ class Filler(Producer):
     sizes = (1100, 2000, 4200)
 
 
+class Trickler(Producer):
+    """Puts a group now and then: who claims them has waited long."""
+
+    groups = 4
+    sizes = (40, 300)
+    pause_s = 4.0
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self.rng.expovariate(1 / self.pause_s))
+        await super()._run()
+
+
 class Consumer(Role):
     """Claims for one stage until it has had everything."""
 
@@ -339,22 +357,26 @@ class Consumer(Role):
     patience = 3
     """claims that may end in vain before it takes whatever is ready, row by row"""
     in_vain = 0
+    waits_ms: tuple[int, ...] = (0, 300, PATIENT_MS, ENDLESS_MS)
 
     async def _run(self) -> None:
-        while await self._patiently(self._once):
+        while await self._patiently(self._go_on):
             pass
+
+    async def _go_on(self) -> bool:
+        return not self.ledger.over and await self._once()
 
     async def _once(self) -> bool:
         want = self._want()
         self.doing = f"claims {want} of {self.stage}"
         limit_ms = self.rng.choice((0, 0, 0, 200, 2000))
-        wait_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
+        wait_ms = self.rng.choice(self.waits_ms)
         body = m.Claim(
             self.partition, self.generation, self.stage, want, timeout_ms=wait_ms, lease_ms=limit_ms
         )
         began = self.client.cluster.loop.now
         try:
-            claimed = await self.client.call(body, m.Claimed, 5.0)
+            claimed = await self.client.call(body, m.Claimed, limit_s(wait_ms))
         except ClaimTimeout as exc:
             self.told = str(exc)
             self.in_vain += wait_ms == PATIENT_MS
@@ -475,6 +497,36 @@ class Consumer(Role):
             self.told = str(exc)
 
 
+class Patient(Consumer):
+    """Claims as one does who gives no time-out, and nothing less than it asks for."""
+
+    waits_ms = (ENDLESS_MS,)
+
+    def _want(self) -> m.Want:
+        unit: Any = self.rng.choice(("groups", "rows"))
+        count = self.rng.choice((1, 2))
+        return m.Want(unit, count, count) if self.in_vain < self.patience else super()._want()
+
+
+class Watcher(Consumer):
+    """Waits for groups to be ready, or to go, again and again until none will be."""
+
+    async def _once(self) -> bool:
+        body = m.Wait(self.partition, self.generation, self.stage, "groups")
+        if self.rng.random() < 0.5:
+            body.count = self.rng.choice((1, 2))
+        else:
+            body.below = self.rng.choice((1, 2))
+        self.doing = f"waits for {body.count} ready, or fewer than {body.below} left"
+        try:
+            await self.client.call(body, m.Done, math.inf)
+        except StreamEnd:
+            self.doing = f"has waited for all of {self.stage}"
+            return False
+        await asyncio.sleep(self.rng.uniform(0.5, 2.0))
+        return True
+
+
 class Rank(Consumer):
     """One of the ranks of a trainer: takes its part of the stage's plan, and of every plan after it
     until the stage has had everything. Each takes every so many rows, so that no row is two's."""
@@ -494,10 +546,10 @@ class Rank(Consumer):
         self.doing = f"takes part in a plan of {self.stage} as rank {self.rank} of {self.ranks}"
         body = m.Claim(self.partition, self.generation, self.stage, m.Want("rows", 0, 0))
         body.plan, body.rank = Shape(self.ranks, balance="length", seed=1), self.rank
-        body.timeout_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
+        body.timeout_ms = self.rng.choice(self.waits_ms)
         began = self.client.cluster.loop.now
         try:
-            claimed = await self.client.call(body, m.Claimed, 5.0)
+            claimed = await self.client.call(body, m.Claimed, limit_s(body.timeout_ms))
         except ClaimTimeout as exc:
             self.told = str(exc)
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
@@ -546,6 +598,8 @@ class Sealer(Role):
 
     producers: list[Role]
     others: list[Role]
+    drops = False
+    """the partition, instead, while others wait for more"""
 
     async def _run(self) -> None:
         sealed = -1
@@ -560,4 +614,9 @@ class Sealer(Role):
                 self.doing = "has sealed"
 
     async def _seal(self) -> None:
+        if self.drops:
+            self.ledger.over = True
+            self.ledger.condemn(list(self.ledger.rows))
+            await self.client.call(m.Drop(self.partition, self.generation), m.Dropped, 30.0)
+            return
         await self.client.call(m.Seal(self.partition, self.generation), m.Done, 30.0)

@@ -23,10 +23,20 @@ from tests.simulation.cluster import ARENA_BYTES, Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Watch, left_behind, permitted, unnamed
-from tests.simulation.ledger import LARGE, SMALL, Ledger
+from tests.simulation.ledger import LARGE, RARE, SMALL, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.roles import Consumer, Filler, Producer, Rank, Role, Sealer
+from tests.simulation.roles import (
+    Consumer,
+    Filler,
+    Patient,
+    Producer,
+    Rank,
+    Role,
+    Sealer,
+    Trickler,
+    Watcher,
+)
 from tests.simulation.taggers import Tagger
 
 STAGES = {"reward": ["x"], "train": ["x", "reward"]}
@@ -80,9 +90,12 @@ class Run:
         free: Any = rng.choice(("acked", "drop"))
         small = Definition(STAGES, 4, None, free, self._replicas())
         large = Definition({"train": ["x"]}, LARGE_GROUP_ROWS, None, "drop", self._replicas())
-        self.small, self.large = self.ledgers = (
+        self.patient = random.Random(f"patient of {seed}")
+        rare = Definition({"train": ["x"]}, 4, None, free, self.patient.choice((1, 2)))
+        self.small, self.large, self.rare = self.ledgers = (
             Ledger(SMALL, small, self.violations),
             Ledger(LARGE, large, self.violations),
+            Ledger(RARE, rare, self.violations),
         )
         if free == "drop":  # nothing goes before the end, and one peer may have all of it
             self.cluster.arena_bytes += ARENA_BYTES // 2
@@ -251,6 +264,7 @@ class Run:
     def _people(self) -> None:
         self._people_of_small()
         self._people_of_large()
+        self._people_of_rare()
 
     def _people_of_small(self) -> None:
         small = self.small
@@ -278,10 +292,21 @@ class Run:
             self._role(Dropper, "cleaner", large, self.droppers).producers = fillers
         self._sealed(large, fillers)
 
-    def _sealed(self, ledger: Ledger, producers: list[Role]) -> None:
+    def _people_of_rare(self) -> None:
+        rare, rng = self.rare, self.patient
+        tricklers = [self._role(Trickler, "trickler", rare, rng)]
+        for i in range(rng.choice((2, 3, 4))):
+            self._role(Patient, f"patient{i}", rare, rng)
+        self._role(Watcher, "watcher", rare, rng)
+        self._sealed(rare, tricklers, rng).drops = rng.random() < 0.5
+
+    def _sealed(
+        self, ledger: Ledger, producers: list[Role], rng: random.Random | None = None
+    ) -> Sealer:
         others = [role for role in self.roles if role.ledger is ledger]
-        sealer = self._role(Sealer, f"sealer of {ledger.partition}", ledger)
+        sealer: Sealer = self._role(Sealer, f"sealer of {ledger.partition}", ledger, rng)
         sealer.producers, sealer.others = producers, others
+        return sealer
 
     def _replicas(self) -> Any:
         return self.rng.choice((1, 2))

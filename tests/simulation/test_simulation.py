@@ -7,12 +7,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from dataplane.metadata.shard.store import Store
+from dataplane.wire.messages import Claim, Want
 from dataplane.wire.tables import Definition, Owner
+from tests.simulation.invariants import MET_S, Watch
 from tests.simulation.ledger import Group, Ledger, Row
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import Machine, VirtualLoop
+from tests.simulation.network import DELAY_S
 
 SEEDS = 5
 BATCHES = (0, 5, 10)
@@ -81,3 +86,34 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
     ledger.removed(known, writer, True, False, {heir}, now=120.0, died=died)
     ledger.reported(b"k" * 16)
     assert (not wrong) == excused
+
+
+@pytest.mark.parametrize("amiss", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothing_is_amiss(
+    amiss: bool, known: bool
+) -> None:
+    owner, machine = Owner("tcp://127.0.0.1:7001", 1), Machine("a")
+    roster = mock.Mock(epoch=(1, 1), owners=[owner])
+    roster.home.return_value = owner.peer
+    entry = SimpleNamespace(
+        store=Store("p", Definition({"train": ["x"]}), 1), generation=1, sealed=False
+    )
+    stage = SimpleNamespace(queue=[SimpleNamespace(holder=7)] if known else [])
+    peer: Any = SimpleNamespace(
+        host=SimpleNamespace(owner=owner, roster=roster, entries={"p": entry}),
+        calls=SimpleNamespace(_stages={("p", 1, "train"): stage}),
+    )
+    cluster: Any = SimpleNamespace(
+        loop=SimpleNamespace(now=0.0),
+        network=SimpleNamespace(byte_s=0.0, delay_s=DELAY_S, wires=[], cuts=set()),
+        places=[SimpleNamespace(peer=peer, machine=machine)],
+        waiting={mock.Mock(owner=owner, session=7): Claim("p", 1, "train", Want("rows", 1, 1))},
+    )
+    watch = Watch(cluster)
+    for now in (10.0, 12.0, 14.0, 15.5):
+        cluster.loop.now = now
+        entry.sealed = now > 10.0  # from then on nothing can come
+        machine.disturbed_at = 14.0 if amiss and now >= 14.0 else 0.0
+        since = 12.0 if known else 10.0
+        assert len(watch._overdue([peer])) == (now > since + MET_S and not amiss)

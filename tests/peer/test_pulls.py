@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import RowsLost
+from dataplane.errors import RowsLost, Unavailable
 from dataplane.memory.space import Space
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
@@ -92,3 +92,36 @@ async def test_values_of_who_is_no_member_are_not_waited_for(joins: bool) -> Non
     else:
         with pytest.raises(RowsLost):
             await transfer
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["it is back", "it is lost"])
+async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(lost: bool) -> None:
+    """Its values were waited for until the end of the call, where it was not called lost."""
+    asked = 0
+
+    async def another_roster(than: Any, until: float) -> bool:
+        host.roster = SimpleNamespace(has=lambda owner: not lost)
+        return lost
+
+    async def ask(*what: Any) -> str:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise Unavailable("it went away")
+        return "copies"
+
+    host: Any = SimpleNamespace(
+        roster=SimpleNamespace(has=lambda owner: True),
+        another_roster=another_roster,
+        now=asyncio.get_running_loop().time,
+    )
+    pulls: Any = object.__new__(Pulls)
+    pulls.host, pulls._ask = host, ask
+    pulls.mesh = SimpleNamespace(others=SimpleNamespace(may_be_dead=lambda owner: True))
+    transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
+    if lost:
+        with pytest.raises(RowsLost):
+            await transfer
+    else:
+        assert await transfer == "copies"
+    assert asked == (1 if lost else 3)

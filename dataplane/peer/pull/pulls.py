@@ -59,6 +59,8 @@ CONTROL = "control"
 FOLLOWS_S = 3600.0
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
+AGAIN_S = 0.5
+"""An owner that could not be reached, and is no lost peer yet, is asked again so much later."""
 LOOK_S = 0.5
 """So long after a pull its owner is asked which copies here are of what it has freed."""
 MOST_LOOKED_AT = 16_384
@@ -237,17 +239,24 @@ class Pulls:
         sizes = padded(needed.astype(U8))
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.devices.read, remote))
+        until = self.host.now() + self.left_s()
+        while True:
+            try:
+                return await self._sent(owner, remote, sizes)
+            except (Unavailable, TransferFailed):
+                if not await self._may_return(owner, until):
+                    raise
+
+    async def _sent(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[Any]:
+        """With its padding, which belongs to a range: a copy is taken to hold all of its length."""
         await self._is_member(owner)
-        # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
-        try:
-            if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
-                return await self._ask(owner, remote, sizes, nbytes)
-            source = await self._remote(owner)
-            copying = functools.partial(self._copy, source, remote, sizes)
-            return await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
-        except (Unavailable, TransferFailed):
-            await self._check_lives(owner)
-            raise
+        if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
+            return await self._ask(owner, remote, sizes, nbytes)
+        source = await self._remote(owner)
+        copying = functools.partial(self._copy, source, remote, sizes)
+        return await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
 
     async def _ask(
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
@@ -309,15 +318,16 @@ class Pulls:
         while self.host.roster.has(owner):
             await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
 
-    async def _check_lives(self, owner: Owner) -> None:
-        """RowsLost where the owner is lost, for which the roster's word is waited for."""
-        until = self.host.now() + self.left_s()
-        while self.host.roster.has(owner):
-            roster = self.host.roster
-            doubtful = self.mesh.others.may_be_dead(owner)
-            if not doubtful or not await self.host.another_roster(roster, until):
-                return
-        raise _went(owner)
+    async def _may_return(self, owner: Owner, until: float) -> bool:
+        """Whether an owner that could not be reached is to be asked again: it may be cut off for a
+        while. RowsLost where it is lost."""
+        doubtful = self.mesh.others.may_be_dead(owner)
+        if doubtful:
+            soon = min(until, self.host.now() + AGAIN_S)
+            await self.host.another_roster(self.host.roster, soon)
+        if not self.host.roster.has(owner):
+            raise _went(owner)
+        return doubtful and self.host.now() < until
 
     async def at_hand(
         self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER

@@ -24,7 +24,7 @@ from dataplane.peer.progress import Progress
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import Inherited, Release
+from dataplane.wire.peering import Beat, Inherited, Release
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner, Takeover
 
@@ -174,11 +174,11 @@ def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner
     seeds = [f"tcp://10.0.0.{n}:7101" for n in range(1, 6)]
     made = Authority(Roster.from_seeds(seeds), 77, keeper=seeds[0])
     for number, seed in enumerate(seeds, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
 
     def sync() -> Roster:
         for owner in made.roster.owners:
-            made.beat(owner, made.roster.epoch, synced=True)
+            made.beat(owner, made.roster.epoch, Beat(synced=True))
         return made.roster
 
     before = sync()

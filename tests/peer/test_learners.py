@@ -17,7 +17,7 @@ from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Declared, Ended, Op
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import Append, Inherited, Shipment
+from dataplane.wire.peering import Append, Beat, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
 PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
@@ -27,10 +27,10 @@ def rosters(in_sync: bool, misses_that: bool) -> list[Roster]:
     """That the backup adopts, until the primary is lost."""
     made = Authority(Roster.from_seeds([PRIMARY.peer, BACKUP.peer]), 77)
     for owner in (PRIMARY, BACKUP):
-        made.beat(owner, made.roster.epoch)
+        made.beat(owner, made.roster.epoch, Beat())
     seen = [made.roster]
     if in_sync:
-        made.beat(PRIMARY, made.roster.epoch, synced=True)
+        made.beat(PRIMARY, made.roster.epoch, Beat(synced=True))
         seen += [] if misses_that else [made.roster]
     made.lost(PRIMARY)
     return [*seen, made.roster]
@@ -117,7 +117,7 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
     backup = Backup(made.roster)
 
     def beat(owner: Owner, **said: bool) -> None:
-        made.beat(owner, made.roster.epoch, **said)
+        made.beat(owner, made.roster.epoch, Beat(**said))
         backup.turn(made.roster)
 
     for owner in (PRIMARY, BACKUP):

@@ -27,7 +27,7 @@ from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import Duplicate
+from dataplane.wire.peering import Beat, Duplicate
 from dataplane.wire.records import EXTENT, RANGE, VALUE
 from dataplane.wire.tables import Column, Definition, Owner
 from tests.metadata.stores import SPECS, named
@@ -44,7 +44,7 @@ class Plane:
         seeds = [owner.peer for owner in (HERE, HEIR, DEAD)]
         self.authority = Authority(Roster.from_seeds(seeds, keeps=False), 77)
         for owner in (HERE, HEIR, DEAD):
-            self.authority.beat(owner, self.authority.roster.epoch)
+            self.authority.beat(owner, self.authority.roster.epoch, Beat())
         self.now = 100.0
         self.said, self.keeperless, self.staying = False, False, {HEIR.peer, DEAD.peer}
         self.told, self.deposed = asyncio.Event(), asyncio.Event()
@@ -88,21 +88,21 @@ class Plane:
 
     def _leave(self) -> None:
         self.said = True
-        self.authority.beat(HERE, self.authority.roster.epoch, synced=True, leaving=True)
+        self.authority.beat(HERE, self.authority.roster.epoch, Beat(synced=True, leaving=True))
         for heir in {HEIR, DEAD} & {*self.authority.roster.owners}:
-            self.authority.beat(heir, self.authority.roster.epoch, synced=True)
+            self.authority.beat(heir, self.authority.roster.epoch, Beat(synced=True))
         self.turn()
 
     def all_beat(self) -> None:
         """Twice: under the roster that follows from the first too."""
         for owner in (HEIR, DEAD) * 2:
             if owner in self.authority.roster.owners:
-                self.authority.beat(owner, self.authority.roster.epoch, synced=True)
+                self.authority.beat(owner, self.authority.roster.epoch, Beat(synced=True))
             self.turn()
 
     def turn(self) -> None:
         """The next roster is in force here, and this peer's backup has all."""
-        self.authority.beat(HERE, self.authority.roster.epoch, synced=True)
+        self.authority.beat(HERE, self.authority.roster.epoch, Beat(synced=True))
         self.host.roster = self.authority.roster
 
 
@@ -220,7 +220,7 @@ async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
     def unsynced() -> None:
         leave()
         for heir in (HEIR, DEAD):
-            plane.authority.beat(heir, plane.authority.roster.epoch, synced=False)
+            plane.authority.beat(heir, plane.authority.roster.epoch, Beat(synced=False))
         plane.turn()
 
     plane.leaving.membership.leave = unsynced  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
     await _turns()
     assert plane.said and not plane.host.silent
     for heir in (HEIR, DEAD):
-        plane.authority.beat(heir, plane.authority.roster.epoch, synced=True)
+        plane.authority.beat(heir, plane.authority.roster.epoch, Beat(synced=True))
     plane.turn()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent
@@ -248,7 +248,7 @@ async def test_it_serves_its_shards_until_it_is_nobodys_backup(
     def unheard() -> None:
         for owner in (HERE, lives, HERE, lives):
             is_here = owner == HERE
-            plane.authority.beat(owner, plane.authority.roster.epoch, True, is_here)
+            plane.authority.beat(owner, plane.authority.roster.epoch, Beat(True, is_here))
         plane.turn()
 
     plane.leaving.membership.leave = unheard  # type: ignore[method-assign]
@@ -270,7 +270,7 @@ async def test_it_gives_its_heir_shards_before_the_heir_gets_the_rest_and_so_a_b
     plane = Plane()
     plane.authority = made = Authority(Roster.from_seeds([HERE.peer], keeps=False), 78)
     for owner in (HERE, HEIR, DEAD):
-        made.beat(owner, (1, 1))
+        made.beat(owner, (1, 1), Beat())
     plane.turn()
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
@@ -280,12 +280,12 @@ async def test_it_gives_its_heir_shards_before_the_heir_gets_the_rest_and_so_a_b
     assert plane.said and not plane.host.silent
     empty = np.ones(made.roster.shards, np.bool_)
     empty[:8] = False
-    made.beat(HERE, made.roster.epoch, synced=True, spare=np.packbits(empty).tobytes())
+    made.beat(HERE, made.roster.epoch, Beat(synced=True, spare=np.packbits(empty).tobytes()))
     plane.turn()
     await _turns()
     assert len(made.roster.shards_of(heir)) and not plane.host.silent
     for owner in (HEIR, DEAD):
-        made.beat(owner, made.roster.epoch, synced=True)
+        made.beat(owner, made.roster.epoch, Beat(synced=True))
     plane.turn()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent
@@ -369,7 +369,7 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     assert len(store) == 1
 
     old = plane.host.roster
-    plane.authority.beat(HERE, old.epoch, synced=True, leaving=True)
+    plane.authority.beat(HERE, old.epoch, Beat(synced=True, leaving=True))
     plane.turn()
     assert not len(plane.host.roster.shards_of(HERE.peer))
     plane.leaving.turned(old, plane.host.roster)
@@ -411,11 +411,11 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     mesh.spawn = lambda work: tasks.append(asyncio.create_task(work))
 
     old = plane.host.roster
-    plane.authority.beat(DEAD, old.epoch, synced=True, leaving=True)
+    plane.authority.beat(DEAD, old.epoch, Beat(synced=True, leaving=True))
     plane.host.roster = plane.authority.roster
     plane.leaving.turned(old, plane.host.roster)
     await on_its_way.wait()
-    plane.authority.beat(HERE, plane.authority.roster.epoch, leaving=True)
+    plane.authority.beat(HERE, plane.authority.roster.epoch, Beat(leaving=True))
     plane.turn()
     arrives.set()
     await asyncio.wait_for(asyncio.gather(*tasks), 10)

@@ -36,8 +36,8 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     """Others may have it already, and ask."""
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
-    made.beat(JOINER, (1, 1))
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
+    made.beat(JOINER, (1, 1), Beat())
     answers = [Rostered(), Rostered(made.roster.table)]
 
     async def call(*args: Any, **how: Any) -> Rostered:
@@ -75,7 +75,7 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
     that works under a roster without it."""
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
     before, now = made.roster, 100.0
     assert not before.backup_of(SEEDS[1])[1]
     answer = Rostered()
@@ -105,13 +105,13 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
 async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_this_one() -> None:
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
     older = made.roster
-    made.beat(JOINER, (1, 1))
+    made.beat(JOINER, (1, 1), Beat())
     another = Authority(Roster.from_seeds(SEEDS), 88, keeper=SEEDS[0])
     another.go_on([older])
     for number in range(5):
-        another.beat(Owner(JOINER.peer, number), (1, 1))
+        another.beat(Owner(JOINER.peer, number), (1, 1), Beat())
     answer = Rostered(another.roster.table)
 
     async def call(*args: Any, **how: Any) -> Rostered:
@@ -139,8 +139,8 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     has no shard by right: no other shard is kept free for it."""
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
-    made.beat(JOINER, (1, 1))
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
+    made.beat(JOINER, (1, 1), Beat())
     said: list[Beat] = []
 
     async def call(address: str, body: Beat, **how: Any) -> Rostered:
@@ -177,7 +177,7 @@ async def test_an_answer_of_the_authority_counts_from_when_it_was_asked() -> Non
     """It came before this peer was stopped, and is read when the plane went on without it."""
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     for number, seed in enumerate(SEEDS, 1):
-        made.beat(Owner(seed, number), made.roster.epoch)
+        made.beat(Owner(seed, number), made.roster.epoch, Beat())
     clock = [100.0]
     stopped_s = [0.0]
 
@@ -227,7 +227,7 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
     owners = [Owner(seed, number) for number, seed in enumerate(SEEDS, 1)]
     for owner in (*owners, JOINER):
-        made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1))
+        made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1), Beat())
     gone: list[Owner] = []
     asked: list[tuple[str, Any]] = []
 

@@ -31,7 +31,7 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import Append, Duplicate, Pull, Pulled, Shipment
+from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import Column, Owner
 from tests.metadata import stores
@@ -73,7 +73,7 @@ class Peer:
         self.space = Space(ARENA_BYTES)
         made = Authority(Roster.from_seeds([THERE.peer, HERE.peer]), 77)
         for owner in (THERE, HERE):
-            made.beat(owner, made.roster.epoch)
+            made.beat(owner, made.roster.epoch, Beat())
         self.host: Any = SimpleNamespace(
             space=self.space,
             arena=SimpleNamespace(view=engine.arena),

@@ -27,6 +27,7 @@ from dataplane.metadata.roster.roster import (
     proposed,
 )
 from dataplane.wire.limits import MAX_MEMBERS
+from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Owner, Takeover
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,9 @@ class Authority:
         self._followers: set[Owner] = set()
         self._strays: set[Owner] = set()
         """peers that work under rosters of which it was not told"""
-        self._clear: dict[str, set[str]] = {}
-        """what members said of the roster in force: another may have given them values to hold"""
-        self._spare: dict[str, Flags] = {}
-        """by member, its shards in which nothing lives, for peers that have none"""
-        self._ready: set[str] = set()
-        """members that want to leave and said so under the roster in force: what followed from it
-        is done there, and their backups have it"""
-        self._backed_up: set[str] = set()
-        """members whose backups have all of theirs, as they said under the roster in force"""
+        self._said: dict[str, Beat] = {}
+        """the last that members said under the roster in force, of which nothing holds under the
+        next: what follows from that one is to be done there first, and at their backups"""
 
     def __repr__(self) -> str:
         return f"<Authority {self._incarnation} of {self.roster!r}>"
@@ -88,19 +83,8 @@ class Authority:
             ancestors = (*before.ancestors, before.epoch)[-MAX_ANCESTORS:]
             self._publish(dataclasses.replace(before, ancestors=ancestors))
 
-    def beat(
-        self,
-        peer: Owner,
-        epoch: tuple[int, int],
-        synced: bool | None = False,
-        leaving: bool = False,
-        clear: Sequence[str] = (),
-        spare: bytes = b"",
-    ) -> None:
-        """A peer lives, and works under the roster of `epoch`. synced: its backup in that roster
-        has all it has; None: what was so before still is. clear: members at which none of its
-        values lie. spare: one bit a shard, those of it in which nothing lives and will before the
-        next roster, where somebody has none. LimitExceeded for one peer too many."""
+    def beat(self, peer: Owner, epoch: tuple[int, int], said: Beat) -> None:
+        """A peer lives, and works under the roster of `epoch`. LimitExceeded for one too many."""
         if self._is_astray(peer, epoch):
             return
         if not self.roster.has(peer):
@@ -114,21 +98,15 @@ class Authority:
         if epoch == self.roster.epoch:
             self._relieve(peer.peer)
         backup, _ = self.roster.backup_of(peer.peer)
-        if epoch == self.roster.epoch and backup is not None and synced is not None:
-            self._sync(peer.peer, synced)
-        if leaving and peer.peer not in self.roster.leaving:
+        if epoch == self.roster.epoch and backup is not None and said.synced is not None:
+            self._sync(peer.peer, said.synced)
+        if said.leaving and peer.peer not in self.roster.leaving:
             log.info("%s wants to leave", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
-            self._clear[peer.peer] = set(clear)
-            if leaving:
-                self._ready.add(peer.peer)
-            if synced:
-                self._backed_up.add(peer.peer)
-            if spare and len(spare) * 8 == self.roster.shards:
-                self._spare[peer.peer] = np.unpackbits(np.frombuffer(spare, np.uint8)) > 0
-                self._give()
+            self._said[peer.peer] = said
+            self._give()
         self._retire()
 
     def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
@@ -184,11 +162,14 @@ class Authority:
     def _give(self) -> None:
         """Once all have said which of their shards are empty, peers without any get of these."""
         roster = self.roster
-        if not newcomers(roster, self._keeper) or not self._spare.keys() >= set(roster.hosts):
+        told = {host: self._said[host].spare for host in roster.hosts if host in self._said}
+        asked = [raw for raw in told.values() if len(raw) * 8 == roster.shards]
+        if len(asked) < len(roster.hosts) or not newcomers(roster, self._keeper):
             return
         spare = np.zeros(roster.shards, np.bool_)
-        for address, bits in self._spare.items():
-            spare |= bits & (roster.primaries == roster.members.index(address))
+        for host, raw in told.items():
+            bits = np.unpackbits(np.frombuffer(raw, np.uint8)) > 0
+            spare |= bits & (roster.primaries == roster.members.index(host))
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
@@ -263,7 +244,8 @@ class Authority:
         for address in sorted(self.roster.leaving):
             backup, in_sync = self.roster.backup_of(address)
             if backup is not None and in_sync:
-                if address not in self._ready or not self._may_inherit(backup):
+                ready = address in self._said and self._said[address].leaving
+                if not ready or not self._may_inherit(backup):
                     continue
                 log.info("%s leaves: %s takes its shards over", address, backup)
                 moved = self._taken_over(address, self._moved(address, backup))
@@ -274,7 +256,9 @@ class Authority:
 
     def _may_inherit(self, heir: str) -> bool:
         _, in_sync = self.roster.backup_of(heir)
-        return heir in self._backed_up if in_sync else not self.roster.may_be_backed_up(heir)
+        if not in_sync:
+            return not self.roster.may_be_backed_up(heir)
+        return heir in self._said and self._said[heir].synced is True
 
     def _moved(self, address: str, heir: str) -> Roster:
         """The heir has passed on to its own backup what it has of the shards."""
@@ -301,7 +285,8 @@ class Authority:
 
     def _is_clear(self, address: str) -> bool:
         others = {owner.peer for owner in self.roster.owners} - {address}
-        return all(address in self._clear.get(other, ()) for other in others)
+        said = self._said
+        return all(other in said and address in said[other].clear for other in others)
 
     # who hosts, who backs up
 
@@ -333,10 +318,7 @@ class Authority:
 
     def _publish(self, roster: Roster) -> None:
         self._number += 1
-        self._clear.clear()
-        self._ready.clear()
-        self._backed_up.clear()
-        self._spare.clear()
+        self._said.clear()
         self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))
 
 

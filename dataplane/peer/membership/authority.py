@@ -99,7 +99,7 @@ class Office:
             self.mesh.spawn(self.mesh.hello(peer.peer))  # a connection that breaks when it dies
         self._silence.heard(peer, self.host.now())
         self._wanted[peer.peer] = body.wanted
-        self._authority.beat(peer, epoch, body.synced, body.leaving, body.clear, body.spare)
+        self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
                 "%s works under roster %s, of which this keeper of the roster was not told when it "

@@ -299,15 +299,15 @@ async def test_second_copies_become_the_values_when_a_backup_has_its_own_or_no_r
     entry = Entry(Store("p", Definition(group_size=1, replicas=2), 1))
     done: list[str] = []
 
-    async def bring(*_: object) -> None:
+    async def copy_here(*_: object) -> None:
         done.append("brought here")
 
-    async def bring_on(*_: object) -> None:
+    async def copy_held_to_backup(*_: object) -> None:
         if not has_room:
             raise BackPressure("there is no room")
         done.append("brought to the backup")
 
-    copying: Any = SimpleNamespace(bring=bring, bring_on=bring_on)
+    copying: Any = SimpleNamespace(copy_here=copy_here, copy_held_to_backup=copy_held_to_backup)
     copying.succeed = lambda *_: done.append("read here")
     plane.host.space = Space(1 << 20)
     plane.host.roster = dataclasses.replace(plane.host.roster, leaving=frozenset([DEAD.peer]))

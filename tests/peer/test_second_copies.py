@@ -115,7 +115,7 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     copies, ranges = Copies(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
     copies.note(THERE, ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8))
-    await peer.copying.bring(copies, THERE)
+    await peer.copying.copy_here(copies, THERE)
     assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
     assert missing["range"].tolist() == list(range(1, VALUES, 2))
@@ -144,9 +144,9 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
 
     peer.mesh.call = answer
     with pytest.raises(BackPressure):
-        await peer.copying.bring(copies, THERE)
+        await peer.copying.copy_here(copies, THERE)
     freed[:] = b"\1" * VALUES
-    await peer.copying.bring(copies, THERE)
+    await peer.copying.copy_here(copies, THERE)
 
 
 async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
@@ -169,7 +169,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     for some in half:
         ones, sizes = np.ones(len(some), U4), np.full(len(some), VALUE_BYTES, U8)
         assert not copies.note(THERE, some, ones, sizes)
-        peer.copying.bring_later(copies, "step-1", THERE, lambda: True)
+        peer.copying.copy_here_later(copies, "step-1", THERE, lambda: True)
     assert len(spawned) == 1, "one task makes all copies of an owner's"
     await asyncio.sleep(0.01)
     assert len(copies.missing(THERE)[0]) == VALUES

@@ -227,10 +227,10 @@ class Leaving:
         """What rows of this partition name there comes here. Leased rows' values too: whoever has
         them leased finds the new place at the shard."""
         if entry.copies is not None:
-            await self.copying.bring(entry.copies, owner)
+            await self.copying.copy_here(entry.copies, owner)
             try:
                 async with asyncio.timeout(COPY_S):
-                    await self.copying.bring_on(entry, entry.copies, owner)
+                    await self.copying.copy_held_to_backup(entry, entry.copies, owner)
             except (TimeoutError, DataplaneError) as exc:
                 log.warning("second copies of %r are made later: %r", entry.name, exc)
             if not self._takes_in(owner):

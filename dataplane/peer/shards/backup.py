@@ -132,7 +132,7 @@ class Replicas:
             if not self.host.roster.backup_of(caller.address)[1]:
                 for copy in list(origin.copies.values()):  # it is no backup before it has them all
                     if copy.values is not None:
-                        await self.copying.bring(copy.values, caller.owner)
+                        await self.copying.copy_here(copy.values, caller.owner)
         return Done()
 
     async def _duplicate(self, caller: Caller, body: Duplicate) -> Body:
@@ -147,7 +147,7 @@ class Replicas:
         held = contextlib.ExitStack()
         held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, counts, reach)]))
         try:
-            await self.copying.bring(copy.values, caller.owner, ranges)
+            await self.copying.copy_here(copy.values, caller.owner, ranges)
         except BaseException:
             held.close()
             raise
@@ -158,19 +158,19 @@ class Replicas:
         loop = asyncio.get_running_loop()
         loop.call_later(AHEAD_S, _named, origin, (key, body.ranges), held)
         if self._passes_on(caller.address):
-            await self._bring_on(caller.owner, copy.store, copy.values)
+            await self._copy_to_own_backup(caller.owner, copy.store, copy.values)
         return Done()
 
-    async def _bring_on(self, owner: Owner, store: Store, values: Copies) -> None:
+    async def _copy_to_own_backup(self, owner: Owner, store: Store, values: Copies) -> None:
         """What lies at a peer that leaves and here is at this peer's backup before the rows name
         this one alone: it might be lost as soon as it has them."""
-        await self.copying.bring(values, owner)
+        await self.copying.copy_here(values, owner)
         await self.host.progress.reached(call_deadline.get())
         entry = self.shipping.passed_on.get((store.partition, store.generation))
         if entry is None:  # it was dropped meanwhile
             return
-        await self.copying.bring_on(entry, values, owner)
-        await self.copying.bring_there(entry, *store.named(self.host.owner))
+        await self.copying.copy_held_to_backup(entry, values, owner)
+        await self.copying.copy_to_backup(entry, *store.named(self.host.owner))
 
     @contextlib.asynccontextmanager
     async def _beforehand(
@@ -179,7 +179,9 @@ class Replicas:
         """Second copies of what the primary wrote are here before its operations are replayed."""
         with self.copying.held(values, named):
             if named:
-                await self.copying.bring(values, owner, np.concatenate([one[1] for one in named]))
+                await self.copying.copy_here(
+                    values, owner, np.concatenate([one[1] for one in named])
+                )
             self._check_backs_up(owner, origin)
             yield
 
@@ -254,7 +256,7 @@ class Replicas:
             _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
         if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
             here = functools.partial(self._backs_up, owner, origin)
-            self.copying.bring_later(copy.values, copy.store.partition, owner, here)
+            self.copying.copy_here_later(copy.values, copy.store.partition, owner, here)
         for gone in freed:
             self.copying.release(copy.values.freed(*gone))
 

@@ -63,7 +63,7 @@ class Copying:
         for owner, *named in named_by(op):
             if owner != self.host.owner and not entry.copies.note(owner, *named):
                 here = functools.partial(self._serves, entry)
-                self.bring_later(entry.copies, entry.name, owner, here)
+                self.copy_here_later(entry.copies, entry.name, owner, here)
 
     def _serves(self, entry: Entry) -> bool:
         return self.host.entries.get(entry.name) is entry
@@ -80,29 +80,31 @@ class Copying:
         others = [one for one in named if one[0] != self.host.owner]
         with self.held(copies, others):
             for owner, ranges, *_ in others:
-                await self._in_time(functools.partial(self.bring, copies, owner, ranges))
+                await self._in_time(functools.partial(self.copy_here, copies, owner, ranges))
             for owner, *mine in named:
                 if owner == self.host.owner:
-                    await self._in_time(functools.partial(self.bring_there, entry, *mine))
+                    await self._in_time(functools.partial(self.copy_to_backup, entry, *mine))
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
             yield
 
-    async def _in_time(self, bring: Callable[[], Awaitable[None]]) -> None:
+    async def _in_time(self, copy: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await bring()
+                await copy()
                 return
             except BackPressure:
                 if self.host.now() + PATIENCE_S > call_deadline.get():
                     raise
 
-    async def bring_on(self, entry: Entry, copies: Copies, owner: Owner) -> None:
+    async def copy_held_to_backup(self, entry: Entry, copies: Copies, owner: Owner) -> None:
         """The backup has copies of an owner's copies here before they are all that rows name."""
         _, nbytes, local = copies.held(owner)
-        await self.bring_there(entry, local, np.ones(len(local), U4), nbytes)
+        await self.copy_to_backup(entry, local, np.ones(len(local), U4), nbytes)
 
-    async def bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
+    async def copy_to_backup(
+        self, entry: Entry, ranges: Array, counts: Array, reach: Array
+    ) -> None:
         """The backup has copies of these before it hears of rows that name them: there everything
         else that is done here would wait behind."""
         for at in range(0, len(ranges), MAX_RANGES):
@@ -153,16 +155,16 @@ class Copying:
             for owner, ranges, counts, _ in named:
                 self.release(copies.freed(owner, ranges, counts))
 
-    def bring_later(
+    def copy_here_later(
         self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
     ) -> None:
         """What is missing of an owner's, for as long as it is needed and the owner lives."""
         key = id(copies), owner
         if key not in self._coming:
-            self.mesh.spawn(self._bring_in_the_end(key, copies, name, needed))
+            self.mesh.spawn(self._copy_here_in_the_end(key, copies, name, needed))
         self._coming[key] = True
 
-    async def _bring_in_the_end(
+    async def _copy_here_in_the_end(
         self, key: tuple[int, Owner], copies: Copies, name: str, needed: Callable[[], bool]
     ) -> None:
         owner = key[1]
@@ -170,7 +172,7 @@ class Copying:
             while self._coming[key] and self.host.roster.has(owner) and needed():
                 self._coming[key] = False
                 try:
-                    await self.bring(copies, owner)
+                    await self.copy_here(copies, owner)
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
@@ -197,7 +199,7 @@ class Copying:
         self.release(local)
         log.info("%d values of %r are read here now", int(moved.sum()), entry.name)
 
-    async def bring(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
+    async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
         """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is
         passed over. BackPressure where there is no room for it."""
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)

@@ -399,6 +399,8 @@ class Metrics:
             head = await reader.readuntil(b"\r\n\r\n")
         method, path, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
         status, kind, page = await self._page(path.partition("?")[0])
+        if writer.is_closing():  # who asked has hung up, and uvloop takes nothing for them
+            return
         writer.write(
             f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n"
             "Connection: close\r\n\r\n".encode()

@@ -79,7 +79,11 @@ def settled(look: Callable[[], list[str]]) -> list[str]:
     """What it still finds after a while; at once where it finds nothing."""
     end, pause_s = time.monotonic() + PATIENCE_S, 0.01
     while (found := look()) and time.monotonic() < end:
+        began = time.monotonic()
         gc.collect()  # what only a cycle holds ends now, also what became one meanwhile
+        # On a busy machine that takes long, with torch beside it, or where it waits for processes
+        # that are part of what it finds; and what one collection ends may be left to the next.
+        end += time.monotonic() - began
         select.select([], [], [], pause_s)
         pause_s = min(2 * pause_s, 1.0)
     return found

@@ -6,7 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+
+import pytest
+
+from tests import leaks
 
 ROOT = Path(__file__).parents[1]
 LEAKS = """
@@ -95,3 +100,17 @@ def test_every_kind_of_leak_is_told_and_nothing_else(tmp_path: Path) -> None:
     assert told.keys() == EXPECTED.keys(), done.stdout
     for test, what in EXPECTED.items():
         assert what in done.stdout, f"{test}: {done.stdout}"
+
+
+def test_what_a_slow_collection_leaves_to_the_next_is_no_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collected = list[float]()
+
+    def slowly() -> None:
+        time.sleep(leaks.PATIENCE_S)
+        collected.append(time.monotonic())
+
+    monkeypatch.setattr(leaks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(leaks.gc, "collect", slowly)
+    assert not leaks.settled(lambda: [] if len(collected) > 1 else ["a plane"])

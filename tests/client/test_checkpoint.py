@@ -11,8 +11,9 @@ from dataplane.client.checkpoint.archive import Archive, verified
 from dataplane.client.checkpoint.save import _Checkpoint, _each_once
 from dataplane.client.core import Deadline
 from dataplane.client.session.outgoing import Call
-from dataplane.errors import CheckpointFailed
+from dataplane.errors import CheckpointFailed, PartitionUndefined, Unavailable
 from dataplane.wire.checkpoint import CensusDone
+from dataplane.wire.messages import Define
 
 A, B, C = (bytes([digit]) * 16 for digit in (1, 2, 3))
 
@@ -52,3 +53,16 @@ def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFailed, match="peers joined or left"):
         asked(tmp_path / "restless", [1, 2, 3, 4, 5, 6])
     assert not (tmp_path / "restless").exists()
+
+
+def test_a_partition_is_asked_for_for_as_long_as_a_fail_over_may_take(tmp_path: Path) -> None:
+    session: Any = Session()
+    late = Unavailable("its shard is not served")
+    for fails in (2, 6):
+        steps = _Checkpoint(session, Archive(tmp_path / "c"), Deadline(None))._partition("p")
+        step = next(steps)
+        for _ in range(min(fails, 5)):
+            assert isinstance(step, Call) and isinstance(step.body, Define)
+            step = steps.throw(late)
+        with pytest.raises(Unavailable if fails == 6 else StopIteration):
+            steps.throw(late if fails == 6 else PartitionUndefined("dropped meanwhile"))

@@ -22,10 +22,12 @@ from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Offload, 
 from dataplane.client.session.session import Session
 from dataplane.errors import (
     CheckpointFailed,
+    DeadlineExceeded,
     InvalidCall,
     PartitionGone,
     PartitionUndefined,
     RowsGone,
+    Unavailable,
 )
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
@@ -39,6 +41,8 @@ SAVE_BYTES = 32 << 20
 MAX_UNITS = 4096
 """Groups, or rows without one, that are asked for at once."""
 ATTACH_S = 5.0
+"""A partition that nobody has declared by then was dropped."""
+_TIMES = int(DEFAULT_TIMEOUT_S / ATTACH_S)
 _FILE_WORK = 1 << 62
 """Work on files always leaves an event loop."""
 _TRIES = 16
@@ -117,11 +121,16 @@ class _Checkpoint:
         from dataplane.client.checkpoint.arrow_out import PartFiles
 
         handle, number = Handle(self.session, name), len(self.notes)
-        try:
+        for again in reversed(range(_TIMES)):
             self.deadline.left("the checkpoint")
-            yield from handle.define(None, Deadline(ATTACH_S))
-        except PartitionUndefined:
-            return
+            try:
+                yield from handle.define(None, Deadline(ATTACH_S))
+                break
+            except PartitionUndefined:
+                return
+            except (DeadlineExceeded, Unavailable):  # a fail-over takes longer
+                if not again:
+                    raise
         archive = self.archive
         files: PartFiles = yield filing(
             lambda: PartFiles(archive.directory(number), archive.target)

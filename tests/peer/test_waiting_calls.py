@@ -19,6 +19,7 @@ from dataplane.errors import (
     PartitionGone,
     ProtocolError,
     RowsLost,
+    StageUndefined,
     StaleEpoch,
     StreamEnd,
 )
@@ -129,6 +130,20 @@ async def test_a_claim_is_answered_at_once_or_when_its_rows_come() -> None:
     shard.put(4)
     assert shard.keys(waits.result()) == [3, 4] and not len(shard.calls)
     assert shard.entry.store.lessees == {CLAIMANT.session}
+
+
+async def test_who_waits_at_a_stage_without_a_name_is_told_and_keeps_nobody_from_it() -> None:
+    """Our clients ask for none, but others may, where also calls of admit wait."""
+    shard = Shard(GROUPED)
+    shard.admit(3, 2)
+    waits = shard.admit(4)
+    with pytest.raises(StageUndefined):
+        shard.calls.claim(CLAIMANT, Claim(NAME, 1, "", Want("rows", 1, 1), ["tokens"], number=5))
+    with pytest.raises(StageUndefined):
+        shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "", "rows", 1))
+    put(shard.entry.store, [1, 2], ["g", "g"])
+    shard.settle(shard.entry)
+    assert shard.ready == 2 and not waits.done()
 
 
 async def test_a_claim_that_is_asked_again_gets_the_lease_that_it_has() -> None:

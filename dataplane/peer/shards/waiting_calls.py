@@ -64,8 +64,8 @@ LOOK_SHARE = 50.0
 YIELD_S = TURN_S + 1.0
 """Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
 at a shard asks again before that."""
-ADMISSION = ""
-"""In place of a stage: who waits there waits to open groups."""
+ADMISSION = None
+"""In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
 Answer = asyncio.Future[Body]
 
@@ -92,7 +92,7 @@ class WaitingCalls:
     """how many puts wait for room here, or at this peer's shards"""
 
     def __post_init__(self) -> None:
-        self._stages: dict[tuple[str, int, str], _Stage] = {}
+        self._stages: dict[tuple[str, int, str | None], _Stage] = {}
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
@@ -281,11 +281,11 @@ class WaitingCalls:
             if not answer.done():
                 _look_at_wait(stage.entry, answer, body)
 
-    def _stage(self, entry: Entry, name: str) -> _Stage:
+    def _stage(self, entry: Entry, name: str | None) -> _Stage:
         key = (entry.name, entry.generation, name)
         found = self._stages.get(key)
         if found is None:
-            if name == ADMISSION:
+            if name is ADMISSION:
                 queue: ClaimQueue | AdmitQueue = AdmitQueue(entry.store)
             else:
                 entry.store.stage(name)  # StageUndefined
@@ -388,7 +388,7 @@ class WaitingCalls:
         for key in [k for k in self._stages if not self.host.serves(k[0])]:
             self._close(key, StaleEpoch(f"partition {key[0]!r} is served by another peer now"))
 
-    def _close(self, key: tuple[str, int, str], why: DataplaneError) -> None:
+    def _close(self, key: tuple[str, int, str | None], why: DataplaneError) -> None:
         stage = self._stages.pop(key)
         for claim in stage.queue:
             self._end(stage, claim.number, why)

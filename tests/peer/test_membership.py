@@ -252,3 +252,6 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     assert membership.stays() == {SEEDS[2]}
     gone.append(owners[2])
     assert not membership.stays()
+    made.beat(Owner(JOINER.peer, JOINER.incarnation + 1), (1, 1), Beat())
+    host.roster = made.roster
+    assert membership.stays() == {JOINER.peer}

@@ -89,8 +89,8 @@ class Shard:
     def settle(self, entry: Entry) -> None:
         self.calls.changed(entry, entry.store.dirty())
 
-    def put(self, *keys: int) -> None:
-        put(self.entry.store, list(keys), even=[key % 2 == 0 for key in keys])
+    def put(self, *keys: int, groups: list[Any] | None = None) -> None:
+        put(self.entry.store, list(keys), groups, even=[key % 2 == 0 for key in keys])
         self.settle(self.entry)
 
     def claim(self, number: int, count: int = 1, **more: Any) -> Any:
@@ -338,18 +338,21 @@ async def test_a_dropped_partition_ends_all_that_wait() -> None:
     assert isinstance(waits.exception(), PartitionGone)
 
 
-async def test_a_claim_by_no_filter_is_refused_and_others_wait_on() -> None:
+async def test_a_claim_or_wait_by_no_filter_is_refused_and_others_wait_on() -> None:
     shard = Shard()
     waits = shard.claim(5)
     with pytest.raises(ProtocolError):
         shard.claim(6, where=["no such", "filter"])
+    with pytest.raises(ProtocolError):
+        body = Wait(NAME, 1, "s", "rows", 1, where=["no such", "filter"])
+        shard.mesh.handlers[Wait](CLAIMANT, body)
     shard.put(1)
     assert shard.keys(waits.result()) == [1]
 
 
-def before_others() -> tuple[Shard, Any]:
+def before_others(definition: Definition = DEFINITION) -> tuple[Shard, Any]:
     """A claim of even rows, and a younger one for any."""
-    shard = Shard()
+    shard = Shard(definition)
     shard.claim(1, 3, where=["eq", "even", True])
     return shard, shard.claim(99)
 
@@ -371,6 +374,16 @@ async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewe
     assert shard.keys(waits.result()) == [100]
     asks.cancel()
     await asyncio.gather(asks, return_exceptions=True)
+
+
+async def test_what_a_claim_keeps_goes_to_others_while_a_producer_asks_again_and_again() -> None:
+    shard, waits = before_others(Definition({"s": ["tokens"]}, 1, None, "acked", 1))
+    shard.put(100, groups=[1])
+    assert shard.admit(5).permit == 5
+    assert not waits.done()
+    with pytest.raises(ClaimTimeout):
+        shard.admit(6, timeout_ms=0)
+    assert shard.keys(waits.result()) == [100]
 
 
 async def test_a_turn_that_ends_says_why_and_leaves_the_claim_its_place() -> None:

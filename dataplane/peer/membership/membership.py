@@ -166,7 +166,8 @@ class Membership:
             return set()
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
-            staying -= {owner.peer for owner in (*self._ending, *self.mesh.others.gone())}
+            ending = filter(roster.has, self._ending)  # not who came back under such a name
+            staying -= {owner.peer for owner in (*ending, *self.mesh.others.gone())}
         return staying
 
     def keeper_is_away(self) -> bool:

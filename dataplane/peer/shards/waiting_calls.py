@@ -150,7 +150,11 @@ class WaitingCalls:
         one = Asking(body, caller.session, self.host.now() - body.waited_ms / 1000)
         stage.queue.add(one)
         late = functools.partial(self._not_admitted, stage, one)
-        answer = self._answer_to(stage, caller, body, late)
+        try:
+            answer = self._answer_to(stage, caller, body, late)
+        except ClaimTimeout:  # who asks again and again waits as well
+            self.producers_wait()
+            raise
         if not isinstance(answer, Body):
             self.producers_wait()
         return answer
@@ -330,6 +334,8 @@ class WaitingCalls:
         """
         entry = self.host.shard(body.partition, body.generation)
         stage = self._stage(entry, body.stage)
+        if body.where is not None:  # ProtocolError for no filter, before others are looked at too
+            entry.store.counts(body.stage, body.unit, body.where)
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
         answer.add_done_callback(stage.waits.pop)

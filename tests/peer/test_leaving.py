@@ -340,6 +340,29 @@ async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_sile
     assert told == [(heir, name, False) for name in "ppr"] and plane.host.silent
 
 
+async def test_where_its_heir_gets_another_backup_that_has_them_too_before_it_falls_silent() -> (
+    None
+):
+    """As where the backup of its heir leaves as well, or died."""
+    plane = Plane()
+    plane.host.entries = {"p": Entry(Store("p", Definition(group_size=1, replicas=2), 1))}
+    told: list[tuple[str | None, bool]] = []
+
+    async def call(address: str, body: Duplicate) -> Done:
+        backup, _ = plane.host.roster.backup_of(address)
+        told.append((backup, plane.host.silent))
+        if len(told) == 1:
+            plane.authority.lost(next(one for one in (HEIR, DEAD) if one.peer == backup))
+            plane.all_beat()
+        return Done()
+
+    plane.leaving.mesh.call = call  # type: ignore[method-assign,assignment]
+    plane.told.set()
+    await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
+    (first, _), (second, _) = told
+    assert first != second and not any(silent for _, silent in told) and plane.host.silent
+
+
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:
     """They go with a member that is lost before the shards are handed over. Other rows have values
     in the same block."""

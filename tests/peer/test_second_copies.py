@@ -268,6 +268,33 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
 
 
+async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_own() -> None:
+    """The one before left: it had them, and was the backup no more when it said so."""
+    peer = Peer(Engine(set()))
+    peer.host.progress = SimpleNamespace(required=True)
+    seeds = [HERE.peer, THERE.peer, "tcp://10.0.0.3:7101"]
+    peer.host.roster = roster = Roster.from_seeds(seeds, keeps=False)
+    leaves, _ = roster.backup_of(HERE.peer)
+    [follows] = {*seeds} - {HERE.peer, leaves}
+    copies, ranges = Copies(), np.zeros(1, RANGE)
+    ranges["generation"] = 1
+    copies.note(THERE, ranges, np.ones(1, U4), np.full(1, VALUE_BYTES, U8))
+    await peer.copying.copy_here(copies, THERE)
+    _, _, local = copies.held(THERE)
+    told: list[tuple[str, bytes]] = []
+
+    async def call(address: str, body: Duplicate) -> Done:
+        told.append((address, body.ranges))
+        backups = np.full_like(roster.backups, seeds.index(follows))
+        peer.host.roster = dataclasses.replace(roster, backups=backups)
+        return Done()
+
+    peer.mesh.call = call
+    entry = Entry(stores.store(replicas=2))
+    await peer.copying.copy_held_to_backup(entry, copies, THERE)
+    assert told == [(leaves, local.tobytes()), (follows, local.tobytes())]
+
+
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)

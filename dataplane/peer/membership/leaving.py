@@ -76,9 +76,9 @@ class Leaving:
                 await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
                 self.membership.leave()
                 await self._until(self._may_move)
-                copied = None
-                while (heir := self.host.roster.backup_of(self.host.address)[0]) != copied:
-                    copied = heir
+                copied: tuple[str | None, ...] = ()
+                while (heirs := self._heirs()) != copied:
+                    copied = heirs
                     await self._copy_on()
                     await self._until(self._may_move)
                 await self._fall_silent()
@@ -113,6 +113,12 @@ class Leaving:
         if not len(roster.shards_of(heir)):
             return {one.peer for one in roster.owners} - roster.leaving == {heir}
         return not roster.may_be_backed_up(heir)
+
+    def _heirs(self) -> tuple[str | None, ...]:
+        """Its heir, and the backup of that."""
+        roster = self.host.roster
+        heir, _ = roster.backup_of(self.host.address)
+        return heir, None if heir is None else roster.backup_of(heir)[0]
 
     def _knows_who_lives(self, until: float) -> bool:
         """Whether no member may have died unnoticed. What lies here of one may be all that is left:

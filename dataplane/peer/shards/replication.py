@@ -98,9 +98,13 @@ class Copying:
                     raise
 
     async def copy_held_to_backup(self, entry: Entry, copies: Copies, owner: Owner) -> None:
-        """The backup has copies of an owner's copies here before they are all that rows name."""
-        _, nbytes, local = copies.held(owner)
-        await self.copy_to_backup(entry, local, np.ones(len(local), U4), nbytes)
+        """The backup has copies of an owner's copies here before they are all that rows name; where
+        another took its place meanwhile, that one."""
+        told = None
+        while (backup := self.host.roster.backup_of(self.host.address)[0]) != told:
+            told = backup
+            _, nbytes, local = copies.held(owner)
+            await self.copy_to_backup(entry, local, np.ones(len(local), U4), nbytes)
 
     async def copy_to_backup(
         self, entry: Entry, ranges: Array, counts: Array, reach: Array

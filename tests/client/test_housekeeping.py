@@ -19,6 +19,7 @@ from dataplane.client.session.housekeeping import undo
 from dataplane.client.session.session import Bell
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
+    Admitted,
     Claim,
     Claimed,
     Finish,
@@ -29,6 +30,7 @@ from dataplane.wire.messages import (
     Request,
     Stats,
     StatsDone,
+    Unadmit,
     Unpin,
 )
 from dataplane.wire.records import EXTENT, column
@@ -207,6 +209,10 @@ def test_an_answer_that_nobody_waits_for_any_more_is_undone(
 def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody() -> None:
     claimed = Claimed(31, 0, Table(Rows(b"")), Laid(2))
     assert undo(claimed) == [Finish(31, "leave")]
+
+
+def test_a_permit_of_which_nobody_heard_is_given_back() -> None:
+    assert undo(Admitted(31, 7)) == [Unadmit("", 0, [31])]
 
 
 def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:

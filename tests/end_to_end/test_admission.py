@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 
 import pytest
@@ -95,3 +96,19 @@ async def _sealed_and_dropped() -> None:
                 await getattr(part, end)()
                 with pytest.raises(error):
                     await waiting
+
+
+def test_a_permit_that_is_given_out_after_its_call_was_given_up_goes_back(cluster: Cluster) -> None:
+    """The peer was stopped, and does not know yet when it goes on that nobody waits."""
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", stages=STAGES, group_size=2)
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        with (
+            pytest.raises(dataplane.DeadlineExceeded),
+            part.admit(1, max_lag=0, per_version=1, timeout=0.5),
+        ):
+            pass
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+        with part.admit(1, max_lag=0, per_version=1, timeout=60):
+            pass

@@ -23,6 +23,7 @@ from dataplane.errors import DataplaneError, DeadlineExceeded
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
+    Admitted,
     Body,
     Claimed,
     Failed,
@@ -33,6 +34,7 @@ from dataplane.wire.messages import (
     ReadDone,
     Request,
     Reserved,
+    Unadmit,
     Unpin,
 )
 
@@ -242,6 +244,8 @@ def undo(body: Body) -> list[Body]:
     due: list[Body] = []
     if isinstance(body, Claimed):
         due.append(Finish(body.lease, "release" if body.plan is None else "leave"))
+    if isinstance(body, Admitted):
+        due.append(Unadmit("", 0, [body.permit]))  # the peer knows of which partition it is
     if isinstance(body, Reserved | PutDone) and body.extents:
         due.append(GiveBack(body.extents))
     if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:

@@ -134,12 +134,10 @@ class Waits:
 
     async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
         """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
-        mine = [number for number in body.permits if session.permits.pop(number, None)]
-        if mine:
-            told = self.router.tell(Unadmit(body.partition, body.generation, mine))
+        if told := self.give_back(session, body.permits):
             left_s = waits_s(-1)
-            await asyncio.wait([told], timeout=left_s if math.isfinite(left_s) else None)
-            if not told.done():
+            await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
+            if not all(one.done() for one in told):
                 raise Unavailable(
                     f"the shard of {body.partition!r} does not answer yet: as soon as it does it "
                     "is told that these permits are given back, and no other call need say so",
@@ -147,12 +145,14 @@ class Waits:
                 )
         return Done()
 
-    def give_back(self, session: Session, permits: list[int]) -> None:
-        """Nobody is there any more who would use them."""
+    def give_back(self, session: Session, permits: list[int]) -> list[asyncio.Task[None]]:
+        """Nobody is there any more who would use them: until their shards know."""
+        told = list[asyncio.Task[None]]()
         for number in permits:
             held = session.permits.pop(number, None)
             if held is not None:
-                self.router.tell(Unadmit(held.partition, held.generation, [number]))
+                told.append(self.router.tell(Unadmit(held.partition, held.generation, [number])))
+        return told
 
 
 def _subject(body: Claim | Wait | Admit) -> reasons.Subject:

@@ -25,7 +25,7 @@ MAX_ANSWERS_PER_SESSION = 1_024
 MAX_SESSIONS = 65_536
 """Sessions whose end was never told are forgotten, the longest silent first."""
 
-REPEATABLE = frozenset({Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release})
+CARRIED_OUT_ONCE = frozenset({Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release})
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[..., Body | Awaitable[Body]]
@@ -104,7 +104,7 @@ async def _final(outcome: Awaitable[Body]) -> Body:
 
 def may_repeat(body: Body, op: int) -> bool:
     """Whether a request to a peer that was perhaps carried out may be sent once more."""
-    return op > 0 or type(body) not in REPEATABLE
+    return op > 0 or type(body) not in CARRIED_OUT_ONCE
 
 
 # answers that were given

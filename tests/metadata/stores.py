@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.claim_queue import Waiting
+from dataplane.metadata.shard.claim_queue import WaitingClaim
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
@@ -93,6 +93,6 @@ def fill(store: Store) -> None:
 
 def waiting(
     number: int, want: Want, holder: int = 1, peer: str = "a", since: float = 0.0, **more: Any
-) -> Waiting:
+) -> WaitingClaim:
     """A claim that waits for rows of stage `s`, or as `more` says."""
-    return Waiting(Claim("p", 1, "s", want, number=number, **more), holder, peer, since)
+    return WaitingClaim(Claim("p", 1, "s", want, number=number, **more), holder, peer, since)

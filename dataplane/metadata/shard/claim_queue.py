@@ -40,7 +40,7 @@ Lane = tuple[str, bytes]
 """Unit, and the filter's MessagePack form, b"" without one."""
 
 
-class Waiting(msgspec.Struct, eq=False):
+class WaitingClaim(msgspec.Struct, eq=False):
     """A claim, whose peer is at `address`. since: when it was made. let_by: near claims that went
     before it."""
 
@@ -70,7 +70,7 @@ class Waiting(msgspec.Struct, eq=False):
         return want.minimum if 0 < want.minimum < want.count else want.count
 
 
-Outcome = tuple[Waiting, Taken | Member | DataplaneError]
+Outcome = tuple[WaitingClaim, Taken | Member | DataplaneError]
 """A claim with its rows, or its part in the plan, or why it never can be met."""
 
 
@@ -78,9 +78,9 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: dict[Lane, OrderedDict[int, Waiting]] = {}
-        self._claims: dict[int, Waiting] = {}
-        self._joining: dict[int, Waiting] = {}
+        self._lanes: dict[Lane, OrderedDict[int, WaitingClaim]] = {}
+        self._claims: dict[int, WaitingClaim] = {}
+        self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
 
     def __repr__(self) -> str:
@@ -89,13 +89,13 @@ class ClaimQueue:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[WaitingClaim]:
         return iter(list(self._claims.values()))
 
     def __contains__(self, number: int) -> bool:
         return number in self._claims
 
-    def add(self, claim: Waiting) -> None:
+    def add(self, claim: WaitingClaim) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
         ProtocolError where it asks for nothing, by no filter, or for a part that no plan has."""
         want, plan = claim.want, claim.asked.plan
@@ -192,7 +192,9 @@ class ClaimQueue:
                 outcomes.append((claim, member))
         return outcomes
 
-    def _advance(self, head: Waiting, now: float, sealed: bool, kept: list[Kept]) -> Outcome | None:
+    def _advance(
+        self, head: WaitingClaim, now: float, sealed: bool, kept: list[Kept]
+    ) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
         queue, counts = self._lanes[head.lane], self._counts(head)
         if sealed and not counts.to_come:
@@ -209,7 +211,7 @@ class ClaimQueue:
         return None
 
     def _meet(
-        self, claim: Waiting, counts: Counts, now: float, sealed: bool, kept: list[Kept]
+        self, claim: WaitingClaim, counts: Counts, now: float, sealed: bool, kept: list[Kept]
     ) -> Outcome | None:
         want = claim.want
         all_there = sealed and counts.remaining == counts.ready
@@ -234,11 +236,11 @@ class ClaimQueue:
             return self._too_large(claim, taken.needed_bytes)
         return None
 
-    def _over(self, claim: Waiting, why: DataplaneError) -> Outcome:
+    def _over(self, claim: WaitingClaim, why: DataplaneError) -> Outcome:
         self.withdraw(claim.number)
         return claim, why
 
-    def _ended(self, claim: Waiting) -> Outcome:
+    def _ended(self, claim: WaitingClaim) -> Outcome:
         """No row can come any more."""
         store, stage = self.store, self.stage
         had = f"partition {store.partition!r} is sealed and stage {stage!r} has had every row"
@@ -263,7 +265,7 @@ class ClaimQueue:
             had += f" that matches; {counted(left, one, many)} left"
         return self._over(claim, StreamEnd(had, remaining=left))
 
-    def _too_large(self, claim: Waiting, needed_bytes: int) -> Outcome:
+    def _too_large(self, claim: WaitingClaim, needed_bytes: int) -> Outcome:
         """What is next needs more bytes at its host than can be."""
         return self._over(
             claim,
@@ -281,8 +283,8 @@ class ClaimQueue:
     # who goes before whom
 
     def _near(
-        self, head: Waiting, queue: OrderedDict[int, Waiting], counts: Counts
-    ) -> Waiting | None:
+        self, head: WaitingClaim, queue: OrderedDict[int, WaitingClaim], counts: Counts
+    ) -> WaitingClaim | None:
         """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
         head's."""
         if head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
@@ -296,5 +298,5 @@ class ClaimQueue:
                 return other
         return None
 
-    def _counts(self, claim: Waiting) -> Counts:
+    def _counts(self, claim: WaitingClaim) -> Counts:
         return self.store.counts(self.stage, claim.want.unit, claim.want.where)

@@ -298,7 +298,7 @@ def _acked(group: Group) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class WaitingAdmit:
     """A call of admit that waits. since: when it was made."""
 
     asked: Admit
@@ -315,18 +315,18 @@ class AdmitQueue:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._waiting: dict[int, Asking] = {}
+        self._waiting: dict[int, WaitingAdmit] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Asking]:
+    def __iter__(self) -> Iterator[WaitingAdmit]:
         return iter(list(self._waiting.values()))
 
     def __contains__(self, number: int) -> bool:
         return number in self._waiting
 
-    def add(self, one: Asking) -> None:
+    def add(self, one: WaitingAdmit) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age."""
         before = self._waiting.pop(one.number, one)
         one.since = min(one.since, before.since)
@@ -343,10 +343,10 @@ class AdmitQueue:
 
     def serve(
         self, now: float, sealed: bool, keep: bool
-    ) -> list[tuple[Asking, Permit | DataplaneError]]:
+    ) -> list[tuple[WaitingAdmit, Permit | DataplaneError]]:
         """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
         nobody goes before another."""
-        outcomes: list[tuple[Asking, Permit | DataplaneError]] = []
+        outcomes: list[tuple[WaitingAdmit, Permit | DataplaneError]] = []
         for one in self:
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
             try:

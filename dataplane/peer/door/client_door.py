@@ -33,7 +33,7 @@ from dataplane.errors import (
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.peer_door import ONLY_WAITS
-from dataplane.peer.net.router import Waiting
+from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks
@@ -346,7 +346,7 @@ class Connection(asyncio.Protocol):
         assert self._session is not None
         await self._door.serving.until_sure(call_deadline.get())
         body = request.body
-        if isinstance(body, Waiting) and body.timeout_ms > 0:
+        if isinstance(body, WaitingCall) and body.timeout_ms > 0:
             left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)
             body = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
         outcome = handler(self._session, request, body)
@@ -495,7 +495,7 @@ async def _end_of(outcome: Awaitable[Body]) -> Body:
 def _limit_s(request: Request) -> float:
     """How long a call may take, from its arrival on. Its handler says when that is over; for one
     that does not, the client does."""
-    if isinstance(request.body, Waiting):
+    if isinstance(request.body, WaitingCall):
         waits_ms = request.body.timeout_ms
         return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
     return request.deadline_ms / 1000 if request.deadline_ms else math.inf

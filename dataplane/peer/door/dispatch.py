@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.door.client_door import WAITING
 from dataplane.peer.notices import Telling, Why
-from dataplane.peer.once import REPEATABLE, Once, Operations, final
+from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations, final
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
@@ -59,7 +59,7 @@ class Answers:
             c.Save: self._reads(peer.checkpoints.save),
             c.Restore: peer.checkpoints.restore,
         }
-        once = {*self.handlers} & {*REPEATABLE, m.Claim, m.Reserve, m.GiveBack}
+        once = {*self.handlers} & {*CARRIED_OUT_ONCE, m.Claim, m.Reserve, m.GiveBack}
         self.handlers |= {body: self._once(body, self.handlers[body]) for body in once}
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:

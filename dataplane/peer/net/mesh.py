@@ -29,7 +29,7 @@ from dataplane.peer.net.known_peers import Acquaintances, Bulk
 from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.once import REPEATABLE, may_repeat
+from dataplane.peer.once import CARRIED_OUT_ONCE, may_repeat
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body
@@ -184,7 +184,7 @@ class Mesh:
                 broken = exc
                 await asyncio.sleep(RECONNECT_S)
             except StaleEpoch:
-                if broken is None or kind not in REPEATABLE:
+                if broken is None or kind not in CARRIED_OUT_ONCE:
                     raise
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.

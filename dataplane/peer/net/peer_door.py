@@ -24,7 +24,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams
-from dataplane.peer.once import REPEATABLE, Once, Operations
+from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import (
@@ -223,7 +223,7 @@ class PeerDoor:
         if kind not in WHENEVER:
             self.host.speak()
         caller = Caller(request.sender, request.incarnation, session, op, floor, request.epoch)
-        if op and kind in REPEATABLE:
+        if op and kind in CARRIED_OUT_ONCE:
             outcome = self._once.run(session, op, floor, self._start, handler, caller, body)
         else:
             outcome = self._start(handler, caller, body)

@@ -48,7 +48,7 @@ LEAST_S = 0.01
 """With less left it is not asked again: what came of that would hide why it was not reached."""
 
 T = TypeVar("T")
-Waiting = Claim | Wait | Losses | Admit
+WaitingCall = Claim | Wait | Losses | Admit
 Hear = Callable[[DataplaneError], None]
 """Told why a shard is asked again; what it raises is the end."""
 
@@ -69,7 +69,7 @@ class Router:
 
     async def wait(
         self,
-        body: Waiting,
+        body: WaitingCall,
         caller: Caller | None = None,
         hear: Hear = _unheard,
         first: Awaitable[Any] | None = None,
@@ -89,7 +89,7 @@ class Router:
         most_s = LONG_S if isinstance(body, Claim) else TURN_S
         return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
 
-    def begin_here(self, body: Waiting, caller: Caller) -> asyncio.Future[Any]:
+    def begin_here(self, body: WaitingCall, caller: Caller) -> asyncio.Future[Any]:
         """The first turn of such a call, where the shard is here: it is to be given to `wait`."""
         here, epoch = self.host.address, self.host.roster.epoch
         return self.mesh.ask(here, _turn_of(body, _first_s(body)), caller=caller, epoch=epoch)
@@ -138,12 +138,12 @@ class Router:
                     raise
 
 
-def _first_s(body: Waiting) -> float:
+def _first_s(body: WaitingCall) -> float:
     """How long the first turn of a call is."""
     return OWN_TURN_S if isinstance(body, Claim | Admit) and body.own else TURN_S
 
 
-def _turn_of(body: Waiting, turn_s: float, waited_ms: int = 0) -> Waiting:
+def _turn_of(body: WaitingCall, turn_s: float, waited_ms: int = 0) -> WaitingCall:
     """What a shard is asked of a call that has waited so much longer; it waits no longer than the
     call does."""
     asked, turn_ms = msgspec.structs.replace(body), int(turn_s * 1000)

@@ -28,9 +28,9 @@ from dataplane.errors import (
     StreamEnd,
 )
 from dataplane.metadata.shard import inspection, reasons, rows_out
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
+from dataplane.metadata.shard.claim_queue import ClaimQueue, WaitingClaim
 from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.shard.permits import AdmitQueue, Asking, Permit
+from dataplane.metadata.shard.permits import AdmitQueue, Permit, WaitingAdmit
 from dataplane.metadata.shard.takes import Taken
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
@@ -130,7 +130,7 @@ class WaitingCalls:
         assert isinstance(stage.queue, ClaimQueue)
         self._check_room(stage, body.number)
         since = self.host.now() - body.waited_ms / 1000
-        stage.queue.add(Waiting(body, caller.session, caller.address, since))
+        stage.queue.add(WaitingClaim(body, caller.session, caller.address, since))
         late = functools.partial(self._late, stage, body.want, body.number)
         return self._answer_to(stage, caller, body, late)
 
@@ -147,7 +147,7 @@ class WaitingCalls:
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
         self._check_room(stage, body.number)
-        one = Asking(body, caller.session, self.host.now() - body.waited_ms / 1000)
+        one = WaitingAdmit(body, caller.session, self.host.now() - body.waited_ms / 1000)
         stage.queue.add(one)
         late = functools.partial(self._not_admitted, stage, one)
         try:
@@ -369,7 +369,7 @@ class WaitingCalls:
         ]
         return found | {"sealed": entry.sealed}
 
-    def _not_admitted(self, stage: _Stage, one: Asking) -> ClaimTimeout:
+    def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
         """With what it waits for."""
         store = stage.entry.store
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}

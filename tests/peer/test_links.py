@@ -198,26 +198,51 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
         await asked
 
 
-@pytest.mark.parametrize("epoch, sent", [((1, 1), 1), ((1, 2), 2), (None, 2)])
+@pytest.mark.parametrize(
+    "epoch, changes, sent", [((1, 2), True, 1), ((1, 2), False, 2), (None, True, 2)]
+)
 async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_where_the_shard_is(
-    epoch: tuple[int, int] | None, sent: int
+    epoch: tuple[int, int] | None, changes: bool, sent: int
 ) -> None:
     """The peer may be no member any more, not know it, and have a claim wait there."""
     mesh: Any = object.__new__(Mesh)
+    host = SimpleNamespace(**vars(HOST))
     answers = [LinkBroken("it broke"), Unavailable("away")]
 
     async def send(*request: Any) -> Body:
+        if changes:
+            host.roster = SimpleNamespace(epoch=(1, 3))
         raise answers.pop(0)
 
     async def ready(*asked: Any) -> None: ...
 
     mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
-    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
+    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
     asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=epoch)
     with pytest.raises(Unavailable):
         await mesh._asked(asked, 1.0)
     assert len(answers) == 2 - sent
+
+
+async def test_what_waited_for_the_backup_until_the_roster_changed_looks_where_the_shard_is() -> (
+    None
+):
+    """The backup died, and had been the primary that it was about to ask."""
+    mesh: Any = object.__new__(Mesh)
+    host = SimpleNamespace(**vars(HOST))
+    host.progress = SimpleNamespace(is_settled=False)
+
+    async def reached(until: float) -> None:
+        host.roster = SimpleNamespace(epoch=(1, 3))
+
+    host.progress.reached = reached
+    mesh._ask_now = lambda *asked: pytest.fail("who was asked may be gone")
+    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
+    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=(1, 2))
+    with pytest.raises(StaleEpoch):
+        await mesh._asked(asked, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -149,12 +149,14 @@ class Mesh:
     def _here(
         self, who: Caller, body: Body, epoch: tuple[int, int] | None
     ) -> Body | Awaitable[Body]:
-        if epoch not in (None, self.host.roster.epoch):
-            here = self.host.address
-            raise StaleEpoch(f"the roster changed on the way to {here}", address=here)
+        self._check_epoch(self.host.address, epoch)
         if type(body) not in ANY_EPOCH:
             self.host.speak()
         return self.handlers[type(body)](who, body)
+
+    def _check_epoch(self, address: str, epoch: tuple[int, int] | None) -> None:
+        if epoch not in (None, self.host.roster.epoch):
+            raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
 
     def _until(self, address: str, timeout_s: float) -> float:
         if self.others.is_away(address):
@@ -170,6 +172,7 @@ class Mesh:
         broken: LinkBroken | None = None
         while True:
             try:
+                self._check_epoch(asked.address, asked.epoch)
                 answer = self._ask_now(asked, until)
                 if answer is None:
                     ready = self._ready(asked)
@@ -178,8 +181,7 @@ class Mesh:
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
-                moved = asked.epoch not in (None, self.host.roster.epoch)
-                if unreadable or moved or not may_repeat(asked.body, asked.who.op):
+                if unreadable or not may_repeat(asked.body, asked.who.op):
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
                 await asyncio.sleep(RECONNECT_S)

@@ -11,13 +11,33 @@ import pytest
 
 from dataplane.errors import RowsLost, Unavailable
 from dataplane.memory.space import Space
-from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.room.admission import Room
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner
 
 THERE = Owner("tcp://10.0.0.2:7101", 2)
+
+
+def _pulls(space: Space, arena: memoryview, members: set[Owner], call: Any) -> Any:
+    """Of a peer that has room, and whose mesh answers as `call` does."""
+
+    async def reserve(*what: Any) -> tuple[int, Any]:
+        return space.reserve(*what[:3])
+
+    host: Any = SimpleNamespace(
+        space=space,
+        arena=SimpleNamespace(view=arena),
+        roster=SimpleNamespace(has=lambda owner: owner in members),
+        now=asyncio.get_running_loop().time,
+    )
+    mesh: Any = SimpleNamespace(
+        handlers={}, call=call, others=SimpleNamespace(on_away=[]), spawn=lambda work: work.close()
+    )
+    room: Any = Room(host)
+    room.reserve, room.for_copies = reserve, lambda sizes: None
+    return Pulls(host, mesh, room, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "and kept of no lost peer"])
@@ -39,18 +59,8 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
         await room_came
         return space.reserve(*what[:3])
 
-    host: Any = SimpleNamespace(
-        space=space,
-        arena=SimpleNamespace(view=arena),
-        roster=SimpleNamespace(has=lambda owner: owner in members),
-        now=asyncio.get_running_loop().time,
-    )
-    mesh: Any = SimpleNamespace(
-        handlers={}, call=call, others=SimpleNamespace(on_away=[]), spawn=lambda work: work.close()
-    )
-    room: Any = Room(host)
-    room.reserve, room.for_copies = reserve, lambda sizes: None
-    pulls = Pulls(host, mesh, room, None)  # type: ignore[arg-type]
+    pulls = _pulls(space, arena, members, call)
+    pulls.room.reserve = reserve
     remote = np.array([(0, 1)], RANGE)
     coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))
     for _ in range(10):
@@ -64,6 +74,27 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
     assert bytes(arena[int(place["offset"]) :][:64]) == b"x" * 64
     assert len(space.copies) == (0 if lost else 1)
     assert space.unpin(0, pins) == (64 if lost else 0)
+
+
+async def test_an_owner_is_asked_for_so_many_small_values_at_once() -> None:
+    """Or else a life sign to it would stand behind all that a thousand calls asked for."""
+    most = under_way = 0
+
+    async def call(address: str, body: Pull, **how: Any) -> Pulled:
+        nonlocal most, under_way
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return Pulled(b"x" * 64)
+
+    pulls = _pulls(Space(1 << 24), memoryview(bytearray(1 << 24)), {THERE}, call)
+    many = [
+        pulls.bring(THERE, np.array([(n, 1)], RANGE), np.array([64], np.uint64), 0)
+        for n in range(3 * AT_ONCE)
+    ]
+    brought = await asyncio.gather(*many)
+    assert len(brought) == 3 * AT_ONCE and most == AT_ONCE
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["it is gone", "the next roster has it"])

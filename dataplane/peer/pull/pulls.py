@@ -57,6 +57,9 @@ PULL_S = 30.0
 CONTROL = "control"
 """The link between peers, which carries few bytes, beside the transports."""
 FOLLOWS_S = 3600.0
+AT_ONCE = 128
+"""Small pulls that one owner is asked for at once. More wait here: behind them on the link are
+appends and life signs."""
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
 AGAIN_S = 0.5
@@ -87,6 +90,8 @@ class Pulls:
         self.mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
+        self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
+        """of small pulls, by the owner's incarnation"""
         self._looked_at: set[Owner] = set()
         """owners that will be asked which copies are dead"""
 
@@ -230,6 +235,7 @@ class Pulls:
 
     def gone(self, owner: Owner) -> None:
         """That process is no member any more."""
+        self._turns.pop(owner.incarnation, None)
         if self.host.space.copies.drop_owner(owner.incarnation):
             self.room.pump()
 
@@ -266,7 +272,8 @@ class Pulls:
         view = self.host.arena.view
 
         async def write(dest: npt.NDArray[Any]) -> None:
-            reply, at = await self._exchange(owner, remote, sizes), 0
+            async with self._turns[owner.incarnation]:
+                reply, at = await self._exchange(owner, remote, sizes), 0
             if reply.gone:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:

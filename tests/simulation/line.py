@@ -231,11 +231,11 @@ class Client:
         self._line.send(frames.encode(request))
 
     async def _exchange(self, line: Line, request: m.Request, limit_s: float) -> m.Body:
+        if line.lost:
+            raise PeerLost("the line broke")
         answer: asyncio.Future[m.Body] = self.cluster.loop.create_future()
         began = self.cluster.loop.now
         line.answers[request.rid] = answer
-        if line.lost:
-            raise PeerLost("the line broke")
         line.send(frames.encode(request))
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):

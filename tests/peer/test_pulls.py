@@ -12,10 +12,12 @@ import pytest
 from dataplane.errors import RowsLost, Unavailable
 from dataplane.memory.space import Space
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
+from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
-from dataplane.wire.peering import Pull, Pulled
+from dataplane.wire.messages import Fetch, Fetched
+from dataplane.wire.peering import Found, Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, Rows, Table
 
 THERE = Owner("tcp://10.0.0.2:7101", 2)
 
@@ -156,3 +158,37 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
     else:
         assert await transfer == "copies"
     assert asked == (1 if lost else 3)
+
+
+@pytest.mark.parametrize("losses", [2, ATTEMPTS], ids=["read", "may be repeated"])
+async def test_a_fetch_meets_the_loss_of_one_peer_after_another(losses: int) -> None:
+    """The second copies were at a peer that was lost in the same call: it said that the rows are
+    lost, whatever their shard knew of them by then."""
+    asked = 0
+
+    async def ask(body: Fetch) -> Found:
+        return Found(Table(Rows(b""), []))
+
+    async def resolved(table: Table, holder: int) -> tuple[Table, int]:
+        nonlocal asked
+        asked += 1
+        if asked <= losses:
+            raise RowsLost("the peer is lost")
+        return table, 5
+
+    async def learn() -> None: ...
+
+    reading: Any = object.__new__(Reading)
+    reading.host = SimpleNamespace(now=asyncio.get_running_loop().time)
+    lease = SimpleNamespace(number=7, stage="train", partition="p", generation=1)
+    reading.leases = SimpleNamespace(of=lambda *which: lease)
+    reading.router = SimpleNamespace(ask=ask)
+    reading.resolved, reading.learn = resolved, learn
+    fetching = reading.fetch(SimpleNamespace(id=1), None, Fetch(7, ["x"]))
+    if losses < ATTEMPTS:
+        fetched = await fetching
+        assert isinstance(fetched, Fetched) and fetched.pin == 5
+    else:
+        with pytest.raises(Unavailable, match="fetch again"):
+            await fetching
+    assert asked == 3

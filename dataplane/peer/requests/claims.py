@@ -28,7 +28,6 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
     RowsLost,
-    Unavailable,
 )
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
@@ -38,7 +37,7 @@ from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases, Part
-from dataplane.peer.requests.reads import Reading, Resolved
+from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved, unheard_of
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
@@ -47,9 +46,6 @@ from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
-
-ATTEMPTS = 3
-"""How often a claim is granted rows that went meanwhile before that is its caller's business."""
 
 
 class BytesLost(Exception):
@@ -301,9 +297,5 @@ def _too_late(exc: DeadlineExceeded, partition: str) -> ClaimTimeout:
 def _given_up(exc: Exception, partition: str) -> Exception:
     """What the caller is told in the end of a claim that was granted what went meanwhile."""
     if isinstance(exc, BytesLost):
-        return Unavailable(
-            f"values of rows of {partition!r} went with a peer, and the peer that has the rows "
-            f"does not know yet ({exc.__cause__}): claim again",
-            partition=partition,
-        )
+        return unheard_of(exc.__cause__, partition, "claim")
     return exc

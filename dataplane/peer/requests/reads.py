@@ -7,6 +7,7 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from dataplane.errors import (
     RowsGone,
     RowsLost,
     StaleEpoch,
+    Unavailable,
     counted,
 )
 from dataplane.memory.extents import every, some
@@ -52,6 +54,8 @@ from dataplane.wire.tables import INLINE, Owner, Table
 PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
+ATTEMPTS = 3
+"""How often rows are granted or fetched that went meanwhile before their caller is told."""
 LEARN_S = 1.0
 """A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 
@@ -261,14 +265,17 @@ class Reading:
         lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
-        try:
-            return await self._fetch(session, asked)
-        except LeaseExpired:
-            self.leases.close(lease)
-            raise
-        except RowsLost:  # of its rows those with bytes there are gone as soon as the shard hears
-            await self.learn()
-            return await self._fetch(session, asked)
+        for failed in itertools.count(1):
+            try:
+                return await self._fetch(session, asked)
+            except LeaseExpired:
+                self.leases.close(lease)
+                raise
+            except RowsLost as exc:  # those with bytes there are gone as soon as the shard hears
+                if failed == ATTEMPTS:
+                    raise unheard_of(exc, lease.partition, "fetch") from None
+                await self.learn()
+        raise AssertionError("it counts for ever")
 
     async def learn(self) -> None:
         """A moment for a shard to hear that a peer is lost, no longer than the call lives."""
@@ -294,6 +301,15 @@ def _volume(table: Table) -> int:
     """Bytes that a message has of it, but for names and tags."""
     parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
     return len(table.rows.keys) + len(table.inline) + sum(parts)
+
+
+def unheard_of(loss: BaseException | None, partition: str, call: str) -> Unavailable:
+    """What the caller is told in the end where a shard names values that went with a peer."""
+    return Unavailable(
+        f"values of rows of {partition!r} went with a peer, and the peer that has the rows does "
+        f"not know yet ({loss}): {call} again",
+        partition=partition,
+    )
 
 
 def gone(names: list[Any]) -> RowsGone:

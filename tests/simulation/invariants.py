@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.peer import Peer
@@ -60,14 +63,13 @@ class Watch:
         if not self._is_calm(alive):
             self._calm_since = now
         before, self._due = self._due, {}
-        lanes: set[tuple[str, str]] = set()
-        for client, body in self.cluster.waiting.items():
-            if client.owner not in alive:
-                continue
-            is_first = isinstance(body, Wait) or (body.partition, body.stage) not in lanes
+        waiting = {c: body for c, body in self.cluster.waiting.items() if c.owner in alive}
+        claimants = defaultdict[tuple[str, str], set[int]](set)
+        for client, body in waiting.items():
             if isinstance(body, Claim):
-                lanes.add((body.partition, body.stage))
-            if _is_due(alive, client, body, is_first):
+                claimants[body.partition, body.stage].add(client.session)
+        for client, body in waiting.items():
+            if _is_due(alive, client, body, claimants[body.partition, body.stage]):
                 known, since = before.get(client, (None, now))
                 self._due[client] = body, since if known is body else now
         return [
@@ -91,9 +93,11 @@ class Watch:
         return not behind and not any(pair <= names for pair in network.cuts)
 
 
-def _is_due(alive: dict[Owner, Peer], client: Client, body: Claim | Wait, is_first: bool) -> bool:
+def _is_due(
+    alive: dict[Owner, Peer], client: Client, body: Claim | Wait, claimants: set[int]
+) -> bool:
     """Whether a call's shard has what it waits for, knows that there never will be, is no more, or
-    does not know of it. is_first: no claim of the stage is older."""
+    does not know of it. claimants: who waits with a claim of the stage."""
     home = _newest(alive.values()).home(body.partition)
     peer = next((peer for owner, peer in alive.items() if owner.peer == home), None)
     if peer is None:
@@ -106,11 +110,13 @@ def _is_due(alive: dict[Owner, Peer], client: Client, body: Claim | Wait, is_fir
     if isinstance(body, Wait):
         enough = ready >= body.count or (entry.sealed and to_come < body.count)
         return enough if body.count else outstanding < body.below
-    if body.plan is None and client.session not in entry.store.lessees:
-        stage = peer.calls._stages.get((body.partition, body.generation, body.stage))
-        if stage is None or all(claim.holder != client.session for claim in stage.queue):
-            return True  # others get what comes before it
-    if not is_first or body.plan is not None:
+    stage = peer.calls._stages.get((body.partition, body.generation, body.stage))
+    queue = stage.queue if stage is not None else ClaimQueue(entry.store, body.stage)
+    assert isinstance(queue, ClaimQueue)
+    is_known = any(claim.holder == client.session for claim in queue)
+    if body.plan is None and not is_known and client.session not in entry.store.lessees:
+        return True  # others get what comes before it
+    if body.plan is not None or _is_behind(queue, client.session, claimants):
         return entry.sealed and not to_come
     if body.want.budget_tag is not None:
         return entry.sealed and (not to_come or 0 < ready == remaining)
@@ -118,6 +124,20 @@ def _is_due(alive: dict[Owner, Peer], client: Client, body: Claim | Wait, is_fir
     if entry.sealed:
         return not to_come or 0 < min(least, remaining) <= ready
     return ready >= least
+
+
+def _is_behind(queue: ClaimQueue, session: int, claimants: set[int]) -> bool:
+    """Whether a claim stands before this session's that somebody still waits for: in its lane, or
+    as an older one in another. Their order is the shard's: calls that are made at once may come
+    there in any."""
+    latest = {claim.holder: claim for claim in queue if claim.holder in claimants}
+    mine = latest.get(session)
+    if mine is None:  # it has been granted rows
+        return bool(latest)
+    lane = list(queue._lanes.get(mine.lane, {}).values())
+    before = list(takewhile(lambda claim: claim is not mine, lane))
+    before += [one for one in queue if one not in lane and one.since <= mine.since]
+    return any(latest.get(claim.holder) is claim for claim in before)
 
 
 def _space(peer: Peer) -> list[str]:

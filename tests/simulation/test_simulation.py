@@ -11,10 +11,13 @@ from unittest import mock
 
 import pytest
 
+from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.messages import Claim, Want
 from dataplane.wire.tables import Definition, Owner
-from tests.simulation.invariants import MET_S, Watch
+from tests.metadata import stores
+from tests.metadata.stores import waiting
+from tests.simulation.invariants import MET_S, Watch, _is_behind
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.loop import Machine, VirtualLoop
 from tests.simulation.network import DELAY_S
@@ -96,10 +99,11 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
     owner, machine = Owner("tcp://127.0.0.1:7001", 1), Machine("a")
     roster = mock.Mock(epoch=(1, 1), owners=[owner])
     roster.home.return_value = owner.peer
-    entry = SimpleNamespace(
-        store=Store("p", Definition({"train": ["x"]}), 1), generation=1, sealed=False
-    )
-    stage = SimpleNamespace(queue=[SimpleNamespace(holder=7)] if known else [])
+    store = Store("p", Definition({"train": ["x"]}), 1)
+    entry = SimpleNamespace(store=store, generation=1, sealed=False)
+    stage = SimpleNamespace(queue=ClaimQueue(store, "train"))
+    if known:
+        stage.queue.add(waiting(1, Want("rows", 1, 1), holder=7))
     peer: Any = SimpleNamespace(
         host=SimpleNamespace(owner=owner, roster=roster, entries={"p": entry}),
         calls=SimpleNamespace(_stages={("p", 1, "train"): stage}),
@@ -117,3 +121,15 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
         machine.disturbed_at = 14.0 if amiss and now >= 14.0 else 0.0
         since = 12.0 if known else 10.0
         assert len(watch._overdue([peer])) == (now > since + MET_S and not amiss)
+
+
+def test_a_claim_is_behind_what_the_shard_has_before_it_while_somebody_waits_for_that() -> None:
+    queue = ClaimQueue(stores.store(stages={"s": ["tokens"]}), "s")
+    for number, want in ((1, "groups"), (2, "groups"), (3, "rows")):
+        queue.add(waiting(number, Want(want, 1, 1), holder=number, since=float(number)))
+    queue.add(waiting(2, Want("groups", 1, 1), holder=2, since=0.5))  # repeated, in its place
+    assert [_is_behind(queue, one, {1, 2, 3}) for one in (1, 2, 3)] == [False, True, True]
+    assert [_is_behind(queue, one, {2, 3}) for one in (2, 3)] == [False, True]
+    queue.add(waiting(4, Want("groups", 1, 1), holder=1, since=4.0))  # the first was given up
+    assert [_is_behind(queue, one, {1, 2, 3}) for one in (1, 2)] == [True, False]
+    assert not _is_behind(queue, 3, {3})

@@ -98,6 +98,8 @@ class Ledger:
         """when the shard went last from one that leaves to another"""
         self.heir = ""
         """to whom; what both had is at its backup since before"""
+        self.spares: set[Owner] = set()
+        """who could be its backup then, and has been there since, without being about to leave"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 
@@ -220,7 +222,7 @@ class Ledger:
             if alone or left < self._standing(known.values()):
                 self.beginnings += 1
             if alone:  # also where it died before it heard that it was
-                if died - self.handed_over < TOGETHER_S and len(together) == 1 and hosts:
+                if died - self.handed_over < TOGETHER_S and len(together) == 1 and self.spares:
                     self.wrong(f"{owner.peer} was given the shard, and was lost with it alone")
                 self._excuse_all(f"{owner.peer} had the shard alone")
         if self.replicas == 2:

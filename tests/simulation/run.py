@@ -169,19 +169,24 @@ class Run:
             )
             if not left:  # who leaves in order takes nothing along
                 hosts = {one for one in roster.owners if one.peer in roster.hosts} - {owner}
+                stay = {one for one in roster.owners if one.peer not in roster.leaving} - {owner}
                 for ledger in run.ledgers:
                     name = ledger.partition
                     alone = roster.home(name) == address
                     alone = alone and not roster.in_sync[roster.bucket(name)]
                     now, known = run.loop.now, run.cluster.known
                     died = run.cluster.died.get(owner, now)
+                    ledger.spares &= stay
                     ledger.removed(known, owner, in_sync, alone, hosts, now, died)
             remove(authority, address)
 
         def moving(authority: Authority, address: str, backup: str) -> Any:
+            roster = authority.roster
+            able = {roster.members[at] for at in authority._hosts(roster)} - roster.leaving
             for ledger in run.ledgers:
-                if authority.roster.home(ledger.partition) == address:
+                if roster.home(ledger.partition) == address:
                     ledger.handed_over, ledger.heir = run.loop.now, backup
+                    ledger.spares = {o for o in roster.owners if o.peer in able - {backup}}
             return moved(authority, address, backup)
 
         async def opening(office: Office, roster: Roster, ask: bool) -> None:

@@ -11,16 +11,20 @@ from unittest import mock
 
 import pytest
 
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.messages import Claim, Want
+from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata import stores
 from tests.metadata.stores import waiting
 from tests.simulation.invariants import MET_S, Watch, _is_behind
-from tests.simulation.ledger import Group, Ledger, Row
+from tests.simulation.ledger import SMALL, Group, Ledger, Row
 from tests.simulation.loop import Machine, VirtualLoop
 from tests.simulation.network import DELAY_S
+from tests.simulation.run import Run
 
 SEEDS = 5
 BATCHES = (0, 5, 10)
@@ -89,6 +93,27 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
     ledger.removed(known, writer, True, False, {heir}, now=120.0, died=died)
     ledger.reported(b"k" * 16)
     assert (not wrong) == excused
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_heir_has_no_shard_alone_where_another_peer_stays_that_could_back_it_up(
+    stays: bool,
+) -> None:
+    run = Run(0)
+    keeper, *others = (Owner(f"tcp://127.0.0.1:{7001 + i}", i + 1) for i in range(3))
+    made = Authority(Roster.from_seeds([keeper.peer, *(o.peer for o in others)]), 7, keeper.peer)
+    for one in (keeper, *others):
+        made.beat(one, made.roster.epoch, Beat())
+        run.cluster.known[one] = mock.Mock(
+            host=SimpleNamespace(owner=one, entries={}), replicas=SimpleNamespace(_origins={})
+        )
+    going, other = sorted(others, key=lambda one: one.peer != made.roster.home(SMALL))
+    for one in (going,) if stays else (going, other):
+        made.beat(one, made.roster.epoch, Beat(leaving=True))
+    with run._observed():
+        made.roster = made._moved(going.peer, keeper.peer)  # whose backup has nothing yet
+        made.lost(keeper)
+    assert any("lost with it alone" in wrong for wrong in run.violations) == stays
 
 
 @pytest.mark.parametrize("amiss", [False, True])

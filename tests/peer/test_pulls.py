@@ -42,6 +42,18 @@ def _pulls(space: Space, arena: memoryview, members: set[Owner], call: Any) -> A
     return Pulls(host, mesh, room, None)  # type: ignore[arg-type]
 
 
+def _asking(ask: Any, another_roster: Any, member: bool) -> Any:
+    """Of a peer in whose first roster every owner is a member, or none."""
+    pulls: Any = object.__new__(Pulls)
+    pulls._ask = ask
+    pulls.host = SimpleNamespace(
+        roster=SimpleNamespace(has=lambda owner: member),
+        another_roster=another_roster,
+        now=asyncio.get_running_loop().time,
+    )
+    return pulls
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["", "and kept of no lost peer"])
 async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> None:
     """Or else the answers of all calls that wait for room would lie in this peer's own memory."""
@@ -105,20 +117,14 @@ async def test_values_of_who_is_no_member_are_not_waited_for(joins: bool) -> Non
     was awaited until the end of the call."""
 
     async def another_roster(than: Any, until: float) -> bool:
-        host.roster = SimpleNamespace(has=lambda owner: joins)
+        pulls.host.roster = SimpleNamespace(has=lambda owner: joins)
         return joins
 
     async def ask(*what: Any) -> str:
         assert joins
         return "copies"
 
-    host: Any = SimpleNamespace(
-        roster=SimpleNamespace(has=lambda owner: False),
-        another_roster=another_roster,
-        now=asyncio.get_running_loop().time,
-    )
-    pulls: Any = object.__new__(Pulls)
-    pulls.host, pulls._ask = host, ask
+    pulls = _asking(ask, another_roster, member=False)
     transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
     if joins:
         assert await transfer == "copies"
@@ -133,7 +139,7 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
     asked = 0
 
     async def another_roster(than: Any, until: float) -> bool:
-        host.roster = SimpleNamespace(has=lambda owner: not lost)
+        pulls.host.roster = SimpleNamespace(has=lambda owner: not lost)
         return lost
 
     async def ask(*what: Any) -> str:
@@ -143,13 +149,7 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
             raise Unavailable("it went away")
         return "copies"
 
-    host: Any = SimpleNamespace(
-        roster=SimpleNamespace(has=lambda owner: True),
-        another_roster=another_roster,
-        now=asyncio.get_running_loop().time,
-    )
-    pulls: Any = object.__new__(Pulls)
-    pulls.host, pulls._ask = host, ask
+    pulls = _asking(ask, another_roster, member=True)
     pulls.mesh = SimpleNamespace(others=SimpleNamespace(may_be_dead=lambda owner: True))
     transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
     if lost:

@@ -7,7 +7,6 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -265,17 +264,18 @@ class Reading:
         lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
-        for failed in itertools.count(1):
+        failed = 0
+        while True:
             try:
                 return await self._fetch(session, asked)
             except LeaseExpired:
                 self.leases.close(lease)
                 raise
             except RowsLost as exc:  # those with bytes there are gone as soon as the shard hears
+                failed += 1
                 if failed == ATTEMPTS:
                     raise unheard_of(exc, lease.partition, "fetch") from None
                 await self.learn()
-        raise AssertionError("it counts for ever")
 
     async def learn(self) -> None:
         """A moment for a shard to hear that a peer is lost, no longer than the call lives."""

@@ -56,7 +56,7 @@ class Shard:
             entries={NAME: self.entry},
             silent=False,
             labels={},
-            now=lambda: 1_000.0,
+            now=time.monotonic,
             label=lambda holder, label: None,
             who=lambda holder: "it",
             entry=lambda name, generation: self.host.entries.get(name),

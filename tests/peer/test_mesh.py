@@ -23,7 +23,7 @@ from dataplane.peer.progress import Progress
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Stats
-from dataplane.wire.peering import PeerHello, PeerReply
+from dataplane.wire.peering import PeerHello, PeerReply, Pull
 
 HERE, THERE = "tcp://127.0.0.1:7101", "tcp://127.0.0.1:7102"
 ROSTER = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
@@ -109,6 +109,20 @@ async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(
     for call in calls:
         with pytest.raises(Unavailable, match="looked for"):
             await asyncio.wait_for(call, 10)
+
+
+async def test_a_process_that_is_no_member_any_more_is_not_asked_again(
+    mesh: Mesh, far: Far
+) -> None:
+    """It runs, is cut off from the roster's keeper, and would answer when it is sure again."""
+    far.answer = far.welcome
+    call = asyncio.create_task(mesh.call(THERE, Pull(b"", b""), to=2))
+    await asyncio.wait_for(far.asked.get(), 10)
+    mesh.host.roster = dataclasses.replace(ROSTER, incarnations=(1, 3))
+    mesh.part(THERE)
+    with pytest.raises(Unavailable, match="went away in the middle of a call"):
+        await asyncio.wait_for(call, 10)
+    assert far.greeted == 1
 
 
 async def test_a_greeting_that_cannot_be_read_is_asked_for_once_more(mesh: Mesh, far: Far) -> None:

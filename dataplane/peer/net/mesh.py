@@ -181,7 +181,7 @@ class Mesh:
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
-                if unreadable or not may_repeat(asked.body, asked.who.op):
+                if unreadable or self._is_lost(asked) or not may_repeat(asked.body, asked.who.op):
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
                 await asyncio.sleep(RECONNECT_S)
@@ -191,6 +191,10 @@ class Mesh:
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.
                 raise Unavailable(broken.message, **broken.details) from broken
+
+    def _is_lost(self, asked: _Call) -> bool:
+        """Whether the process that alone can answer is no member any more: it may run, and wait."""
+        return asked.to is not None and not self.host.roster.has(Owner(asked.address, asked.to))
 
     def _ask_now(self, asked: _Call, until: float) -> asyncio.Future[Body] | None:
         """None where something has to be waited for."""

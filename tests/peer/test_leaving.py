@@ -57,7 +57,7 @@ class Plane:
         self.host.progress = SimpleNamespace(reached=self._done, required=True)
         self.host.another_roster = self._done
         spawn = asyncio.ensure_future
-        mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0), spawn=spawn)
+        mesh: Any = SimpleNamespace(spawn=spawn)
         self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
         for owner in (HEIR, DEAD):
             self.meet(owner)

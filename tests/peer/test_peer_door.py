@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import PartitionGone
+from dataplane.errors import PartitionGone, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
@@ -96,7 +96,18 @@ async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
     door.host.roster = NEXT
     failed = await door.answer()
     assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
-    assert door.door.under_way == 0
+
+
+async def test_a_peer_that_falls_silent_begins_nothing_that_came_before(door: Door) -> None:
+    """It says, perhaps at once, that its backup has everything, and its shards are given away."""
+    door.arrives(1)
+
+    def speak() -> None:
+        raise StaleEpoch("its shards move")
+
+    door.host.speak = speak
+    failed = await door.answer()
+    assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
 
 
 async def test_a_request_that_fails_as_its_peer_ends_leaves_no_traceback(door: Door) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import BackPressure, DeadlineExceeded
+from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
@@ -30,7 +30,7 @@ from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Op
-from dataplane.wire.messages import Done
+from dataplane.wire.messages import Done, Put
 from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import Column, Owner
@@ -87,6 +87,7 @@ class Peer:
             name="here",
             lent=(),
             who=str,
+            speak=lambda: None,
         )
         others = SimpleNamespace(on_away=[])
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
@@ -293,6 +294,26 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     entry = Entry(stores.store(replicas=2))
     await peer.copying.copy_held_to_backup(entry, copies, THERE)
     assert told == [(leaves, local.tobytes()), (follows, local.tobytes())]
+
+
+async def test_what_waited_for_them_while_its_peer_fell_silent_changes_nothing_there() -> None:
+    """That peer has said that its backup has everything: with its heir, rows were gone of which
+    whoever put them was told that they are in."""
+    peer, entry = Peer(Engine(set())), Entry(stores.store(replicas=2))
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    column = Column("tokens", records.tobytes())
+    put = Put("step-1", 1, stores.named(["k0"]), [column], stores.SPECS, owners=[THERE])
+
+    def speak() -> None:
+        raise StaleEpoch("its shards move")
+
+    entered = False
+    with pytest.raises(StaleEpoch, match="its shards move"):
+        peer.host.speak = speak
+        async with peer.copying.beforehand(entry, put):
+            entered = True
+    assert not entered and not peer.space.stats()["used_bytes"]
 
 
 def backup(peer: Peer) -> tuple[Any, Replicas]:

@@ -32,7 +32,6 @@ from dataplane.errors import (
 )
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
-from dataplane.peer.net.peer_door import ONLY_WAITS
 from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
@@ -40,15 +39,19 @@ from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
+    Admit,
     Body,
     Claim,
+    Define,
     Failed,
     Hello,
     HelloDone,
+    Losses,
     Notice,
     Reply,
     Request,
     Reserve,
+    Wait,
     Welcome,
 )
 from dataplane.wire.refusals import Refusals
@@ -60,7 +63,7 @@ FULL_S = 0.1
 """How long nobody is let in when the process has no descriptor left."""
 CONFIRM_S = 30.0
 """How long a call without a deadline of its own waits for the backup."""
-WAITING = ONLY_WAITS | {Reserve}
+WAITING = frozenset({Claim, Wait, Losses, Admit, Define, Reserve})
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
 AFTER_S = 0.4
 """A call that waited for rows until its end may still take so long to bring their values, or to

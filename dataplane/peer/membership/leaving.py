@@ -174,9 +174,6 @@ class Leaving:
         """From here on nobody changes a shard, and the backup has all there is: what is asked waits
         for the next roster."""
         self.host.silent = True
-        until = self.host.now() + QUIET_S
-        while self.mesh.door.under_way and self.host.now() < until:
-            await asyncio.sleep(POLL_S / 10)
         await self.host.progress.reached(self.host.now() + LEAVE_S)
 
     # at every peer

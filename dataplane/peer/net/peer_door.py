@@ -26,7 +26,7 @@ from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
+from dataplane.wire.messages import Body, Done, Failed, Stats
 from dataplane.wire.peering import (
     Append,
     Beat,
@@ -54,8 +54,6 @@ ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Void})
 """What does not depend on who serves which shard."""
-ONLY_WAITS = frozenset({Claim, Wait, Losses, Admit, Define})
-"""What changes nothing of itself while it is not answered."""
 WHENEVER = ANYBODY | ANY_EPOCH
 UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
@@ -80,8 +78,6 @@ class PeerDoor:
         self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
         self._waiting_bytes = 0
         """of requests that are not answered yet"""
-        self.under_way = 0
-        """requests that are being carried out, but for those that only wait"""
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
         """what an answer on this connection brings to the backup, so that it need not wait"""
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
@@ -227,17 +223,12 @@ class PeerDoor:
             outcome = self._once.run(session, op, floor, self._start, handler, caller, body)
         else:
             outcome = self._start(handler, caller, body)
-        if isinstance(outcome, Body) or kind in ONLY_WAITS or kind in WHENEVER:
+        if isinstance(outcome, Body):
             return outcome
-        self.under_way += 1
         call = asyncio.ensure_future(outcome)
-        call.add_done_callback(self._is_over)
+        # Where this peer ends nobody waits for it: that is no bug to log.
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())
         return call
-
-    def _is_over(self, call: asyncio.Future[Body]) -> None:
-        self.under_way -= 1
-        if not call.cancelled():
-            call.exception()  # where this peer ends nobody waits for it: that is no bug to log
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
         outcome = handler(caller, body)
@@ -247,9 +238,13 @@ class PeerDoor:
 
     async def _under(self, roster: Roster, caller: Caller, work: Coroutine[Any, Any, Body]) -> Body:
         """A coroutine begins a turn of the loop after the epochs were compared."""
-        if self.host.roster is not roster:
+        try:
+            if self.host.roster is not roster:
+                raise self._out_of_step(caller.address, roster.epoch)
+            self.host.speak()
+        except StaleEpoch:
             work.close()
-            raise self._out_of_step(caller.address, roster.epoch)
+            raise
         return await work
 
     def _is_in_step(self, request: PeerRequest, sender: Owner) -> bool:

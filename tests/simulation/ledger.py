@@ -100,6 +100,9 @@ class Ledger:
         """to whom; what both had is at its backup since before"""
         self.spares: set[Owner] = set()
         """who could be its backup then, and has been there since, without being about to leave"""
+        self.undone = 0
+        """up to this generation it is lost as a whole, also what peers that were called lost and have
+        not heard so put into it afterwards"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 
@@ -224,6 +227,7 @@ class Ledger:
             if alone:  # also where it died before it heard that it was
                 if died - self.handed_over < TOGETHER_S and len(together) == 1 and self.spares:
                     self.wrong(f"{owner.peer} was given the shard, and was lost with it alone")
+                self.undone, _ = self._standing(known.values())
                 self._excuse_all(f"{owner.peer} had the shard alone")
         if self.replicas == 2:
             for peer in together.values():

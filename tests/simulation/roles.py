@@ -306,6 +306,8 @@ class Producer(Role):
                 self.ledger.wrong(f"{self!r} put {group.name}, which had been dropped")
             if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
                 group.excused = "its peer was lost already"
+            if generation <= self.ledger.undone:
+                group.excused = "its partition was lost already"
             group.acked, group.generation = True, generation
 
     async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:

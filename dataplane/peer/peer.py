@@ -119,10 +119,7 @@ class Peer:
         self.grants = grants = Grants(host, room, self.devices)
         self.reading = reading = Reading(host, mesh, router, leases, pulls, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
-        carry = self.writing.carry
-        self.finishing = finishing = Finishing(
-            host, mesh, router, leases, grants, refs, self.copying, share, carry, self.settle
-        )
+        self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, mesh, router, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, mesh, router, sessions)

@@ -73,8 +73,8 @@ class Asker:
         waits = Waits(self.host, mesh, router, [])
         more: Any = leases, finishing, reading, waits, room
         self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
-        rest: Any = [None] * 6
-        self.finishing = Finishing(self.host, mesh, router, leases, *rest)
+        writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)
+        self.finishing = Finishing(router, leases, writing)
 
     @staticmethod
     def at(roster: Roster, home: str) -> Roster:

@@ -81,11 +81,11 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
         told.append(body)
         return asyncio.get_running_loop().create_future()
 
+    router: Any = SimpleNamespace(handlers={}, tell=tell)
     host: Any = SimpleNamespace(now=lambda: 0.0)
-    grants: Any = None
-    mesh: Any = SimpleNamespace(handlers={}, tell=tell)
+    writing: Any = SimpleNamespace(host=host, mesh=router, grants=None)
     leases, holder = Leases(), client()
-    finishing = Finishing(host, mesh, mesh, leases, grants, *[None] * 5)  # type: ignore[arg-type]
+    finishing = Finishing(router, leases, writing)
     leases.open(holder, 7, "p", 1, "s", 2)
     leases.open(holder, 8, "p", 1, "s", 0, claim=500)
     leases.open(holder, 9, "p", 1, "s", 0, claim=501)

@@ -100,7 +100,8 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
         of=lambda *lease: SimpleNamespace(number=1, partition="p", generation=1),
         close=lambda lease: None,
     )
-    finishing = Finishing(host, mesh, None, leases, grants, *[None] * 5)  # type: ignore[arg-type]
+    writing: Any = SimpleNamespace(host=host, mesh=mesh, grants=grants)
+    finishing = Finishing(None, leases, writing)  # type: ignore[arg-type]
     written = space.reserve(2, Admission.OPEN, pages(9))[1]
     value = np.zeros(1, VALUE)
     value["nbytes"] = 9 * PAGE

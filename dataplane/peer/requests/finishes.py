@@ -5,22 +5,19 @@ A session that ends releases all it held, which the shard is told until it has a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
 from dataplane.metadata.tables.references import by_owner
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
-from dataplane.peer.requests.grants import NONE, Committed, Grants
+from dataplane.peer.requests.grants import NONE, Committed
 from dataplane.peer.requests.leases import Lease, Leases
+from dataplane.peer.requests.puts import Writing
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.metadata_share import MetadataShare
-from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import Copying
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.peering import Withdraw
@@ -29,22 +26,15 @@ from dataplane.wire.records import U4, column
 
 @dataclass(eq=False, repr=False)
 class Finishing:
-    host: Host
-    mesh: Mesh
     router: Router
     leases: Leases
-    grants: Grants
-    references: References
-    copying: Copying
-    share: MetadataShare
-    carry: Callable[[Session, Request, Finish, Committed], Awaitable[PutDone]]
-    """as `Writing.carry`"""
-    settle: Callable[[Entry], None]
+    writing: Writing
 
     def __post_init__(self) -> None:
+        self.host, self.grants = self.writing.host, self.writing.grants
         self.abandoned_leases = 0
         """that clients held when they ended"""
-        self.mesh.handlers[Finish] = self._finish_here
+        self.writing.mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = NONE
@@ -82,7 +72,7 @@ class Finishing:
         self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
         try:
-            done = await self.carry(lease.session, request, asked, committed)
+            done = await self.writing.carry(lease.session, request, asked, committed)
         except LeaseExpired:
             self.leases.close(lease)
             raise
@@ -108,11 +98,11 @@ class Finishing:
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
             flat = rowset.flat_values(body.columns)
             for named in by_owner([(body.owners, flat[flat["owner"] != ABSENT])]):
-                self.references.let_go(*named)  # the first time they were taken
+                self.writing.references.let_go(*named)  # the first time they were taken
             return PutDone()
-        self.share.check_values(body.inline)
+        self.writing.share.check_values(body.inline)
         kept = entry.store.finish(body)
-        self.settle(entry)
+        self.writing.settle(entry)
         return PutDone(kept=kept)
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
@@ -124,7 +114,7 @@ class Finishing:
         return entry if entry and entry.copies is not None and body.columns else None
 
     async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
-        async with self.copying.beforehand(entry, body):
+        async with self.writing.copying.beforehand(entry, body):
             return self._finish_at(body)
 
     def release_all(self, session: Session) -> None:

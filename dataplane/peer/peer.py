@@ -34,9 +34,8 @@ from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.claims import Claims
-from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.grants import Grants
-from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.leases import Finishing, Leases
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits

@@ -18,8 +18,7 @@ from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.claims import Claims
-from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.leases import Finishing, Leases
 from dataplane.peer.requests.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw

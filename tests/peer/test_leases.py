@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import LeaseExpired
-from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.leases import Finishing, Leases
 from dataplane.wire.messages import Body, Claimed, Done, Finish
 from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Table

@@ -35,8 +35,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
-from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.requests.leases import Leases, Part
+from dataplane.peer.requests.leases import Finishing, Leases, Part
 from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved, unheard_of
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room

@@ -1,21 +1,34 @@
-"""The leases of this host's clients: who holds which rows of which partition, and until when.
+"""The leases of this host's clients: who holds which rows of which partition, and until when; and
+their end: ack, release, drop, with what was added, as one operation at the shard.
 
 A lease goes by the number under which the partition's shard knows it, and when it is finished or
-its session has ended. A claim that a client repeats is answered from its lease, until the client
-has shown that it has it.
+its session has ended: that releases all it held, which the shard is told until it has answered. A
+claim that a client repeats is answered from its lease, until the client has shown that it has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dataplane.errors import LeaseExpired
+from dataplane.memory.admission import Admission
+from dataplane.metadata.tables.references import by_owner
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Entry
+from dataplane.peer.net.router import Router
+from dataplane.peer.requests.grants import NONE, Committed
+from dataplane.peer.requests.puts import Writing
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claimed
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
+from dataplane.wire.peering import Withdraw
+from dataplane.wire.records import U4, column
 
 Part = tuple[int, str, int, str]
 """session, partition, generation and stage of who takes part in a plan"""
@@ -134,3 +147,152 @@ class Leases:
         if lease.claimed is not None:
             self._answers.pop(lease.claimed, None)
             lease.claimed = None
+
+
+@dataclass(eq=False, repr=False)
+class Finishing:
+    router: Router
+    leases: Leases
+    writing: Writing
+
+    def __post_init__(self) -> None:
+        self.host, self.grants = self.writing.host, self.writing.grants
+        self.abandoned_leases = 0
+        """that clients held when they ended"""
+        self.writing.mesh.handlers[Finish] = self._finish_here
+
+    def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
+        committed = NONE
+        try:
+            lease = self.leases.of(session, body.lease, self.host.now())
+            if body.outcome == "leave":
+                self.unheard(session, body.lease)
+                return Done()
+            if not request.rid and body.outcome == "release" and body.index is None:
+                self.release(session, body.lease)  # nobody would say it again
+                return Done()
+            if body.columns:
+                committed = self.grants.commit(
+                    session, body.columns, body.ranges, body.shared, Admission.CONTINUE
+                )
+        except BaseException:
+            self.grants.refused(session, body.ranges)
+            raise
+        if body.pin:
+            self.host.space.unpin(session.id, [body.pin])
+        asked = _at_shard(lease, body, committed)
+        if not self.host.serves(lease.partition) or self._makes_copies(asked):
+            return self._finish_carried(lease, request, body, asked, committed)
+        try:
+            done = self._finish_at(asked)
+        except BaseException as exc:
+            self.grants.keep_where_full(session, committed, exc)
+            self.grants.let_be(committed)
+            if isinstance(exc, LeaseExpired):
+                self.leases.close(lease)
+            raise
+        return self._finished(lease, body, done)
+
+    async def _finish_carried(
+        self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
+    ) -> Body:
+        try:
+            done = await self.writing.carry(lease.session, request, asked, committed)
+        except LeaseExpired:
+            self.leases.close(lease)
+            raise
+        return self._finished(lease, body, done)
+
+    def _finished(self, lease: Lease, body: Finish, done: PutDone) -> Body:
+        """The lease ends with its last row, and not before: what the shard did not answer for is
+        repeated, or released when the session ends."""
+        leave = body.outcome != "keep"
+        if leave and body.index is not None:
+            lease.finished.update(column(body.index, U4).tolist())
+        if leave and (body.index is None or len(lease.finished) >= lease.rows):
+            self.leases.close(lease)
+        return PutDone(self.grants.ahead(lease.session, body.want_bytes), done.kept)
+
+    def _finish_at(self, body: Finish) -> PutDone:
+        """At the shard: adds and ack are one operation."""
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
+        merely = body.outcome == "release" and not (body.columns or body.tags)
+        released = merely and not entry.store.is_leased(body.lease)
+        if body.again and (released or entry.store.has_finished(body.lease, body.index)):
+            flat = rowset.flat_values(body.columns)
+            for named in by_owner([(body.owners, flat[flat["owner"] != ABSENT])]):
+                self.writing.references.let_go(*named)  # the first time they were taken
+            return PutDone()
+        self.writing.share.check_values(body.inline)
+        kept = entry.store.finish(body)
+        self.writing.settle(entry)
+        return PutDone(kept=kept)
+
+    def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
+        entry = self._makes_copies(body)
+        return self._finish_at(body) if entry is None else self._finish_with_copies(entry, body)
+
+    def _makes_copies(self, body: Finish) -> Entry | None:
+        entry = self.host.entry(body.partition, body.generation)
+        return entry if entry and entry.copies is not None and body.columns else None
+
+    async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
+        async with self.writing.copying.beforehand(entry, body):
+            return self._finish_at(body)
+
+    def release_all(self, session: Session) -> None:
+        """The session ended: its rows go back to their stages, as they were claimed."""
+        self.abandoned_leases += len(session.leases)
+        for lease in list(session.leases):
+            self.release(session, lease)
+
+    def release(self, session: Session, lease_id: int) -> None:
+        """A lease that nobody holds any more; unknown ones have ended already."""
+        lease = self.leases.leave(session, lease_id)
+        if lease is not None:
+            self._give_back(lease)
+
+    def unheard(self, session: Session, lease_id: int) -> None:
+        """A lease of which its holder never heard: as released, but that a plan goes on without
+        who was to take part in it."""
+        lease = self.leases.leave(session, lease_id)
+        if lease is None:
+            return
+        if not lease.claim:
+            self._give_back(lease)
+            return
+        of = lease.partition, lease.generation, lease.stage
+        self.leases.leaves(self.router.tell(Withdraw(*of, lease.claim)), (session.id, *of))
+
+    def expire(self, now: float) -> int:
+        """Leases over a hard limit that this peer keeps. Returns how many there were."""
+        passed = self.leases.overdue(now)
+        for lease in passed:
+            self.leases.close(lease)
+            self._give_back(lease)
+        return len(passed)
+
+    def _give_back(self, lease: Lease) -> None:
+        of = lease.partition, lease.generation
+        body = Finish(lease.number, "release", partition=of[0], generation=of[1])
+        told = self.router.tell(body)
+        if lease.claim:
+            self.leases.leaves(told, (lease.session.id, *of, lease.stage))
+
+
+def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
+    """What a client asked for, as its shard is told."""
+    return Finish(
+        lease.number,
+        body.outcome,
+        body.index,
+        committed.columns,
+        body.specs,
+        body.tags,
+        owners=committed.owners,
+        partition=lease.partition,
+        generation=lease.generation,
+        inline=body.inline,
+    )

@@ -27,7 +27,7 @@ import dataplane
 from bench import bounds
 from bench.options import whole
 from dataplane.launch import rundir, settings
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import ID_BYTES, KEY_BYTES, Sealer
 from dataplane.transport.bulk_frames import CHALLENGE_BYTES, Join, Joined, decode_from_owner, encode
 from dataplane.transport.tickets import plane_key, proof

@@ -23,7 +23,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.authority import EtcdKeeper, SeedKeeper
 from dataplane.peer.membership.leaving import Leaving
 from dataplane.peer.membership.membership import Membership
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.net.serving import Serving

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 import dataplane
 from dataplane.launch.token import Token, new_token, read_token
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.wire import limits, peering
 from dataplane.wire.peering import PeerHello, PeerRequest
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until

@@ -20,11 +20,11 @@ import zmq.asyncio
 from dataplane.errors import AddressInUse
 from dataplane.launch.token import Token
 from dataplane.peer.failures import LinkBroken
-from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.greetings import (
     RECONNECT_MAX_MS,
     RECONNECT_MS,
     Dialled,
+    Gate,
     Greetings,
     tune,
 )

@@ -15,7 +15,7 @@ import pytest
 from dataplane.errors import PeerNameTaken, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Streams

@@ -17,7 +17,7 @@ import pytest
 from dataplane.errors import PartitionGone, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.peer_door import REQUEST_BYTES, PeerDoor
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams

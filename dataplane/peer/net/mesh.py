@@ -24,7 +24,7 @@ from dataplane.errors import (
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.known_peers import Acquaintances, Bulk
 from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor

@@ -21,7 +21,7 @@ from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
-from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations

@@ -10,8 +10,7 @@ import pytest
 
 from dataplane.errors import InvalidConfig, TransportMissing
 from dataplane.launch.values import AUTO, parse_transport
-from dataplane.peer.pull.paths import Paths, candidates, chosen
-from dataplane.peer.pull.sampling import Trial, pattern
+from dataplane.peer.pull.paths import Paths, Trial, candidates, chosen, pattern
 from dataplane.transport.seam import Remote
 from dataplane.wire.tables import Owner
 

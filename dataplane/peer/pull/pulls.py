@@ -37,8 +37,7 @@ from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.paths import Paths
-from dataplane.peer.pull.sampling import Sampling
+from dataplane.peer.pull.paths import Paths, Sampling
 from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.room.devices import Devices
 from dataplane.transport.bulk_frames import COPY, GONE

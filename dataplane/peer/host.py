@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dataplane.errors import PartitionGone, StaleEpoch
+from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
 from dataplane.memory.host_memory import HostMemory
@@ -37,6 +37,10 @@ from dataplane.wire.tables import Definition, Owner
 MAX_LABELS = 10_000
 MAX_SUMS = 64
 OTHER = "other"
+LEASE_S = 1.0
+"""A peer without a backup in sync serves so long after the authority's last word. Less than it
+takes the authority to call somebody lost who it cannot reach."""
+POLL_S = 0.1
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
@@ -149,6 +153,10 @@ class Host:
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: Serving = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.serving = Serving(self)
 
     @property
     def owner(self) -> Owner:
@@ -244,3 +252,44 @@ class Host:
     @staticmethod
     def now() -> float:
         return time.monotonic()
+
+
+class Serving:
+    """Whether this peer may answer for its shards: it must be sure that nobody else does."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.heard: float | None = None
+        """when it was asked what the authority answered last (monotonic); None: nothing yet"""
+        self.authority = ""
+        """where that is, for messages"""
+        self.waiting = 0
+        """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
+        self._line = asyncio.Lock()
+
+    def is_sure(self) -> bool:
+        if self.heard is None:
+            return True
+        if self.host.address not in self.host.roster.members:
+            return False  # it joins, and others have the roster with it already
+        backup, in_sync = self.host.roster.backup_of(self.host.address)
+        return (backup is not None and in_sync) or self.host.now() - self.heard < LEASE_S
+
+    async def until_sure(self, until: float) -> None:
+        """Who waits goes on in the order in which they came. Unavailable when the authority is away
+        for so long."""
+        if self.is_sure() and not self.waiting:
+            return
+        left_s = until - self.host.now()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(left_s if math.isfinite(left_s) else None), self._line:
+                while not self.is_sure():
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as exc:
+            raise Unavailable(
+                f"this peer has no backup in sync and the authority{self.authority} does not "
+                "answer: start it again, or check the network between the two",
+            ) from exc
+        finally:
+            self.waiting -= 1

@@ -26,7 +26,6 @@ from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.once import Operations
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import candidates, start_engine
@@ -86,8 +85,7 @@ class Peer:
         )
         self.host.space.waste_bytes = self._waste
         host, transport = self.host, config.transport
-        serving = Serving(host)
-        self.mesh = mesh = Mesh(host, self._bulk, Gate(config.token, config.run), serving)
+        self.mesh = mesh = Mesh(host, self._bulk, Gate(config.token, config.run))
         self.router = router = Router(host, mesh)
         self.sessions = sessions = Sessions(host, self._session_ended)
 
@@ -130,7 +128,6 @@ class Peer:
             answers.handlers,
             answers.unsent,
             self.grants.let_go,
-            serving,
             lambda: self.janitor.is_over(),
         )
         self._answers = answers
@@ -141,7 +138,7 @@ class Peer:
             else SeedKeeper(host, host.roster.members[0])
         )
         begins_anew = bool(config.launch)
-        self.membership = Membership(host, mesh, self.keeper, serving, self, begins_anew)
+        self.membership = Membership(host, mesh, self.keeper, self, begins_anew)
         self.shipping.on_whole = self.membership.beat_now
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)

@@ -29,10 +29,10 @@ class Client:
         host = SimpleNamespace(
             name="a", now=time.monotonic, sent_local=Counter(),
             progress=SimpleNamespace(is_settled=True),
+            serving=SimpleNamespace(is_sure=lambda: True, waiting=0),
         )  # fmt: skip
         door: Any = SimpleNamespace(
             host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
-            serving=SimpleNamespace(is_sure=lambda: True, waiting=0),
             observe=None, connections=set(),
             unpin=lambda _, pins: self.unpinned.append((pins, self.asked)),
         )  # fmt: skip
@@ -93,7 +93,8 @@ async def test_what_was_handed_out_as_its_connection_closed_comes_back(at_once: 
     sure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     door: Any = client.connection._door
     door.handlers[Claim] = lambda *_: granted
-    door.serving = SimpleNamespace(is_sure=lambda: at_once, waiting=0, until_sure=lambda _: sure)
+    serving = SimpleNamespace(is_sure=lambda: at_once, waiting=0, until_sure=lambda _: sure)
+    door.host.serving = serving
     door.under_way, door.unsent = set(), lambda session, request, body: unsent.append(body)
     door.sessions = SimpleNamespace(connection_lost=lambda _: None, sweep=lambda _: None)
     claim = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=5000)

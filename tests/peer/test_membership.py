@@ -12,9 +12,8 @@ import pytest
 from dataplane.errors import Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
-from dataplane.peer.host import Caller
+from dataplane.peer.host import Caller, Serving
 from dataplane.peer.membership.membership import Membership
-from dataplane.peer.net.serving import Serving
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
 
@@ -58,8 +57,8 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    serving = Serving(host)
-    membership = Membership(host, mesh, keeper, serving, says_nothing())
+    serving = host.serving = Serving(host)
+    membership = Membership(host, mesh, keeper, says_nothing())
     await membership._say()
     assert not serving.is_sure()
     await membership._say()
@@ -91,8 +90,8 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    serving = Serving(host)
-    membership = Membership(host, mesh, keeper, serving, says_nothing())
+    serving = host.serving = Serving(host)
+    membership = Membership(host, mesh, keeper, says_nothing())
     membership._admitted, membership._leaving = True, leaves
     await membership._say()
     assert serving.is_sure()
@@ -124,7 +123,8 @@ async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    membership = Membership(host, mesh, keeper, Serving(host), says_nothing())
+    host.serving = Serving(host)
+    membership = Membership(host, mesh, keeper, says_nothing())
     membership._admitted = True
     caller: Any = None
     membership._rostered(caller, answer)
@@ -160,13 +160,9 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
     members, mine = made.roster.members, made.roster.primaries == 1
-    membership = Membership(
-        host,
-        mesh,
-        keeper,
-        Serving(host),
-        says_nothing(partitions=SimpleNamespace(spare=lambda: mine)),
-    )
+    peer = says_nothing(partitions=SimpleNamespace(spare=lambda: mine))
+    host.serving = Serving(host)
+    membership = Membership(host, mesh, keeper, peer)
     await membership._say()
     theirs = proposed(members, [1, 2, 3]) == members.index(JOINER.peer)
     assert np.array_equal(host.spare, mine & theirs)
@@ -192,9 +188,10 @@ async def test_an_answer_of_the_authority_counts_from_when_it_was_asked() -> Non
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    serving, peer = Serving(host), says_nothing(partitions=SimpleNamespace(spare=None))
+    serving = host.serving = Serving(host)
+    peer = says_nothing(partitions=SimpleNamespace(spare=None))
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    membership = Membership(host, mesh, keeper, serving, peer)
+    membership = Membership(host, mesh, keeper, peer)
     await membership._say()
     assert serving.is_sure()
     stopped_s[0] = 6.0
@@ -214,7 +211,7 @@ async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve
         host: Any = SimpleNamespace(address=address, roster=Roster.from_seeds(SEEDS))
         keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: True)
         mesh: Any = SimpleNamespace(handlers={}, others=SimpleNamespace(on_away=[]))
-        return Membership(host, mesh, keeper, nobody, nobody)
+        return Membership(host, mesh, keeper, nobody)
 
     begins = at(SEEDS[0])
     assert not begins.office.is_open
@@ -241,7 +238,8 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
     keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=others)
-    membership = Membership(host, mesh, keeper, Serving(host), says_nothing())
+    host.serving = Serving(host)
+    membership = Membership(host, mesh, keeper, says_nothing())
     assert membership.stays() == {SEEDS[0], SEEDS[2], JOINER.peer}
     gone.append(owners[0])
     assert membership.stays() == {SEEDS[2], JOINER.peer}

@@ -15,9 +15,9 @@ import pytest
 from dataplane.errors import PeerNameTaken, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
+from dataplane.peer.host import Serving
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Streams
 from dataplane.peer.progress import Progress
 from dataplane.peer.tasks import Tasks
@@ -70,7 +70,8 @@ async def mesh(far: Far) -> AsyncIterator[Mesh]:
         address=HERE, name="near", plane="plane", incarnation=1, roster=ROSTER, now=time.monotonic,
         founding=ROSTER.epoch, progress=Progress(), sent_between=Counter(), speak=lambda: None,
     )  # fmt: skip
-    mesh = Mesh(host, lambda: ("", "", ""), Gate(None, "plane"), Serving(host))
+    host.serving = Serving(host)
+    mesh = Mesh(host, lambda: ("", "", ""), Gate(None, "plane"))
     mesh._greetings.close()
     greetings: Any = far
     mesh._greetings = greetings

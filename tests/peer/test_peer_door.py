@@ -16,10 +16,9 @@ import pytest
 
 from dataplane.errors import PartitionGone, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
-from dataplane.peer.host import Caller
+from dataplane.peer.host import Caller, Serving
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.peer_door import REQUEST_BYTES, PeerDoor
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
@@ -44,9 +43,8 @@ class Door:
         self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
         self.under: list[Roster] = []
         self.tasks = Tasks()
-        self.door = PeerDoor(
-            self.host, {Seal: self._seal}, self.tasks.hold, Gate(None, "plane"), Serving(self.host)
-        )
+        self.host.serving, gate = Serving(self.host), Gate(None, "plane")
+        self.door = PeerDoor(self.host, {Seal: self._seal}, self.tasks.hold, gate)
         self.id, self.waiting_bytes = b"b", 0
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.may_end = asyncio.Semaphore(0)
@@ -139,7 +137,7 @@ async def test_what_an_heir_holds_is_heard_once_it_is_known_whose_heir_it_is(
     async def until_sure(until: float) -> None: ...
 
     door.host.another_roster = another_roster
-    door.door._serving.until_sure = until_sure  # type: ignore[method-assign]
+    door.host.serving.until_sure = until_sure
     door.door.handlers[Inherited] = lambda caller, body: Done()
     epoch = (FIRST.epoch[0], FIRST.epoch[1] + number)
     body = Inherited(Owner(ELSEWHERE, 3), b"", b"")

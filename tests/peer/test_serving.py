@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import Unavailable
-from dataplane.peer.net.serving import POLL_S, Serving
+from dataplane.peer.host import POLL_S, Serving
 
 
 class Unsure(Serving):

@@ -33,7 +33,6 @@ from dataplane.errors import (
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.router import WaitingCall
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
@@ -82,7 +81,6 @@ class Door:
     unsent: Callable[[Session, Request, Body], None]
     """takes back what an answer hands out that nobody is there to receive"""
     unpin: Callable[[Session, list[int]], None]
-    serving: Serving
     is_over: Callable[[], bool]
     """asked as a new client comes: whether this peer was about to end before it did"""
 
@@ -299,7 +297,7 @@ class Connection(asyncio.Protocol):
             self._session.check()
             if request.unpin:
                 self._door.unpin(self._session, request.unpin)
-            if self._door.serving.is_sure() and not self._door.serving.waiting:
+            if self._door.host.serving.is_sure() and not self._door.host.serving.waiting:
                 outcome = handler(self._session, request, request.body)
             else:
                 outcome = self._later(handler, request, began)
@@ -347,7 +345,7 @@ class Connection(asyncio.Protocol):
         """As soon as it is sure that nobody else serves what this peer does. What a call waits
         until then is of its own time."""
         assert self._session is not None
-        await self._door.serving.until_sure(call_deadline.get())
+        await self._door.host.serving.until_sure(call_deadline.get())
         body = request.body
         if isinstance(body, WaitingCall) and body.timeout_ms > 0:
             left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)

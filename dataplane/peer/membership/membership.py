@@ -2,7 +2,7 @@
 
 Every peer tells the authority, which is at one of them (see there), that it lives, and gets rosters
 back. While it is away nobody is promoted, and whoever has no backup in sync stops serving
-(`serving`), because it cannot know that it was not replaced.
+(`host.Serving`), because it cannot know that it was not replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dataplane.metadata.roster.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.membership.authority import Office, SeedKeeper
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.serving import Serving
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
@@ -48,7 +47,6 @@ class Membership:
     host: Host
     mesh: Mesh
     keeper: SeedKeeper
-    serving: Serving
     peer: Peer
     """says of itself what each life sign has, and follows rosters"""
     begins_anew: bool = False
@@ -113,7 +111,7 @@ class Membership:
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
         if self.office.is_open and self.keeper.sure():
-            self.serving.heard = asked
+            self.host.serving.heard = asked
             self.office.note(self.host.owner, body, epoch)
             self._plane_wanted = self.office.wanted
             return
@@ -129,13 +127,13 @@ class Membership:
             return
         except DataplaneError as exc:
             log.debug("the authority does not answer: %s", exc)
-            self.serving.authority = self._whereabouts()
+            self.host.serving.authority = self._whereabouts()
             return
         self._plane_wanted = reply.wanted
         if reply.table is not None:
             self.adopt(Roster.from_table(reply.table))
         if not self.deposed.is_set():
-            self.serving.heard = asked
+            self.host.serving.heard = asked
 
     def _spare(self) -> bytes:
         """Where a member has no shards: those of this peer's empty ones that are the member's by
@@ -153,8 +151,8 @@ class Membership:
     def plane_is_wanted(self) -> bool:
         """Whether any peer of the plane has a client or waits for one, as the authority says; not
         where it has said nothing for long."""
-        heard = self.serving.heard is not None and self.host.now() - self.serving.heard < SILENT_S
-        return heard and self._plane_wanted
+        heard = self.host.serving.heard
+        return heard is not None and self.host.now() - heard < SILENT_S and self._plane_wanted
 
     # leaving
 

@@ -28,7 +28,6 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.known_peers import Acquaintances, Bulk
 from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.once import CARRIED_OUT_ONCE, may_repeat
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
@@ -61,7 +60,7 @@ class _Call(msgspec.Struct, frozen=True):
 
 
 class Mesh:
-    def __init__(self, host: Host, bulk: Bulk, gate: Gate, serving: Serving) -> None:
+    def __init__(self, host: Host, bulk: Bulk, gate: Gate) -> None:
         self.host = host
         self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
@@ -73,7 +72,7 @@ class Mesh:
         self._rids = itertools.count(1)
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
-        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, serving)
+        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
         self._closing = False
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""

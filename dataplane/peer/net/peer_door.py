@@ -22,7 +22,6 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.greetings import Gate
-from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations
 from dataplane.wire import limits, peering
@@ -69,7 +68,6 @@ class PeerDoor:
     _hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]]
     """has them end with this peer"""
     _gate: Gate
-    _serving: Serving
 
     def __post_init__(self) -> None:
         self._once = Once(Operations())
@@ -250,11 +248,11 @@ class PeerDoor:
     def _is_in_step(self, request: PeerRequest, sender: Owner) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""
         roster = self.host.roster
-        return request.epoch == roster.epoch and roster.has(sender) and self._serving.is_sure()
+        return request.epoch == roster.epoch and roster.has(sender) and self.host.serving.is_sure()
 
     async def _catch_up(self, request: PeerRequest, sender: Owner) -> None:
         until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
-        await self._serving.until_sure(until)
+        await self.host.serving.until_sure(until)
         while request.epoch[1] > self.host.roster.epoch[1]:
             if not await self.host.another_roster(self.host.roster, until):
                 break

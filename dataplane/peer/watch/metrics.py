@@ -191,7 +191,7 @@ class Meters:
 
 def serves(peer: Peer) -> bool:
     """Whether calls of clients are answered here now: what `/readyz` says."""
-    return peer.door.is_open and peer.door.serving.is_sure()
+    return peer.door.is_open and peer.host.serving.is_sure()
 
 
 def families_of(peer: Peer, meters: Meters) -> list[Metric]:

@@ -21,7 +21,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
-from dataplane.peer.failures import LinkBroken, again, fail
+from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
@@ -118,36 +118,21 @@ class Mesh:
         """
         who = caller or Caller(self.host.address, self.host.incarnation)
         if address == self.host.address:
-            outcome = self._here(who, body, epoch)
+            outcome = self.here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
         return await self._asked(_Call(address, body, who, to, epoch), timeout_s)
 
-    def ask(
-        self,
-        address: str,
-        body: Body,
-        *,
-        caller: Caller | None = None,
-        timeout_s: float = CALL_S,
-        to: int | None = None,
-        epoch: tuple[int, int] | None = None,
-    ) -> asyncio.Future[Any]:
-        """As `call`, and sent at once where a link is there, and nothing to be waited for first:
-        where that breaks, the answer is LinkBroken. What this peer itself answers at once is."""
-        who = caller or Caller(self.host.address, self.host.incarnation)
-        if address == self.host.address:
-            return _future(functools.partial(self._here, who, body, epoch))
-        if type(body) in UNHELD or self.host.progress.is_settled:
-            asked = _Call(address, body, who, to, epoch)
-            answer = self._ask_now(asked, self._until(address, timeout_s))
-            if answer is not None:
-                return answer
-        call = self.call(address, body, caller=who, timeout_s=timeout_s, to=to, epoch=epoch)
-        return asyncio.ensure_future(call)
+    def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
+        """As `call` of another peer, for what is UNHELD: sent at once where a link is there that
+        takes it. Where that breaks, the answer is LinkBroken."""
+        asked = _Call(address, body, Caller(self.host.address, self.host.incarnation), to)
+        answer = self._ask_now(asked, self._until(address, timeout_s))
+        return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
 
-    def _here(
-        self, who: Caller, body: Body, epoch: tuple[int, int] | None
+    def here(
+        self, who: Caller, body: Body, epoch: tuple[int, int] | None = None
     ) -> Body | Awaitable[Body]:
+        """What this peer itself answers, at once where it can."""
         self._check_epoch(self.host.address, epoch)
         if type(body) not in ANY_EPOCH:
             self.host.speak()
@@ -404,17 +389,3 @@ class Mesh:
             self._break(link)
         self.others.meet(body)
         return self.door.welcome(self.others.introduction())
-
-
-def _future(work: Callable[[], Body | Awaitable[Body]]) -> asyncio.Future[Body]:
-    """What comes of it, which may be there already."""
-    answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-    try:
-        outcome = work()
-    except DataplaneError as exc:
-        fail(answer, exc)
-        return answer
-    if not isinstance(outcome, Body):
-        return asyncio.ensure_future(outcome)
-    answer.set_result(outcome)
-    return answer

@@ -26,9 +26,10 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.failures import fail
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
-from dataplane.wire.messages import Admit, Claim, Losses, Wait
+from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +91,18 @@ class Router:
         return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
 
     def begin_here(self, body: WaitingCall, caller: Caller) -> asyncio.Future[Any]:
-        """The first turn of such a call, where the shard is here: it is to be given to `wait`."""
-        here, epoch = self.host.address, self.host.roster.epoch
-        return self.mesh.ask(here, _turn_of(body, _first_s(body)), caller=caller, epoch=epoch)
+        """The first turn of such a call, where the shard is here: it is to be given to `wait`. It
+        may be there already."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        try:
+            outcome = self.mesh.here(caller, _turn_of(body, _first_s(body)))
+        except DataplaneError as exc:
+            fail(answer, exc)
+            return answer
+        if not isinstance(outcome, Body):
+            return asyncio.ensure_future(outcome)
+        answer.set_result(outcome)
+        return answer
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""

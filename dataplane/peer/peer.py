@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import logging
 import secrets
 
 from dataplane.launch.settings import PeerConfig
@@ -33,9 +32,8 @@ from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.claims import Claims
-from dataplane.peer.requests.grants import Grants
 from dataplane.peer.requests.leases import Finishing, Leases
-from dataplane.peer.requests.puts import Writing
+from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
@@ -56,8 +54,6 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Owner
-
-log = logging.getLogger(__name__)
 
 ADMITTED_S = 300.0
 """How long a peer waits at its start for the authority: hosts of a job start at different times."""

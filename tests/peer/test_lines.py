@@ -14,8 +14,8 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.peer.requests.grants import Grants
 from dataplane.peer.requests.leases import Finishing
+from dataplane.peer.requests.puts import Grants
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U8, VALUE

@@ -12,7 +12,7 @@ from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.peer import rows as rowset
-from dataplane.peer.requests.grants import Committed, Grants
+from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.peer.requests.reads import Reading
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import EXTENT, PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import secrets
 from collections.abc import Awaitable
@@ -43,8 +42,6 @@ from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Table
-
-log = logging.getLogger(__name__)
 
 
 class BytesLost(Exception):

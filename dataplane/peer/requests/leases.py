@@ -22,8 +22,7 @@ from dataplane.metadata.tables.references import by_owner
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
-from dataplane.peer.requests.grants import NONE, Committed
-from dataplane.peer.requests.puts import Writing
+from dataplane.peer.requests.puts import NONE, Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
@@ -186,8 +185,7 @@ class Finishing:
         try:
             done = self._finish_at(asked)
         except BaseException as exc:
-            self.grants.keep_where_full(session, committed, exc)
-            self.grants.let_be(committed)
+            self.grants.not_taken(session, committed, exc)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise

@@ -1,31 +1,209 @@
-"""put: rows enter at the shard of their partition, here or at another peer.
+"""put: room for clients to write into, what they wrote becoming ranges, and rows that enter at the
+shard of their partition, here or at another peer.
 
-Values are committed as ranges of this host first, then the rows. What a shard refuses is released
-again, so that a failure leaves nothing behind.
+Space is reserved before bytes are written. A message that names what was written commits it, as
+ranges of this host: once the message is answered, well or not, those extents are the peer's. Then
+come the rows. What a shard refuses is released again, so that a failure leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from dataplane.errors import ProtocolError
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import every
 from dataplane.metadata.shard.puts import plan_put
+from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.requests.grants import Committed, Grants
+from dataplane.peer.room.admission import Room, Units
+from dataplane.peer.room.devices import Devices
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Wrote
-from dataplane.wire.messages import Body, Finish, Put, PutDone, Request
-from dataplane.wire.records import DIGEST, U4, column
+from dataplane.wire.messages import (
+    Body,
+    Done,
+    Finish,
+    GiveBack,
+    Put,
+    PutDone,
+    Request,
+    Reserve,
+    Reserved,
+    Unpin,
+)
+from dataplane.wire.records import (
+    DIGEST,
+    EXTENT,
+    ONE_VALUE,
+    RANGE,
+    U4,
+    U8,
+    VALUE,
+    column,
+    joined,
+)
+from dataplane.wire.tables import INLINE, Column, Owner
 
+MAX_AHEAD_BYTES = 64 << 20
+"""The most that a reply grants ahead."""
 Mode = Literal["new", "replace", "keep"]
+
+
+class Committed(msgspec.Struct, eq=False):
+    """Values as ranges of this peer, held once per value that names them."""
+
+    columns: list[Column]
+    owners: list[Owner]
+    ranges: npt.NDArray[Any]
+    counts: npt.NDArray[Any]
+
+
+NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
+_NO_LENGTHS = np.zeros(0, U8)
+
+
+class Grants:
+    def __init__(self, host: Host, room: Room, devices: Devices) -> None:
+        self.host = host
+        self.room = room
+        self.devices = devices
+
+    # asked for by clients
+
+    def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
+        """Room for a put's next units. At once where there is some and nobody waits for it."""
+        if not body.device and self.host.serves(body.partition):
+            self.host.shard(body.partition, body.generation)
+        kind = Admission.CONTINUE if body.continuing else Admission.OPEN
+        units = [column(unit, U8) for unit in body.units]
+        if not body.digests:
+            asked = session.id, kind, units
+            device = body.device
+            granted = self.devices.at_once(device, *asked) if device else self.room.at_once(*asked)
+            if granted is not None:
+                return Reserved(granted[0], granted[1].tobytes())
+        return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
+
+    async def _reserve_in_turn(
+        self, session: Session, body: Reserve, kind: Admission, units: Units, timeout_s: float
+    ) -> Body:
+        """In the host arena. Known digests come back pinned, for comparison."""
+        space = self.host.space
+        known, pin = np.zeros(0, RANGE), 0
+        places = np.zeros(0, EXTENT)
+        if body.device and body.digests:
+            raise ProtocolError("nothing is compared on a device")
+        if body.digests:
+            known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
+            known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
+            found = known["generation"] != 0
+            pin = space.pin(session.id, known[found])
+            places = np.zeros(len(known), EXTENT)
+            places[found] = space.ranges.extents(known[found])
+        session.waiting += 1
+        try:
+            count, extents = await self.room.reserve(session.id, kind, units, timeout_s)
+        except BaseException:
+            space.unpin(session.id, [pin])
+            raise
+        finally:
+            session.waiting -= 1
+        if body.device:
+            overflowed = sum(int(unit.sum()) for unit in units[:count])
+            self.devices.arenas[body.device - 1].overflowed_bytes += overflowed
+        return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
+
+    def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
+        self.host.space.give_back(session.id, column(body.extents, EXTENT))
+        self.room.pump()
+        return Done()
+
+    def unpin(self, session: Session, request: Request, body: Unpin) -> Body:
+        self.let_go(session, body.pins)
+        return Done()
+
+    def let_go(self, session: Session, pins: list[int]) -> None:
+        self.host.space.unpin(session.id, pins)
+        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
+
+    def commit(
+        self,
+        session: Session,
+        columns: list[Column],
+        written: bytes,
+        shared: bytes,
+        kind: Admission,
+    ) -> Committed:
+        """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
+        live in the shard stays as it came."""
+        raw = rowset.raw_values(columns)
+        if not written and not shared:
+            _, inline = _named(raw, _NO_LENGTHS)
+            renamed = _renamed(columns, raw, NONE.ranges)
+            return Committed(renamed, [INLINE] if inline else [], NONE.ranges, NONE.counts)
+        space = self.host.space
+        extents, known = column(written, EXTENT), column(shared, RANGE)
+        lengths = extents["length"]
+        if len(known):
+            lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
+        named, inline = _named(raw, lengths)
+        counts = np.array(named, U4)
+        space.hold(known, counts[len(extents) :])
+        try:
+            fresh = space.commit(session.id, extents, counts[: len(extents)], kind)
+        except DataplaneError:
+            space.release(known, counts[len(extents) :])
+            raise
+        ranges = joined((fresh, known), RANGE) if len(known) else fresh
+        owners = [self.host.owner, INLINE] if inline else [self.host.owner]
+        return Committed(_renamed(columns, raw, ranges), owners, ranges, counts)
+
+    # for the messages that name what was written
+
+    def refused(self, session: Session, written: bytes) -> None:
+        """What a refused message wrote comes back: once answered, its extents are the peer's."""
+        with contextlib.suppress(ProtocolError):
+            self.host.space.give_back(session.id, column(written, EXTENT))
+            self.room.pump()
+
+    def not_taken(self, session: Session, committed: Committed, failure: BaseException) -> None:
+        """The message that named these values failed, and no shard has them: they are free."""
+        self.keep_where_full(session, committed, failure)
+        if len(committed.ranges) and self.host.space.release(committed.ranges, committed.counts):
+            self.room.pump()
+
+    def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
+        """The next extents, of the host arena unless somebody waits for room there."""
+        granted = b""
+        if want_bytes and not len(self.room):
+            nbytes = min(want_bytes, MAX_AHEAD_BYTES)
+            granted = self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
+        for arena, wanted in zip(self.devices.arenas, on_devices, strict=False):
+            granted += arena.space.grant(session.id, Admission.OPEN, wanted).tobytes()
+        return granted
+
+    def keep_where_full(
+        self, session: Session, committed: Committed, failure: BaseException
+    ) -> None:
+        """Where a shard has no room for a message's small values, its others stay for the one
+        that comes without such: a refusal takes back what was written."""
+        if isinstance(failure, ShardFull) and failure.details.get("values"):
+            ranges = committed.ranges
+            pin = self.host.space.keep(session.id, ranges)
+            failure.details |= {"ranges": ranges.tobytes(), "pin": pin}
 
 
 @dataclass(eq=False, repr=False)
@@ -67,8 +245,7 @@ class Writing:
         try:
             done = self._put_into(entry, session.id, asked)
         except BaseException as exc:
-            self.grants.keep_where_full(session, committed, exc)
-            self.grants.let_be(committed)
+            self.grants.not_taken(session, committed, exc)
             raise
         return self._put_done(session, body, committed, done.gone)
 
@@ -137,3 +314,60 @@ class Writing:
         self.settle(entry)
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)
+
+
+def _named(raw: bytes, lengths: npt.NDArray[Any]) -> tuple[npt.ArrayLike, bool]:
+    """How many of a client's values lie in each range of their message, which have these lengths,
+    and whether any lies in the message itself: their owner is 1. ProtocolError where one is in
+    neither."""
+    total = len(lengths)
+    if len(raw) % VALUE.itemsize:
+        raise ProtocolError(f"{len(raw)} bytes are no column of values")
+    if len(raw) <= rowset.FEW_BYTES:
+        rooms, many, inline = lengths.tolist(), [0] * total, False
+        for index, _, nbytes, _, delta, owner in ONE_VALUE.iter_unpack(raw):
+            if owner == 1:
+                inline = True
+            elif owner or index >= total or delta + nbytes > rooms[index]:
+                break  # what is wrong with it is said below
+            else:
+                many[index] += 1
+        else:
+            return many, inline
+    flat = np.frombuffer(raw, VALUE)
+    elsewhere = flat["owner"] != 1
+    if np.count_nonzero(flat["owner"] > 1):
+        raise ProtocolError("a value is in a range of this message, or in the message")
+    flat = flat[elsewhere]
+    index = flat["range"].astype(np.intp)
+    if np.count_nonzero(index >= total):
+        raise ProtocolError(f"a value names range {int(index.max())} of {total}")
+    room = lengths[index]
+    if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
+        raise ProtocolError("a value reaches beyond the end of its range")
+    return np.bincount(index, minlength=total), not every(elsewhere)
+
+
+def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> list[Column]:
+    """The columns with these ranges in place of the message's. Where there is none, what lies in
+    the message has the first owner."""
+    if len(raw) <= rowset.FEW_BYTES:
+        names, inline = ranges.tolist(), min(1, len(ranges))
+        few = b"".join(
+            [
+                ONE_VALUE.pack(*one[:5], inline)
+                if one[5]
+                else ONE_VALUE.pack(*names[one[0]], *one[2:])
+                for one in ONE_VALUE.iter_unpack(raw)
+            ]
+        )
+        return rowset.with_records(columns, few)
+    made = bytearray(raw)
+    flat = np.frombuffer(made, VALUE)
+    if not len(ranges):
+        flat["owner"] = 0
+    else:
+        here = (flat["owner"] == 0).nonzero()[0]
+        to = ranges[flat["range"][here]]
+        flat["range"][here], flat["generation"][here] = to["range"], to["generation"]
+    return rowset.with_records(columns, made)

@@ -1,4 +1,4 @@
-"""Tables of rows as messages carry them: how many, their names, and their values in one row. No
+"""Tables of rows as messages carry them: how many, and their values in one row. No
 state."""
 
 from __future__ import annotations
@@ -10,21 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.names import format_minted_many
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import KEY, VALUE
-from dataplane.wire.tables import INLINE, Column, Name, Owner, Rows
+from dataplane.wire.tables import INLINE, Column, Owner, Rows
 
 
 def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
         raise ProtocolError(f"a column of keys has {len(rows.keys)} bytes, not a multiple of 16")
     return len(rows.keys) // KEY.itemsize
-
-
-def names(rows: Rows) -> list[Name]:
-    """The keys as users know them."""
-    return format_minted_many(rows.keys) if rows.names is None else rows.names
 
 
 FEW_BYTES = 64 * VALUE.itemsize

@@ -14,7 +14,7 @@ from dataplane.memory.space import Space
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
-from dataplane.wire.messages import Fetch, Fetched
+from dataplane.wire.messages import Fetch, Read
 from dataplane.wire.peering import Found, Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner, Rows, Table
@@ -160,13 +160,14 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
     assert asked == (1 if lost else 3)
 
 
-@pytest.mark.parametrize("losses", [2, ATTEMPTS], ids=["read", "may be repeated"])
-async def test_a_fetch_meets_the_loss_of_one_peer_after_another(losses: int) -> None:
+@pytest.mark.parametrize("call", ["fetch", "read"])
+@pytest.mark.parametrize("losses", [2, ATTEMPTS], ids=["told", "may be repeated"])
+async def test_a_call_meets_the_loss_of_one_peer_after_another(losses: int, call: str) -> None:
     """The second copies were at a peer that was lost in the same call: it said that the rows are
     lost, whatever their shard knew of them by then."""
     asked = 0
 
-    async def ask(body: Fetch) -> Found:
+    async def ask(body: Fetch | Read) -> Found:
         return Found(Table(Rows(b""), []))
 
     async def resolved(table: Table, holder: int) -> tuple[Table, int]:
@@ -176,19 +177,20 @@ async def test_a_fetch_meets_the_loss_of_one_peer_after_another(losses: int) -> 
             raise RowsLost("the peer is lost")
         return table, 5
 
-    async def learn() -> None: ...
+    async def another_roster(than: Any, until: float) -> bool:
+        return True
 
     reading: Any = object.__new__(Reading)
-    reading.host = SimpleNamespace(now=asyncio.get_running_loop().time)
+    now = asyncio.get_running_loop().time
+    reading.host = SimpleNamespace(now=now, roster=None, another_roster=another_roster)
     lease = SimpleNamespace(number=7, stage="train", partition="p", generation=1)
     reading.leases = SimpleNamespace(of=lambda *which: lease)
-    reading.router = SimpleNamespace(ask=ask)
-    reading.resolved, reading.learn = resolved, learn
-    fetching = reading.fetch(SimpleNamespace(id=1), None, Fetch(7, ["x"]))
+    reading.router, reading.resolved = SimpleNamespace(ask=ask), resolved
+    body = Fetch(7, ["x"]) if call == "fetch" else Read("p", 1, Rows(b""))
+    calling = getattr(reading, call)(SimpleNamespace(id=1), None, body)
     if losses < ATTEMPTS:
-        fetched = await fetching
-        assert isinstance(fetched, Fetched) and fetched.pin == 5
+        assert (await calling).pin == 5
     else:
-        with pytest.raises(Unavailable, match="fetch again"):
-            await fetching
+        with pytest.raises(Unavailable, match=f"{call} again"):
+            await calling
     assert asked == 3

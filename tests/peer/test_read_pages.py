@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from dataplane.errors import StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.requests.reads import Reading
-from dataplane.wire.messages import Read
+from dataplane.wire.messages import Read, ReadDone
 from dataplane.wire.peering import Found
 from dataplane.wire.tables import Rows, Table
 
@@ -26,9 +27,16 @@ async def ask(body: Read) -> Found:
 
 
 def reading() -> Reading:
-    host, mesh = SimpleNamespace(roster=FIRST), SimpleNamespace(handlers={})
-    shard = SimpleNamespace(ask=ask)
+    host: Any = SimpleNamespace(roster=FIRST, owner=None, space=None)
+    mesh, shard = SimpleNamespace(handlers={}), SimpleNamespace(ask=ask)
     return Reading(host, mesh, shard, None, None, None)  # type: ignore[arg-type]
+
+
+async def page(part: Reading, body: Read) -> tuple[list[int], bytes]:
+    session: Any = SimpleNamespace(id=1)
+    done = await part.read(session, None, body)  # type: ignore[arg-type]
+    assert isinstance(done, ReadDone)
+    return numbers(done.table), done.cursor
 
 
 def numbers(table: Table) -> list[int]:
@@ -37,15 +45,14 @@ def numbers(table: Table) -> list[int]:
 
 async def test_a_page_begins_behind_the_one_before() -> None:
     part = reading()
-    table, cursor = await part._read_page(Read("p", 1, limit=4))
-    assert numbers(table) == [1, 2, 3, 4]
-    table, cursor = await part._read_page(Read("p", 1, limit=4, after=cursor))
-    assert (numbers(table), cursor) == ([5, 6], b"")
+    keys, cursor = await page(part, Read("p", 1, limit=4))
+    assert keys == [1, 2, 3, 4]
+    assert await page(part, Read("p", 1, limit=4, after=cursor)) == ([5, 6], b"")
 
 
 async def test_a_later_page_is_refused_under_another_roster() -> None:
     part = reading()
-    _, cursor = await part._read_page(Read("p", 1, limit=3))
+    _, cursor = await page(part, Read("p", 1, limit=3))
     part.host.roster = SECOND
     with pytest.raises(StaleEpoch, match="in the middle of this read"):
-        await part._read_page(Read("p", 1, limit=3, after=cursor))
+        await page(part, Read("p", 1, limit=3, after=cursor))

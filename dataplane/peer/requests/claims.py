@@ -35,18 +35,13 @@ from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Leases, Part
-from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved, unheard_of
+from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Table
-
-
-class BytesLost(Exception):
-    """Rows were granted whose bytes went with a peer: their shard does not know that yet, or where
-    second copies are."""
 
 
 class _Claiming(msgspec.Struct, eq=False):
@@ -116,20 +111,18 @@ class Claims:
         handed: Body | Awaitable[Body] | None = None,
     ) -> Body:
         """Claims again where rows that were granted are gone before they are here."""
-        body = one.body
-        for failed in itertools.count(1):
+        failed = 0
+        while True:
+            if handed is None:
+                granted = await self._granted(one, answer)
             try:
-                if handed is None:
-                    handed = self._hand_out(one, await self._granted(one, answer))
+                handed = handed or self._hand_out(one, granted)
                 return handed if isinstance(handed, Body) else await handed
-            except (BytesLost, RowsGone) as exc:
-                if failed == ATTEMPTS:
-                    raise _given_up(exc, body.partition) from None
-                if isinstance(exc, BytesLost):
-                    await self.reading.learn()
+            except (RowsGone, RowsLost) as exc:
+                failed += 1
+                await self.reading.went(exc, failed, one.body.partition, "claim")
             answer = handed = None
             one.number = next(self._numbers)
-        raise AssertionError("it counts for ever")
 
     async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Granted:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
@@ -238,8 +231,6 @@ class Claims:
             table, pin = await resolved
         except BaseException as exc:
             self.finishing.release(one.session, granted.lease)
-            if isinstance(exc, RowsLost):
-                raise BytesLost from exc
             if isinstance(exc, DeadlineExceeded):
                 raise _too_late(exc, one.body.partition) from exc
             raise
@@ -288,10 +279,3 @@ def _too_late(exc: DeadlineExceeded, partition: str) -> ClaimTimeout:
         f"rows of {partition!r} were granted, but their values did not arrive in time, and the "
         f"rows went back: {exc.message}"
     )
-
-
-def _given_up(exc: Exception, partition: str) -> Exception:
-    """What the caller is told in the end of a claim that was granted what went meanwhile."""
-    if isinstance(exc, BytesLost):
-        return unheard_of(exc.__cause__, partition, "claim")
-    return exc

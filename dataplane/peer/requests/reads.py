@@ -21,7 +21,6 @@ from dataplane.errors import (
     RowsLost,
     StaleEpoch,
     Unavailable,
-    counted,
 )
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
@@ -54,7 +53,7 @@ PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
 ATTEMPTS = 3
-"""How often rows are granted or fetched that went meanwhile before their caller is told."""
+"""How often values are named that went meanwhile before who asked for them is told."""
 LEARN_S = 1.0
 """A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 
@@ -221,30 +220,48 @@ class Reading:
     # reads
 
     async def read(self, session: Session, request: Request, body: Read) -> Body:
-        """Rows without a lease, wherever they are; one page of them where there are many."""
-        try:
-            return await self._read(session, body)
-        except (RowsGone, RowsLost):
-            return await self._read(session, body)  # a place is a hint: bytes may have moved
-
-    async def _read(self, session: Session, body: Read) -> Body:
+        """Rows without a lease, wherever they are, or a page of all. The cursor is the roster's
+        number (u8) and a key; StaleEpoch where the roster changed since the page before."""
         if body.rows is not None:
-            found: Found = await self.router.ask(body)
-            table, cursor = found.table, b""
-        else:
-            table, cursor = await self._read_page(body)
-        return ReadDone(*await self.resolved(table, session.id), cursor)
-
-    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
-        the roster changed since the page before."""
+            found, pin = await self.found(body, session, "read")
+            return ReadDone(found.table, pin, b"")
         number = self.host.roster.epoch[1].to_bytes(8, "little")
         if body.after and body.after[:8] != number:
             raise StaleEpoch("the roster changed in the middle of this read: read again")
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found: Found = await self.router.ask(asked)
-        return found.table, number + found.table.rows.keys[-16:] if found.more else b""
+        found, pin = await self.found(asked, session, "read")
+        cursor = number + found.table.rows.keys[-16:] if found.more else b""
+        return ReadDone(found.table, pin, cursor)
+
+    async def found(self, body: Any, session: Session, call: str) -> tuple[Any, int]:
+        """What the shard answers, with places here in its table, and the pin that holds them. A
+        place is a hint: it is asked again where values went before they were here."""
+        failed = 0
+        while True:
+            found = await self.router.ask(body)
+            try:
+                found.table, pin = await self.resolved(found.table, session.id)
+                return found, pin
+            except (RowsGone, RowsLost) as exc:
+                failed += 1
+                await self.went(exc, failed, body.partition, call)
+
+    async def went(self, exc: RowsGone | RowsLost, failed: int, partition: str, call: str) -> None:
+        """Values that a shard named went before they were here, so often by now. Where it goes on,
+        those of a lost peer are other ones, or none, as soon as the shard hears of that: a moment
+        is left for it, no longer than the call lives."""
+        if failed == ATTEMPTS and isinstance(exc, RowsGone):
+            raise exc
+        if failed == ATTEMPTS:
+            raise Unavailable(
+                f"values of rows of {partition!r} went with a peer, and the peer that has the rows "
+                f"does not know yet ({exc}): {call} again",
+                partition=partition,
+            ) from exc
+        if isinstance(exc, RowsLost):
+            until = min(self.host.now() + LEARN_S, call_deadline.get())
+            await self.host.another_roster(self.host.roster, until)
 
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -264,28 +281,12 @@ class Reading:
         lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
-        failed = 0
-        while True:
-            try:
-                return await self._fetch(session, asked)
-            except LeaseExpired:
-                self.leases.close(lease)
-                raise
-            except RowsLost as exc:  # those with bytes there are gone as soon as the shard hears
-                failed += 1
-                if failed == ATTEMPTS:
-                    raise unheard_of(exc, lease.partition, "fetch") from None
-                await self.learn()
-
-    async def learn(self) -> None:
-        """A moment for a shard to hear that a peer is lost, no longer than the call lives."""
-        until = min(self.host.now() + LEARN_S, call_deadline.get())
-        await self.host.another_roster(self.host.roster, until)
-
-    async def _fetch(self, session: Session, asked: Fetch) -> Body:
-        found: Found = await self.router.ask(asked)
-        table, pin = await self.resolved(found.table, session.id)
-        return Fetched(pin, table, found.index)
+        try:
+            found, pin = await self.found(asked, session, "fetch")
+        except LeaseExpired:
+            self.leases.close(lease)
+            raise
+        return Fetched(pin, found.table, found.index)
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
@@ -301,21 +302,3 @@ def _volume(table: Table) -> int:
     """Bytes that a message has of it, but for names and tags."""
     parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
     return len(table.rows.keys) + len(table.inline) + sum(parts)
-
-
-def unheard_of(loss: BaseException | None, partition: str, call: str) -> Unavailable:
-    """What the caller is told in the end where a shard names values that went with a peer."""
-    return Unavailable(
-        f"values of rows of {partition!r} went with a peer, and the peer that has the rows does "
-        f"not know yet ({loss}): {call} again",
-        partition=partition,
-    )
-
-
-def gone(names: list[Any]) -> RowsGone:
-    shown = ", ".join(map(str, names[:5])) + (" …" if len(names) > 5 else "")
-    return RowsGone(
-        f"{counted(len(names), 'row was', 'rows were')} freed, dropped, lost with a peer "
-        f"(part.lost() names those), or never put: {shown}",
-        keys=names[:1000],
-    )

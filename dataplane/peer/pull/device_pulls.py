@@ -190,24 +190,21 @@ class DevicePulls:
         self, number: int, source: Remote, way: str, remote: Records, needed: Records
     ) -> Records:
         """With one reference to each."""
-        memory, engine = self._memory, self.engine
-        assert memory is not None and engine is not None
+        engine = self.engine
+        assert engine is not None
         sizes = padded(needed.astype(U8))
         room = self.pulls.devices.at_once(number, PULLER, Admission.PULL, [sizes])
         if room is None:
             return np.zeros(len(remote), RANGE)
-        gone = np.zeros(len(remote), np.bool_)
 
-        async def read(dest: Records) -> None:
+        async def read(dest: Records) -> npt.NDArray[np.bool_]:
             copies = copies_of(remote, sizes, dest)
-            gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
+            return (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)
         fresh = await self.pulls.room.write(sizes, room[1], read, ones, Admission.PULL)
-        if gone.any():
-            memory.release(fresh[gone])
-            fresh[gone] = np.zeros(1, RANGE)
-        self.pulls.brought[way].add(call_stage.get(), int(needed[~gone].sum()))
+        here = fresh["generation"] != 0
+        self.pulls.brought[way].add(call_stage.get(), int(needed[here].sum()))
         return fresh
 
     def _gone(self, owner: Owner) -> None:

@@ -369,17 +369,11 @@ class Pulls:
         except BaseException:
             self.host.space.give_back(PULLER, extents)
             raise
-        gone = np.zeros(len(remote), bool)
 
-        async def read(dest: npt.NDArray[Any]) -> None:
-            gone[:] = await self._read(source, copies_of(remote, lengths, dest))
+        def read(dest: npt.NDArray[Any]) -> Awaitable[npt.NDArray[np.bool_]]:
+            return self._read(source, copies_of(remote, lengths, dest))
 
-        local = await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
-        if gone.any():
-            if self.host.space.release(local[gone], refs[gone]):
-                self.room.pump()
-            local[gone] = 0
-        return local
+        return await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
 
     async def _copy(
         self,

@@ -143,16 +143,17 @@ class Room:
         self,
         sizes: npt.NDArray[np.uint64],
         extents: npt.NDArray[Any],
-        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+        write: Callable[[npt.NDArray[Any]], Awaitable[npt.NDArray[np.bool_] | None]],
         refs: npt.NDArray[Any],
         kind: Admission,
     ) -> npt.NDArray[Any]:
         """Bytes into room that the peer itself reserved, here or on a device: their RANGE records.
-        Nothing is kept of what failed."""
+        Nothing is kept of what failed. write: says which have gone before they came, where that may
+        be; those are of generation 0."""
         space = self.space
         try:
             dest = place(sizes, extents)
-            await write(dest)
+            gone = await write(dest)
             written = np.zeros(len(sizes), EXTENT)
             written["offset"], written["length"] = dest, sizes
             fresh = space.commit(PULLER, written, refs, kind)
@@ -162,6 +163,10 @@ class Room:
         rest = remainder(sizes, dest, extents)
         if len(rest):
             space.give_back(PULLER, rest)
+        if gone is not None and gone.any():
+            if space.release(fresh[gone], refs[gone]):
+                self.pump()
+            fresh[gone] = 0
         return fresh
 
     def pump(self) -> None:

@@ -4,12 +4,12 @@ state."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
+from dataplane.metadata.tables.references import Array
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import KEY, VALUE
 from dataplane.wire.tables import INLINE, Column, Owner, Rows
@@ -22,7 +22,7 @@ def count(rows: Rows) -> int:
 
 
 FEW_BYTES = 64 * VALUE.itemsize
-"""Records of up to so many bytes are looked at one by one: numpy would cost more than all else that
+"""Array of up to so many bytes are looked at one by one: numpy would cost more than all else that
 is done with them here."""
 
 
@@ -31,12 +31,12 @@ def raw_values(columns: Sequence[Column]) -> bytes:
     return b"".join([raw for one in columns for raw in (one.values, one.leaves)])
 
 
-def flat_values(columns: Sequence[Column]) -> npt.NDArray[Any]:
+def flat_values(columns: Sequence[Column]) -> Array:
     """The same; read-only."""
     return np.frombuffer(raw_values(columns), VALUE)
 
 
-def in_ranges(flat: npt.NDArray[Any], owners: Sequence[Owner]) -> npt.NDArray[np.bool_]:
+def in_ranges(flat: Array, owners: Sequence[Owner]) -> npt.NDArray[np.bool_]:
     """Which of these values, that name these owners, lie in ranges of peers."""
     there: npt.NDArray[np.bool_] = flat["owner"] != ABSENT
     if INLINE in owners:

@@ -20,6 +20,7 @@ from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import STAGED, Path, Paths
@@ -37,7 +38,6 @@ FIRST_S = 5.0
 """How long a first pull waits to know the way: the plain one takes room in both arenas."""
 NEIGHBOURS = -1
 """The holder under which other peers' workers read the devices here."""
-Records = npt.NDArray[Any]
 
 
 class DevicePulls:
@@ -128,8 +128,8 @@ class DevicePulls:
         return self._memory.first_read(reader)
 
     async def bring(
-        self, owner: Owner, remote: Records, needed: Records, holder: int
-    ) -> tuple[Records, list[int]]:
+        self, owner: Owner, remote: Array, needed: Array, holder: int
+    ) -> tuple[Array, list[int]]:
         """As `Pulls.bring`, on the holder's device what is on one there."""
         memory, number = self._memory, self.device_of(holder)
         assert memory is not None
@@ -154,9 +154,7 @@ class DevicePulls:
             raise
         return local, pins
 
-    async def _from_device(
-        self, number: int, owner: Owner, remote: Records, needed: Records
-    ) -> Records:
+    async def _from_device(self, number: int, owner: Owner, remote: Array, needed: Array) -> Array:
         """Copies of those that are on a device there, generation 0 for what is to come another
         way."""
         way = STAGED
@@ -187,8 +185,8 @@ class DevicePulls:
         return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     async def _transfer(
-        self, number: int, source: Remote, way: str, remote: Records, needed: Records
-    ) -> Records:
+        self, number: int, source: Remote, way: str, remote: Array, needed: Array
+    ) -> Array:
         """With one reference to each."""
         engine = self.engine
         assert engine is not None
@@ -197,7 +195,7 @@ class DevicePulls:
         if room is None:
             return np.zeros(len(remote), RANGE)
 
-        async def read(dest: Records) -> npt.NDArray[np.bool_]:
+        async def read(dest: Array) -> npt.NDArray[np.bool_]:
             copies = copies_of(remote, sizes, dest)
             return (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
@@ -214,7 +212,7 @@ class DevicePulls:
 
     # serving others
 
-    def _pin(self, ranges: Records) -> tuple[int, Records]:
+    def _pin(self, ranges: Array) -> tuple[int, Array]:
         """For a worker that reads here: hold what is on a device, say where; the rest is gone."""
         memory = self._memory
         assert memory is not None

@@ -32,6 +32,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes
 from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.space import Space
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import PULLER, Room
@@ -66,8 +67,6 @@ REPEATS = 8
 TRY_S = 5.0
 KNOWN = 1 << 60
 """Stands for the incarnation of the owner of such copies; no process has it."""
-
-Records = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -355,7 +354,7 @@ class Sampling:
             arena_bytes=self.host.space.size_bytes,
         )
 
-    async def _known(self, number: int, nbytes: int) -> Records:
+    async def _known(self, number: int, nbytes: int) -> Array:
         """The RANGE of the known bytes, generation 0 where there is no room for them at once."""
         if not nbytes:
             return np.zeros(1, RANGE)
@@ -372,7 +371,7 @@ class Sampling:
             copies.insert(KNOWN, name, found)
         return found
 
-    def _reserved(self, number: int, nbytes: int) -> Records | None:
+    def _reserved(self, number: int, nbytes: int) -> Array | None:
         """Where a sample has room now."""
         if number == ARENA and self.room.waiting(Admission.PULL):
             return None

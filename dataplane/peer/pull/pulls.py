@@ -35,6 +35,7 @@ from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded, some
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
@@ -118,8 +119,8 @@ class Pulls:
     # reading from others
 
     async def bring(
-        self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any], holder: int
-    ) -> tuple[npt.NDArray[Any], list[int]]:
+        self, owner: Owner, remote: Array, needed: Array, holder: int
+    ) -> tuple[Array, list[int]]:
         """Local RANGE for each remote one, of which `needed` bytes from its start are read.
 
         They are pinned for `holder`; the caller lets go of the pins. RowsGone, RowsLost.
@@ -162,13 +163,7 @@ class Pulls:
                 limit_s=limit_s,
             )
 
-    def found(
-        self,
-        copies: PulledCopies,
-        owner: Owner,
-        remote: npt.NDArray[Any],
-        needed: npt.NDArray[Any],
-    ) -> npt.NDArray[Any]:
+    def found(self, copies: PulledCopies, owner: Owner, remote: Array, needed: Array) -> Array:
         """The copies that are there and reach far enough, generation 0 for the others."""
         found = copies.lookup(owner.incarnation, remote)
         hit = found["generation"].nonzero()[0]
@@ -180,13 +175,8 @@ class Pulls:
         return found
 
     async def _pull(
-        self,
-        owner: Owner,
-        remote: npt.NDArray[Any],
-        needed: npt.NDArray[Any],
-        keys: list[int],
-        holder: int,
-    ) -> tuple[npt.NDArray[Any], int]:
+        self, owner: Owner, remote: Array, needed: Array, keys: list[int], holder: int
+    ) -> tuple[Array, int]:
         """Copies of what nobody else is bringing already, in one transfer, and their pin."""
         space = self.host.space
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -220,7 +210,7 @@ class Pulls:
         if dead.any() and self.host.space.copies.drop(owner.incarnation, ranges[dead]):
             self.room.pump()
 
-    async def dead(self, owner: Owner, ranges: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    async def dead(self, owner: Owner, ranges: Array) -> npt.NDArray[np.bool_]:
         """Which of these ranges their owner has freed, as far as it says so; of many the first."""
         dead = np.zeros(len(ranges), np.bool_)
         asked = ranges[:MOST_LOOKED_AT]
@@ -238,9 +228,7 @@ class Pulls:
         if self.host.space.copies.drop_owner(owner.incarnation):
             self.room.pump()
 
-    async def _transfer(
-        self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any]
-    ) -> npt.NDArray[Any]:
+    async def _transfer(self, owner: Owner, remote: Array, needed: Array) -> Array:
         sizes = padded(needed.astype(U8))
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.devices.read, remote))
@@ -252,9 +240,7 @@ class Pulls:
                 if not await self._may_return(owner, until):
                     raise
 
-    async def _sent(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[Any]:
+    async def _sent(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Array:
         """With its padding, which belongs to a range: a copy is taken to hold all of its length."""
         await self._is_member(owner)
         if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
@@ -264,13 +250,13 @@ class Pulls:
         return await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
 
     async def _ask(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
-    ) -> npt.NDArray[Any]:
+        self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64], nbytes: int
+    ) -> Array:
         """Few bytes, in one exchange on the control link, once there is room for them: what waits
         for room holds none."""
         view = self.host.arena.view
 
-        async def write(dest: npt.NDArray[Any]) -> None:
+        async def write(dest: Array) -> None:
             async with self._turns[owner.incarnation]:
                 reply, at = await self._exchange(owner, remote, sizes), 0
             if reply.gone:
@@ -285,9 +271,7 @@ class Pulls:
         self.brought[CONTROL].add(call_stage.get(), nbytes)
         return fresh
 
-    async def _exchange(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
-    ) -> Pulled:
+    async def _exchange(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Pulled:
         """So many bytes of each of these ranges, one behind the other, or which are gone."""
         reply: Pulled = await self.mesh.call(
             owner.peer,
@@ -336,8 +320,8 @@ class Pulls:
         return doubtful and self.host.now() < until
 
     async def at_hand(
-        self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER
-    ) -> tuple[npt.NDArray[Any], list[int]]:
+        self, ranges: Array, holder: int, reader: int = PULLER
+    ) -> tuple[Array, list[int]]:
         """As `bring`, for different ranges of this peer: copies of those that are away from this
         reader, a client that reads devices in place or none."""
         space = self.host.space
@@ -355,13 +339,8 @@ class Pulls:
         return local, pins
 
     async def take_over(
-        self,
-        owner: Owner,
-        remote: npt.NDArray[Any],
-        lengths: npt.NDArray[Any],
-        extents: npt.NDArray[Any],
-        refs: npt.NDArray[Any],
-    ) -> npt.NDArray[Any]:
+        self, owner: Owner, remote: Array, lengths: Array, extents: Array, refs: Array
+    ) -> Array:
         """Values of another peer as this one's own, in room that was reserved for new rows. Of
         generation 0 where one has been freed there: the others are here all the same."""
         try:
@@ -370,18 +349,12 @@ class Pulls:
             self.host.space.give_back(PULLER, extents)
             raise
 
-        def read(dest: npt.NDArray[Any]) -> Awaitable[npt.NDArray[np.bool_]]:
+        def read(dest: Array) -> Awaitable[npt.NDArray[np.bool_]]:
             return self._read(source, copies_of(remote, lengths, dest))
 
         return await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
 
-    async def _copy(
-        self,
-        source: Remote,
-        remote: npt.NDArray[Any],
-        nbytes: npt.NDArray[Any],
-        dest: npt.NDArray[Any],
-    ) -> None:
+    async def _copy(self, source: Remote, remote: Array, nbytes: Array, dest: Array) -> None:
         gone = await self._read(source, copies_of(remote, nbytes, dest))
         if gone.any():
             raise _freed(int(gone.sum()), source.owner)
@@ -398,10 +371,8 @@ class Pulls:
         return everything - self.carried_bytes
 
     async def _fill(
-        self,
-        sizes: npt.NDArray[np.uint64],
-        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
-    ) -> npt.NDArray[Any]:
+        self, sizes: npt.NDArray[np.uint64], write: Callable[[Array], Awaitable[None]]
+    ) -> Array:
         """Copies of what `write` brings to where they begin."""
         room = self.room.for_copies(sizes)
         if room is None:
@@ -417,7 +388,7 @@ class Pulls:
             raise
         return fresh
 
-    async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    async def _read(self, source: Remote, copies: Array) -> npt.NDArray[np.bool_]:
         """Which of them have been freed there; the others have arrived."""
         assert self.engine is not None
         way = await self.paths.take(source, source)
@@ -454,7 +425,7 @@ class Pulls:
             return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
 
-    def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
+    def _pulled(self, sizes: Array, ranges: Array) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
         try:
             places = self.host.space.ranges.extents(ranges)
@@ -466,26 +437,22 @@ class Pulls:
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
-    def _gone(self, ranges: npt.NDArray[Any]) -> bytes:
+    def _gone(self, ranges: Array) -> bytes:
         return (~self.host.space.alive(ranges)).tobytes()
 
-    def pin(
-        self, ranges: npt.NDArray[Any]
-    ) -> tuple[int, npt.NDArray[Any]] | Awaitable[tuple[int, npt.NDArray[Any]]]:
+    def pin(self, ranges: Array) -> tuple[int, Array] | Awaitable[tuple[int, Array]]:
         """For a transfer that reads here: hold what lives, say where it is."""
         return self._of_what_is_here(ranges, self._pin)
 
-    def _pin(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+    def _pin(self, ranges: Array) -> tuple[int, Array]:
         return pinned(self.host.space, PULLER, ranges, self.host.space.alive(ranges))
 
-    def _of_what_is_here(
-        self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]
-    ) -> T | Awaitable[T]:
+    def _of_what_is_here(self, ranges: Array, act: Callable[[Array], T]) -> T | Awaitable[T]:
         """What `act` makes of these ranges; of copies in place of those that are in the spill file
         or on a device."""
         return self._of_copies(ranges, act) if self.host.space.any_away(ranges) else act(ranges)
 
-    async def _of_copies(self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]) -> T:
+    async def _of_copies(self, ranges: Array, act: Callable[[Array], T]) -> T:
         while True:
             alive = self.host.space.alive(ranges)
             keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
@@ -508,8 +475,8 @@ class Pulls:
 
 
 def pinned(
-    space: Space, holder: int, ranges: npt.NDArray[Any], there: npt.NDArray[np.bool_]
-) -> tuple[int, npt.NDArray[Any]]:
+    space: Space, holder: int, ranges: Array, there: npt.NDArray[np.bool_]
+) -> tuple[int, Array]:
     """A pin on those of these ranges that are there, and where each is, or that it is gone."""
     places = np.zeros(len(ranges), EXTENT)
     places["offset"] = GONE
@@ -518,9 +485,7 @@ def pinned(
     return space.pin(holder, ranges[there]), places
 
 
-def copies_of(
-    remote: npt.NDArray[Any], nbytes: npt.NDArray[Any], dest: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
     copies = np.zeros(len(remote), COPY)
     copies["range"], copies["generation"] = remote["range"], remote["generation"]
     copies["nbytes"], copies["dest"] = nbytes, dest

@@ -7,17 +7,16 @@ that restores, as if it had put them; so any number of peers will do.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from dataplane.errors import StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net.mesh import CALL_S
 from dataplane.peer.net.router import Router
@@ -122,13 +121,13 @@ def _placement(roster: Roster) -> int:
     return xxh3_64_intdigest(text.encode() + roster.primaries.tobytes())
 
 
-def _only(source: Column, present: npt.NDArray[Any]) -> Column:
+def _only(source: Column, present: Array) -> Column:
     """Without the rows that lack the field: what is committed was written."""
     values = column(source.values, VALUE)[present]
     return Column(source.field, values.tobytes(), source.leaf_counts, source.leaves)
 
 
-def _spread(source: Column, present: npt.NDArray[Any]) -> Column:
+def _spread(source: Column, present: Array) -> Column:
     values = np.zeros(len(present), VALUE)
     values["owner"] = ABSENT
     values[present] = column(source.values, VALUE)

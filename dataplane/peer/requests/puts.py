@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import every
 from dataplane.metadata.shard.puts import plan_put
+from dataplane.metadata.tables.references import Array
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -67,8 +68,8 @@ class Committed(msgspec.Struct, eq=False):
 
     columns: list[Column]
     owners: list[Owner]
-    ranges: npt.NDArray[Any]
-    counts: npt.NDArray[Any]
+    ranges: Array
+    counts: Array
 
 
 NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
@@ -316,7 +317,7 @@ class Writing:
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)
 
 
-def _named(raw: bytes, lengths: npt.NDArray[Any]) -> tuple[npt.ArrayLike, bool]:
+def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     """How many of a client's values lie in each range of their message, which have these lengths,
     and whether any lies in the message itself: their owner is 1. ProtocolError where one is in
     neither."""
@@ -348,7 +349,7 @@ def _named(raw: bytes, lengths: npt.NDArray[Any]) -> tuple[npt.ArrayLike, bool]:
     return np.bincount(index, minlength=total), not every(elsewhere)
 
 
-def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> list[Column]:
+def _renamed(columns: list[Column], raw: bytes, ranges: Array) -> list[Column]:
     """The columns with these ranges in place of the message's. Where there is none, what lies in
     the message has the first owner."""
     if len(raw) <= rowset.FEW_BYTES:

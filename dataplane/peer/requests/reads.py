@@ -25,7 +25,7 @@ from dataplane.errors import (
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.tables.references import ids_of, ranges_of
+from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
@@ -125,12 +125,7 @@ class Reading:
         return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     def _places(
-        self,
-        table: Table,
-        flat: npt.NDArray[Any],
-        here: npt.NDArray[Any],
-        holder: int,
-        pinned: list[int] | None = None,
+        self, table: Table, flat: Array, here: Array, holder: int, pinned: list[int] | None = None
     ) -> Resolved:
         """pinned: the pin that all of them have already. It is taken out."""
         # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
@@ -156,12 +151,7 @@ class Reading:
         return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     async def _pull(
-        self,
-        table: Table,
-        flat: npt.NDArray[Any],
-        here: npt.NDArray[Any],
-        holder: int,
-        reader: int,
+        self, table: Table, flat: Array, here: Array, holder: int, reader: int
     ) -> Resolved:
         """Local copies take the place of ranges that are remote or away; they are pinned as they
         arrive."""
@@ -189,7 +179,7 @@ class Reading:
     async def _of_one(
         self,
         owner: Owner,
-        flat: npt.NDArray[Any],
+        flat: Array,
         at: npt.NDArray[np.intp],
         holder: int,
         reader: int,

@@ -22,6 +22,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard.pull_credit import far_owners, pulled
 from dataplane.metadata.shard.reasons import Subject
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
@@ -46,7 +47,7 @@ class Waiter:
     holder: int
     admission: Admission
     units: Units
-    granted: asyncio.Future[tuple[int, npt.NDArray[Any]]]
+    granted: asyncio.Future[tuple[int, Array]]
 
 
 class Room:
@@ -82,24 +83,20 @@ class Room:
         """How many reservations of this class wait now."""
         return len(self._lines[admission])
 
-    def at_once(
-        self, holder: int, admission: Admission, units: Units
-    ) -> tuple[int, npt.NDArray[Any]] | None:
+    def at_once(self, holder: int, admission: Admission, units: Units) -> tuple[int, Array] | None:
         """As `reserve`; None where it would wait."""
         if self._lines[admission]:
             return None
         count, extents = self.space.reserve(holder, admission, units)
         return (count, extents) if count else None
 
-    def for_copies(
-        self, sizes: npt.NDArray[np.uint64]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[Array, Array] | None:
         """As `Space.for_copies`; None also where somebody waits for room for pulls."""
         return None if self._lines[Admission.PULL] else self.space.for_copies(sizes)
 
     async def reserve(
         self, holder: int, admission: Admission, units: Units, timeout_s: float
-    ) -> tuple[int, npt.NDArray[Any]]:
+    ) -> tuple[int, Array]:
         """The first units that fit, whole, with their extents; at least one.
 
         ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
@@ -142,11 +139,11 @@ class Room:
     async def write(
         self,
         sizes: npt.NDArray[np.uint64],
-        extents: npt.NDArray[Any],
-        write: Callable[[npt.NDArray[Any]], Awaitable[npt.NDArray[np.bool_] | None]],
-        refs: npt.NDArray[Any],
+        extents: Array,
+        write: Callable[[Array], Awaitable[npt.NDArray[np.bool_] | None]],
+        refs: Array,
         kind: Admission,
-    ) -> npt.NDArray[Any]:
+    ) -> Array:
         """Bytes into room that the peer itself reserved, here or on a device: their RANGE records.
         Nothing is kept of what failed. write: says which have gone before they came, where that may
         be; those are of generation 0."""

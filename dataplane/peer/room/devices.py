@@ -7,10 +7,8 @@ Such a copy is kept like one of a spilled value, while there is room.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
 from dataplane.launch.values import MAX_DEVICES, DeviceMemory
@@ -18,13 +16,14 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
 from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.space import Space
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.tasks import Threads
 
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
-Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
+Read = Callable[[Array, Array], Awaitable[None]]
 
 
 def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
@@ -82,7 +81,7 @@ class Devices:
 
     def at_once(
         self, number: int, holder: int, admission: Admission, units: Units
-    ) -> tuple[int, npt.NDArray[Any]] | None:
+    ) -> tuple[int, Array] | None:
         """As `Room.at_once`, on the device of this number, 1 is the first; None where that has no
         room now, or never."""
         if not 0 < number <= len(self.arenas):
@@ -95,7 +94,7 @@ class Devices:
             return None
         return (count, extents) if count else None
 
-    async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+    async def read(self, ranges: Array, dest: Array) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
         if self._memory is None:
             await self._from_disk(ranges, dest)
@@ -114,17 +113,11 @@ class Devices:
             if memory.release(ranges):
                 self._room.pump()
 
-    async def _from_disk(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+    async def _from_disk(self, ranges: Array, dest: Array) -> None:
         assert self._read_disk is not None
         await self._read_disk(ranges, dest)
 
-    async def _fetch(
-        self,
-        memory: HostMemory,
-        number: int,
-        ranges: npt.NDArray[Any],
-        dest: npt.NDArray[Any],
-    ) -> None:
+    async def _fetch(self, memory: HostMemory, number: int, ranges: Array, dest: Array) -> None:
         extents = memory.ranges.extents(ranges)
         targets = dest + np.uint64(self._host.arena.address)
         fetch = memory.devices[number - 1].fetch

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from typing import Any
-
-import numpy.typing as npt
 
 from dataplane.errors import BackPressure, SpillFull, TransferFailed
 from dataplane.memory.spill import DISK, Spilled, SpillFile
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
@@ -66,7 +64,7 @@ class Spilling:
         await self._threads.ended()
         self.file.close()
 
-    async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+    async def read(self, ranges: Array, dest: Array) -> None:
         """All bytes of these spilled ranges, to these places of the arena. RowsGone."""
         space = self.host.space
         space.hold(ranges)

@@ -22,7 +22,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
-from dataplane.peer.net.known_peers import Acquaintances
+from dataplane.peer.net.links import Acquaintances
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT

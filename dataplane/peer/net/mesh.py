@@ -25,8 +25,7 @@ from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
-from dataplane.peer.net.known_peers import Acquaintances, Bulk
-from dataplane.peer.net.links import Link, Unreadable
+from dataplane.peer.net.links import Acquaintances, Bulk, Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.once import CARRIED_OUT_ONCE, may_repeat
 from dataplane.peer.tasks import Tasks

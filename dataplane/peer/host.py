@@ -1,6 +1,7 @@
-"""What every part of a peer shares: identity, memory, roster, and the partitions it serves.
+"""What every part of a peer shares: identity, memory, roster, the partitions it serves, how far its
+backup is behind, and whether it may serve at all.
 
-Only state and its names; the parts that act on it (`writing`, `claims`, …) get it in their
+Only state and its names; the parts that act on it (`puts`, `claims`, …) get it in their
 constructors. All of it belongs to the one event loop.
 """
 
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
-from dataplane.peer.progress import Progress
+from dataplane.peer.tasks import in_time
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
@@ -112,6 +113,66 @@ class Entry:
     @property
     def sealed(self) -> bool:
         return self.store.sealed
+
+
+class Progress:
+    """How far the backup is behind, and the wait for it: nothing leaves before it has caught up."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        """operations of this peer's shards so far"""
+        self.confirmed = 0
+        """of them, those that the backup has"""
+        self.required = False
+        """the roster calls the backup in sync, so it must have them"""
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """with the number of operations that each waits for, which only grows"""
+        self.on_awaited: Callable[[], None] = lambda: None
+        """called when somebody begins to wait for the backup"""
+
+    def __repr__(self) -> str:
+        word = "required" if self.required else "not required"
+        return f"<Progress {self.confirmed} of {self.done}, {word}>"
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.required or self.confirmed >= self.done
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the backup."""
+        return bool(self._waiting)
+
+    def move(self, confirmed: int) -> None:
+        """The backup has so many operations."""
+        self.confirmed = confirmed
+        self.wake()
+
+    def wake(self) -> None:
+        waiting = self._waiting
+        while waiting and (not self.required or self.confirmed >= waiting[0][0]):
+            _, reached = waiting.popleft()
+            if not reached.done():
+                reached.set_result(None)
+
+    def reached(self, until: float) -> asyncio.Future[None]:
+        """Done when the backup has all that was done up to now. Unavailable when it is not in time
+        (monotonic)."""
+        reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.is_settled:
+            reached.set_result(None)
+        else:
+            self._waiting.append((self.done, reached))
+            in_time(reached, until, _late)
+            self.on_awaited()
+        return reached
+
+
+def _late() -> Unavailable:
+    return Unavailable(
+        "the backup of this host's peer did not confirm the call in time, which may or "
+        "may not have taken effect: repeat it when the roster names another backup"
+    )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from dataplane.errors import Unavailable
-from dataplane.peer.progress import Progress
+from dataplane.peer.host import Progress
 from dataplane.peer.tasks import in_time
 
 SOON_S, LATER_S = 0.05, 20.0

@@ -19,8 +19,7 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
-from dataplane.peer.host import Caller
-from dataplane.peer.progress import Progress
+from dataplane.peer.host import Caller, Progress
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body

@@ -13,11 +13,10 @@ import pytest
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.peer.failures import LinkBroken
-from dataplane.peer.host import Caller
+from dataplane.peer.host import Caller, Progress
 from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.mesh import Mesh, _Call
 from dataplane.peer.net.streams import Stream, Streams
-from dataplane.peer.progress import Progress
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Put, Stats
 from dataplane.wire.peering import Append, PeerHello, PeerReply

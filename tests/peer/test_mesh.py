@@ -15,11 +15,10 @@ import pytest
 from dataplane.errors import PeerNameTaken, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Serving
+from dataplane.peer.host import Progress, Serving
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.streams import Streams
-from dataplane.peer.progress import Progress
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Stats

@@ -16,8 +16,7 @@ import pytest
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.host import Entry
-from dataplane.peer.progress import Progress
+from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.journal import Ended, Sealed, encode, encoded

@@ -24,9 +24,6 @@ class Tasks:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"<Tasks {len(self._tasks)} under way>"
-
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A background task whose failure is logged, never lost. No call's deadline is its own.
         Nothing begins any more once the peer has ended: nobody would see to its end."""

@@ -79,9 +79,6 @@ class Gate:
         self._dialling = z85.encode(token.key(plane, "control client"))
         self._credentials = [b"CURVE", z85.decode(zmq.curve_public(self._dialling))]
 
-    def __repr__(self) -> str:
-        return f"<Gate {'encrypted' if self.encrypted else 'open'}>"
-
     def secure_router(self, router: Tuned) -> None:
         """Before it is bound, and with the desk open."""
         if self.encrypted:

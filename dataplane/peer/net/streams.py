@@ -282,9 +282,6 @@ class Streams:
         self._server: asyncio.Server | None = None
         self._paused = False
 
-    def __repr__(self) -> str:
-        return f"<Streams at {self.address or 'no port'}, {len(self._open)} open>"
-
     # those that others dial
 
     async def listen(self, where: str, told: str) -> None:

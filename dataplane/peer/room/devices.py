@@ -72,9 +72,6 @@ class Devices:
         self._read_disk = from_disk
         self._threads = Threads()
 
-    def __repr__(self) -> str:
-        return f"<Devices {self._memory.devices if self._memory else []}>"
-
     @property
     def arenas(self) -> list[DeviceArena]:
         return self._memory.devices if self._memory is not None else []

@@ -49,9 +49,6 @@ class Spilling:
         room.on_wait.append(self.wake)
         room.beyond = self._beyond
 
-    def __repr__(self) -> str:
-        return f"<Spilling {self.spill} to {self.file}>"
-
     def wake(self) -> None:
         """Somebody waits for room, or something in the file was freed."""
         if not self._closed and (self._work is None or self._work.done()):

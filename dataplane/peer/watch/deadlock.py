@@ -71,9 +71,6 @@ class Standstill:
         """where somebody was seen at the last look: asked first the next time"""
         self.mesh.handlers[CanFree] = self._asked
 
-    def __repr__(self) -> str:
-        return f"<Standstill seen {self._looks} times>"
-
     @property
     def can_spill(self) -> bool:
         """Whether bytes, but no rows, still find room where nobody frees any."""

@@ -47,8 +47,7 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.waiting_calls import WaitingCalls
-from dataplane.peer.watch.deadlock import Standstill
-from dataplane.peer.watch.janitor import Janitor
+from dataplane.peer.watch.janitor import Janitor, Standstill
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key

@@ -31,7 +31,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
-from dataplane.peer.tasks import in_time
+from dataplane.peer.tasks import Threads, in_time
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
@@ -213,6 +213,7 @@ class Host:
     """messages to clients of this host so far, by kind"""
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
+    threads: Threads = field(default_factory=Threads)
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
     serving: Serving = field(init=False)
 

@@ -190,9 +190,10 @@ class Peer:
         await self.keeper.close()  # nobody asks it any more, nor takes an office here anew
         await self.device_pulls.close()
         await self.pulls.close()
+        await self.host.threads.ended()
         if self.spilling is not None:
-            await self.spilling.close()
-        await self.devices.close()
+            self.spilling.file.close()
+        self.devices.close()
         # Another life of this process would find it still mapped, and have so much less.
         self.host.arena.close()
 

@@ -58,8 +58,7 @@ class Tasks:
 
 
 class Threads:
-    """Work that blocks: jobs of one part of the peer, which can wait for all of them before it
-    goes."""
+    """Work that blocks, which is waited for before what it works on goes."""
 
     def __init__(self) -> None:
         self._jobs: set[asyncio.Future[Any]] = set()

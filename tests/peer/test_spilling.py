@@ -17,6 +17,7 @@ from dataplane.memory.space import Space
 from dataplane.memory.spill import Move
 from dataplane.peer.room.admission import Room
 from dataplane.peer.room.spilling import Spilling
+from dataplane.peer.tasks import Threads
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink
 from dataplane.wire.records import RANGE, U8
@@ -52,7 +53,7 @@ class SlowFile:
 
 def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
     """A peer's part that spills, and a range that is in the file."""
-    host: Any = SimpleNamespace(space=Space(64 * PAGE))
+    host: Any = SimpleNamespace(space=Space(64 * PAGE), threads=Threads())
     mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
     part: Any = file
     room = Room(host)

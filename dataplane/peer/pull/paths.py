@@ -36,7 +36,6 @@ from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import PULLER, Room
-from dataplane.peer.tasks import Threads
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
@@ -320,7 +319,6 @@ class Sampling:
         self._seed = secrets.randbits(31)
         self._writing = asyncio.Lock()
         self._trying = asyncio.Lock()
-        self._threads = Threads()
         mesh.handlers[Sample] = self._asked
 
     def _spaces(self) -> list[Space]:
@@ -381,23 +379,19 @@ class Sampling:
 
     async def _write(self, number: int, dest: int, data: npt.NDArray[np.uint8]) -> None:
         if number:
-            await self._threads.run(self._device(number).write, dest, data)
+            await self.host.threads.run(self._device(number).write, dest, data)
         else:
             self.host.arena.view[dest : dest + len(data)] = data.data
 
     async def _read(self, number: int, dest: int, into: npt.NDArray[np.uint8]) -> None:
         if number:
-            await self._threads.run(self._device(number).read, dest, into)
+            await self.host.threads.run(self._device(number).read, dest, into)
         else:
             into[:] = np.frombuffer(self.host.arena.view[dest : dest + len(into)], np.uint8)
 
     def _device(self, number: int) -> DeviceArena:
         assert isinstance(self.host.space, HostMemory)
         return self.host.space.devices[number - 1]
-
-    async def close(self) -> None:
-        """When nothing is asked of it any more: its copies have ended."""
-        await self._threads.ended()
 
     # the reader
 

@@ -112,7 +112,6 @@ class Pulls:
         }
 
     async def close(self) -> None:
-        await self.sampling.close()
         if self.engine is not None:
             await self.engine.stop()
 

@@ -19,7 +19,6 @@ from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
-from dataplane.peer.tasks import Threads
 
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
@@ -70,7 +69,6 @@ class Devices:
             assert self._memory is not None and wanted is not None
             self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
         self._read_disk = from_disk
-        self._threads = Threads()
 
     @property
     def arenas(self) -> list[DeviceArena]:
@@ -118,10 +116,9 @@ class Devices:
         extents = memory.ranges.extents(ranges)
         targets = dest + np.uint64(self._host.arena.address)
         fetch = memory.devices[number - 1].fetch
-        await self._threads.run(fetch, extents["offset"], extents["length"], targets)
+        await self._host.threads.run(fetch, extents["offset"], extents["length"], targets)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """When nobody reads any more: the pools are freed."""
-        await self._threads.ended()
         if self._memory is not None:
             self._memory.close()

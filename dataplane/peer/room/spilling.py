@@ -17,7 +17,6 @@ from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
-from dataplane.peer.tasks import Threads
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +43,14 @@ class Spilling:
         """The last try found nothing that may go, or nowhere to go."""
         self._trouble: OSError | None = None
         self._work: asyncio.Task[None] | None = None
-        self._threads = Threads()
-        self._closed = False
         room.on_wait.append(self.wake)
         room.beyond = self._beyond
 
     def wake(self) -> None:
         """Somebody waits for room, or something in the file was freed."""
-        if not self._closed and (self._work is None or self._work.done()):
+        if self._work is None or self._work.done():
             self.exhausted = False
             self._work = self.mesh.spawn(self._while_needed())
-
-    async def close(self) -> None:
-        """When nobody reads or writes any more: the file is removed."""
-        self._closed = True
-        await self._threads.ended()
-        self.file.close()
 
     async def read(self, ranges: Array, dest: Array) -> None:
         """All bytes of these spilled ranges, to these places of the arena. RowsGone."""
@@ -67,7 +58,7 @@ class Spilling:
         space.hold(ranges)
         try:
             extents = space.ranges.extents(ranges)
-            await self._threads.run(self.file.read, extents["offset"], extents["length"], dest)
+            await self.host.threads.run(self.file.read, extents["offset"], extents["length"], dest)
         except OSError as exc:
             raise TransferFailed(
                 f"{len(ranges)} values could not be read back from {self.file.path}: {exc}. The "
@@ -98,7 +89,7 @@ class Spilling:
         if move is None:
             return False
         try:
-            await self._threads.run(
+            await self.host.threads.run(
                 self.file.write, move.start, move.nbytes, move.sources, move.lengths
             )
         except BaseException as exc:
@@ -119,9 +110,9 @@ class Spilling:
         """What was freed in the file goes back to the disk, and the copies of it to the arena."""
         starts, ends = self.spill.take_left()
         if self.spill.spilled_bytes:
-            await self._threads.run(self.file.clear, starts, ends)
+            await self.host.threads.run(self.file.clear, starts, ends)
         else:
-            await self._threads.run(self.file.empty)
+            await self.host.threads.run(self.file.empty)
         self.spill.cleared(starts, ends)
         space = self.host.space
         space.copies.drop_dead(DISK, space.ranges.alive)

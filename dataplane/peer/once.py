@@ -122,8 +122,7 @@ class _Session(Generic[ReplyT]):
 class Operations(Generic[ReplyT]):
     """Remembered answers by session and operation."""
 
-    def __init__(self, limit: int = MAX_ANSWERS_PER_SESSION) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._sessions: OrderedDict[Hashable, _Session[ReplyT]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -141,7 +140,7 @@ class Operations(Generic[ReplyT]):
         if op < known.floor:
             return
         known.answers[op] = reply
-        if len(known.answers) > self._limit:
+        if len(known.answers) > MAX_ANSWERS_PER_SESSION:
             oldest, _ = known.answers.popitem(last=False)
             known.forgotten = max(known.forgotten, oldest)
 

@@ -14,7 +14,7 @@ from dataplane.launch.values import parse_address
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.membership.authority import EtcdKeeper
 from dataplane.peer.peer import Peer
-from dataplane.peer.tasks import Tasks
+from dataplane.peer.tasks import Tasks, Threads
 from dataplane.transport.etcd import Kept
 from dataplane.wire.tables import Owner
 
@@ -140,10 +140,10 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
 
     async def close() -> None: ...
 
-    part = SimpleNamespace(close=close)
+    part, arena = SimpleNamespace(close=close), SimpleNamespace(close=lambda: None)
     peer: Any = SimpleNamespace(
         door=part, mesh=tasks, keeper=keeper, device_pulls=part, pulls=part, spilling=None,
-        devices=part, host=SimpleNamespace(arena=SimpleNamespace(close=lambda: None)),
+        devices=arena, host=SimpleNamespace(arena=arena, threads=Threads()),
     )  # fmt: skip
     await Peer.close(peer)
     await asyncio.sleep(0)

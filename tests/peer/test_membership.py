@@ -245,6 +245,10 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     assert membership.stays() == {SEEDS[2], JOINER.peer}
     await membership.say_ending()
     assert sorted(asked) == [(SEEDS[2], Beat(leaving=True)), (JOINER.peer, Beat(leaving=True))]
+    for number in range(9):
+        with pytest.raises(Unavailable):  # of who was never a member nothing is remembered
+            mesh.handlers[Beat](Caller("tcp://10.0.0.9:1", number), Beat(leaving=True))
+    assert not membership._ending
     with pytest.raises(Unavailable):
         mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
     assert membership.stays() == {SEEDS[2]}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import ProtocolError
+from dataplane.peer import once
 from dataplane.peer.once import Operations
 
 
@@ -26,8 +27,9 @@ def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
     assert len(operations) == 1
 
 
-def test_a_session_that_never_raises_its_floor_is_bounded() -> None:
-    operations: Operations[int] = Operations(limit=10)
+def test_a_session_that_never_raises_its_floor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "MAX_ANSWERS_PER_SESSION", 10)
+    operations: Operations[int] = Operations()
     for op in range(1, 31):
         operations.remember(1, op, 0, op)
     assert len(operations) == 10

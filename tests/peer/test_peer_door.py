@@ -180,7 +180,7 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
     assert len(first.stream_secret) == 16 and first.stream_secret != second.stream_secret
     refused = said(Seal("p", 1))
     assert isinstance(refused, Failed) and refused.code == "ProtocolError" and not door.under
-    assert door.door.refused == 1
+    assert door.door.refusals.total == 1
 
 
 @pytest.fixture
@@ -244,4 +244,4 @@ async def test_what_is_no_request_is_answered_and_counted(door: Door, stream: St
     replies = [await asyncio.wait_for(door.answered.get(), 10) for _ in range(4)]
     assert [(reply.rid, reply.incarnation) for reply in replies] == [(0, 1), (0, 1), (4, 1), (5, 1)]
     assert all(isinstance(r.body, Failed) and r.body.code == "ProtocolError" for r in replies[:2])
-    assert door.door.refused == 2
+    assert door.door.refusals.total == 2

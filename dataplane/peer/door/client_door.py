@@ -369,7 +369,14 @@ class Connection(asyncio.Protocol):
             if body.session:
                 session = sessions.join(body.session, self._pid)
             elif self._door.is_over() or not self._door.is_open:
-                return failed(_leaves(self._door.host.name))
+                peer = self._door.host.name
+                return failed(
+                    PeerLost(
+                        f"peer {peer!r} was about to end as this client came: connect again with "
+                        "dataplane.connect(), which finds or starts another",
+                        peer=peer,
+                    )
+                )
             else:
                 session = sessions.open(self._pid, body.label, body.pools)
         except DataplaneError as exc:
@@ -500,11 +507,3 @@ def _limit_s(request: Request) -> float:
         waits_ms = request.body.timeout_ms
         return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
     return request.deadline_ms / 1000 if request.deadline_ms else math.inf
-
-
-def _leaves(peer: str) -> PeerLost:
-    return PeerLost(
-        f"peer {peer!r} was about to end as this client came: connect again with "
-        "dataplane.connect(), which finds or starts another",
-        peer=peer,
-    )

@@ -245,7 +245,8 @@ class EtcdKeeper(SeedKeeper):
             began = self.host.now()
             try:
                 if office.is_open:
-                    await self._stay(office, began)
+                    stays = await self.etcd.keep_alive(self._lease)
+                    self._sure_until = began + SURE_S if stays else 0.0
                 else:
                     await self._look(office, began)
             except DataplaneError as exc:
@@ -258,12 +259,6 @@ class EtcdKeeper(SeedKeeper):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HURRY_S if self._is_away(self._address) else LOOK_S):
                     await self._look_now.wait()
-
-    async def _stay(self, office: Office, began: float) -> None:
-        if await self.etcd.keep_alive(self._lease):
-            self._sure_until = began + SURE_S
-        else:
-            self._sure_until = 0.0
 
     async def _look(self, office: Office, began: float) -> None:
         """Who has the office? If nobody, this peer tries to get it."""

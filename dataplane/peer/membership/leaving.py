@@ -59,7 +59,7 @@ class Leaving:
         """When told to: until nothing is left here. Sooner where nobody can take it, or it takes
         too long."""
         await told.wait()
-        if not self._has_heirs():
+        if not self.membership.stays():
             log.info("nobody is left to hand anything over to")
             return
         await self.door.close(
@@ -91,9 +91,6 @@ class Leaving:
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
             )
-
-    def _has_heirs(self) -> bool:
-        return not self.host.solo and bool(self.membership.stays())
 
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
@@ -132,7 +129,7 @@ class Leaving:
         be started again."""
         until = None
         while not true():
-            if not self._has_heirs():
+            if not self.membership.stays():
                 raise Unavailable("those that could take it over are away, or leave as well")
             if not self.membership.keeper_is_away():
                 until = None

@@ -205,7 +205,8 @@ class Membership:
                 raise Unavailable(f"the authority at {self.host.address} begins anew")
         elif caller.address != self.keeper.apart:  # which asks what others know as it begins
             if body.leaving:
-                self._ending.add(caller.owner)
+                ending = (*self._ending, caller.owner)
+                self._ending = set(filter(self.host.roster.has, ending))
             raise Unavailable(f"the authority is not at {self.host.address}, or only begins there")
         ours = self.host.roster
         known = ours.epoch == caller.epoch

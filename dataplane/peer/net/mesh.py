@@ -81,7 +81,8 @@ class Mesh:
     @property
     def refused(self) -> int:
         """Messages and strangers turned away so far."""
-        return self.door.refused + self.gate.refusals.total
+        doors = self.door, self.door.streams, self.gate
+        return sum(one.refusals.total for one in doors)
 
     async def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""

@@ -81,11 +81,6 @@ class PeerDoor:
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
         """told how far the backup is, as its requests say"""
 
-    @property
-    def refused(self) -> int:
-        """Messages and strangers turned away so far, but for those whom libzmq asks about."""
-        return self.refusals.total + self.streams.refusals.total
-
     def greeted(self, frame: bytes) -> bytes:
         """The answer to what came over zmq: all of it are greetings."""
         try:

@@ -54,10 +54,6 @@ Hear = Callable[[DataplaneError], None]
 """Told why a shard is asked again; what it raises is the end."""
 
 
-def _unheard(why: DataplaneError) -> None:
-    pass
-
-
 class Router:
     def __init__(self, host: Host, mesh: Mesh) -> None:
         self.host = host
@@ -72,7 +68,7 @@ class Router:
         self,
         body: WaitingCall,
         caller: Caller | None = None,
-        hear: Hear = _unheard,
+        hear: Hear = lambda why: None,
         first: Awaitable[Any] | None = None,
     ) -> Any:
         """What the shard answers to who waits there, for as long as the call says, in turns. What
@@ -125,7 +121,7 @@ class Router:
         attempt: Callable[[Roster, float], Awaitable[T]],
         end: float = math.inf,
         turn_s: float = math.inf,
-        hear: Hear = _unheard,
+        hear: Hear = lambda why: None,
         most_s: float = TURN_S,
     ) -> T:
         """What comes of an attempt, by the roster as it is and within so many seconds, that reached

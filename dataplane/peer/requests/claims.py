@@ -165,21 +165,14 @@ class Claims:
     def _asked(self, one: _Claiming) -> Claim:
         """As the shard is asked, for the time that is left."""
         body, waited_ms = one.body, int(1000 * (self.host.now() - one.began))
-        return Claim(
-            body.partition,
-            body.generation,
-            body.stage,
-            body.want,
-            body.fields,
-            declare=body.declare,
+        return msgspec.structs.replace(
+            body,
             timeout_ms=min(body.timeout_ms, max(0, body.timeout_ms - waited_ms)),
+            lease_ms=0,
             number=one.number,
             label=one.session.label,
             waited_ms=waited_ms,
             most_bytes=0 if self.host.solo else self.host.space.share_bytes[Admission.PULL],
-            plan=body.plan,
-            rank=body.rank,
-            own=body.own,
         )
 
     def _withdraw(self, one: _Claiming) -> None:
@@ -232,7 +225,10 @@ class Claims:
         except BaseException as exc:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
-                raise _too_late(exc, one.body.partition) from exc
+                raise ClaimTimeout(
+                    f"rows of {one.body.partition!r} were granted, but their values did not arrive "
+                    f"in time, and the rows went back: {exc.message}"
+                ) from exc
             raise
         finally:
             self.room.back(one.number)
@@ -271,11 +267,3 @@ def _check_fields(table: Table, asked: list[str]) -> None:
                 f"without, or name the field as it was put{others}",
                 field=name,
             )
-
-
-def _too_late(exc: DeadlineExceeded, partition: str) -> ClaimTimeout:
-    """Of a claim whose rows were granted, and whose values did not arrive."""
-    return ClaimTimeout(
-        f"rows of {partition!r} were granted, but their values did not arrive in time, and the "
-        f"rows went back: {exc.message}"
-    )

@@ -213,14 +213,13 @@ def _roster(host: Host) -> dict[str, Any]:
     """The roster in force here. unprotected: members whose shards no backup in sync has."""
     roster = host.roster
     backup, in_sync = roster.backup_of(host.address)
-    hosts = [member for member in roster.members if len(roster.shards_of(member))]
     return {
         "founding": list(host.founding),
         "epoch": list(roster.epoch),
         "members": list(roster.members),
         "backup": backup,
         "in_sync": in_sync,
-        "unprotected": sum(not roster.backup_of(member)[1] for member in hosts),
+        "unprotected": sum(not roster.backup_of(member)[1] for member in roster.hosts),
         "operations": host.progress.done,
         "confirmed": host.progress.confirmed,
     }

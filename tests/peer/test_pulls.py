@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import RowsLost, Unavailable
+from dataplane.errors import RowsGone, RowsLost, Unavailable
+from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
+from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
@@ -109,6 +111,36 @@ async def test_an_owner_is_asked_for_so_many_small_values_at_once() -> None:
     ]
     brought = await asyncio.gather(*many)
     assert len(brought) == 3 * AT_ONCE and most == AT_ONCE
+
+
+async def test_copies_that_were_held_for_a_pull_that_failed_are_room_for_who_waits() -> None:
+    """They waited until somebody else let go of something."""
+    space, large = Space(1 << 18), 1 << 17
+    failing, fails = asyncio.Event(), asyncio.Event()
+
+    async def call(address: str, body: Pull, **how: Any) -> Pulled:
+        if len(body.ranges) == RANGE.itemsize and not space.copies.evictable_bytes and pins:
+            failing.set()
+            await fails.wait()
+            return Pulled(b"", b"\1")
+        return Pulled(b"x" * large)
+
+    pulls = _pulls(space, memoryview(bytearray(1 << 18)), {THERE}, call)
+    pulls.host.notices = Notices()
+    remote, needed = np.array([(0, 1), (1, 1)], RANGE), np.array([large, 64], np.uint64)
+    pins: list[int] = []
+    _, pins = await pulls.bring(THERE, remote[:1], needed[:1], 0)
+    space.unpin(0, pins)
+    brings = asyncio.create_task(pulls.bring(THERE, remote, needed, 0))
+    await asyncio.wait_for(failing.wait(), 10)
+    sizes = [np.array([large + (1 << 15)], np.uint64)]
+    waits = asyncio.create_task(Room.reserve(pulls.room, 3, Admission.PULL, sizes, 60))
+    await asyncio.sleep(0)
+    assert pulls.room.waiting(Admission.PULL) == 1
+    fails.set()
+    with pytest.raises(RowsGone):
+        await brings
+    assert (await asyncio.wait_for(waits, 10))[0] == 1
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["it is gone", "the next roster has it"])

@@ -101,7 +101,7 @@ class Answers:
         async def read(session: Session, request: m.Request, body: m.Body) -> m.Body:
             first = self._pinned.recall(session.id, request.op)
             if first is not None:
-                self.host.space.unpin(session.id, [first])
+                self.room.unpin(session.id, [first])
             done: m.ReadDone | m.Fetched | c.SaveDone = await handler(session, request, body)
             self._pinned.remember(session.id, request.op, request.floor, done.pin)
             return done

@@ -150,7 +150,7 @@ class DevicePulls:
                 )
                 pins += more
         except BaseException:
-            memory.unpin(holder, pins)
+            self.pulls.room.unpin(holder, pins)
             raise
         return local, pins
 
@@ -221,6 +221,4 @@ class DevicePulls:
         return pinned(memory, NEIGHBOURS, ranges, there)
 
     def _unpin(self, pin: int) -> None:
-        assert self._memory is not None
-        if self._memory.unpin(NEIGHBOURS, [pin]):
-            self.pulls.room.pump()
+        self.pulls.room.unpin(NEIGHBOURS, [pin])

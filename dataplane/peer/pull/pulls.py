@@ -145,7 +145,7 @@ class Pulls:
                 local[rest], pin = await self._pull(owner, remote[rest], needed[rest], keys, holder)
                 return local, [*pins, pin]
         except BaseException:
-            space.unpin(holder, pins)
+            self.room.unpin(holder, pins)
             raise
 
     def left_s(self) -> float:
@@ -332,7 +332,7 @@ class Pulls:
                 disk = Owner(self.host.address, DISK)
                 local[out], brought = await self.bring(disk, ranges[out], lengths, holder)
             except BaseException:
-                space.unpin(holder, pins)
+                self.room.unpin(holder, pins)
                 raise
             pins += brought
         return local, pins
@@ -382,8 +382,7 @@ class Pulls:
         try:
             await write(starts)
         except BaseException:
-            self.host.space.release(fresh)
-            self.room.pump()
+            self.room.release(fresh)
             raise
         return fresh
 
@@ -465,12 +464,10 @@ class Pulls:
             local[alive] = found[inverse]
             return act(local)
         finally:
-            if self.host.space.unpin(PULLER, pins):
-                self.room.pump()
+            self.room.unpin(PULLER, pins)
 
     def unpin(self, pin: int) -> None:
-        if self.host.space.unpin(PULLER, [pin]):
-            self.room.pump()
+        self.room.unpin(PULLER, [pin])
 
 
 def pinned(

@@ -118,7 +118,7 @@ class Grants:
         try:
             count, extents = await self.room.reserve(session.id, kind, units, timeout_s)
         except BaseException:
-            space.unpin(session.id, [pin])
+            self.room.unpin(session.id, [pin])
             raise
         finally:
             session.waiting -= 1
@@ -137,8 +137,7 @@ class Grants:
         return Done()
 
     def let_go(self, session: Session, pins: list[int]) -> None:
-        self.host.space.unpin(session.id, pins)
-        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
+        self.room.unpin(session.id, pins)
 
     def commit(
         self,
@@ -183,8 +182,8 @@ class Grants:
     def not_taken(self, session: Session, committed: Committed, failure: BaseException) -> None:
         """The message that named these values failed, and no shard has them: they are free."""
         self.keep_where_full(session, committed, failure)
-        if len(committed.ranges) and self.host.space.release(committed.ranges, committed.counts):
-            self.room.pump()
+        if len(committed.ranges):
+            self.room.release(committed.ranges, committed.counts)
 
     def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
         """The next extents, of the host arena unless somebody waits for room there."""

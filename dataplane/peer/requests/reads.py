@@ -174,7 +174,7 @@ class Reading:
             return self._places(table, flat, here, holder)
         finally:
             if interim:
-                self.host.space.unpin(holder, interim)
+                self.pulls.room.unpin(holder, interim)
 
     async def _of_one(
         self,

@@ -161,10 +161,19 @@ class Room:
         if len(rest):
             space.give_back(PULLER, rest)
         if gone is not None and gone.any():
-            if space.release(fresh[gone], refs[gone]):
-                self.pump()
+            self.release(fresh[gone], refs[gone])
             fresh[gone] = 0
         return fresh
+
+    def release(self, ranges: Array, counts: Array | int = 1) -> None:
+        """Fewer references; who waits gets what came free."""
+        if self.space.release(ranges, counts):
+            self.pump()
+
+    def unpin(self, holder: int, pins: list[int]) -> None:
+        """Copies that nobody reads any more are room as well, though no byte got free."""
+        self.space.unpin(holder, pins)
+        self.pump()
 
     def pump(self) -> None:
         """Space came back, or a waiter left: grant in order, the highest class first."""

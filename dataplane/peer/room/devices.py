@@ -105,8 +105,7 @@ class Devices:
                 else:
                     await self._from_disk(ranges[some], dest[some])
         finally:
-            if memory.release(ranges):
-                self._room.pump()
+            self._room.release(ranges)
 
     async def _from_disk(self, ranges: Array, dest: Array) -> None:
         assert self._read_disk is not None

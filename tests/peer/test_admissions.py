@@ -26,7 +26,7 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
 
     router: Any = SimpleNamespace(tell=tell)
     host: Any = SimpleNamespace()
-    waits = Waits(host, host, router, [])
+    waits = Waits(host, router, [])
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
     body, request = Unadmit("p", 1, [5]), Any
     call_deadline.set(time.monotonic() + 0.02)

@@ -69,7 +69,7 @@ class Asker:
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
-        waits = Waits(self.host, mesh, router, [])
+        waits = Waits(self.host, router, [])
         more: Any = leases, finishing, reading, waits, room
         self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
         writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)

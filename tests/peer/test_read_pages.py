@@ -28,8 +28,8 @@ async def ask(body: Read) -> Found:
 
 def reading() -> Reading:
     host: Any = SimpleNamespace(roster=FIRST, owner=None, space=None)
-    mesh, shard = SimpleNamespace(handlers={}), SimpleNamespace(ask=ask)
-    return Reading(host, mesh, shard, None, None, None)  # type: ignore[arg-type]
+    shard = SimpleNamespace(ask=ask, mesh=SimpleNamespace(handlers={}))
+    return Reading(host, shard, None, None, None)  # type: ignore[arg-type]
 
 
 async def page(part: Reading, body: Read) -> tuple[list[int], bytes]:

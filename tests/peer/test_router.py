@@ -95,7 +95,7 @@ async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
     shards = Asked(Unavailable("went away"), Done())
     shards.moves_to = ELSEWHERE
     partitions: Any = None
-    changes = Changes(shards.host, shards.mesh, shards.router, partitions, lambda entry: None)
+    changes = Changes(shards.host, shards.router, partitions, lambda entry: None)
     session: Any = SimpleNamespace(id=5, label="")
     for _ in range(2):
         asked = msgspec.structs.replace(change)

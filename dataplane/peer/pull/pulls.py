@@ -245,8 +245,14 @@ class Pulls:
         if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
             return await self._ask(owner, remote, sizes, nbytes)
         source = await self._remote(owner)
-        copying = functools.partial(self._copy, source, remote, sizes)
-        return await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
+
+        async def write(dest: Array) -> None:
+            reading = self._read(source, copies_of(remote, sizes, dest))
+            gone = await self._while_member(owner, reading)
+            if gone.any():
+                raise _freed(int(gone.sum()), owner)
+
+        return await self._fill(sizes, write)
 
     async def _ask(
         self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64], nbytes: int
@@ -288,7 +294,7 @@ class Pulls:
             if not await self.host.another_roster(self.host.roster, self.host.now() + BEHIND_S):
                 raise _went(owner)
 
-    async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:
+    async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, T]) -> T:
         """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
         not say so."""
         work = asyncio.ensure_future(reading)
@@ -297,7 +303,7 @@ class Pulls:
             await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise _went(owner)
-            work.result()
+            return work.result()
         finally:
             for task in (work, lost):
                 task.cancel()
@@ -352,11 +358,6 @@ class Pulls:
             return self._read(source, copies_of(remote, lengths, dest))
 
         return await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
-
-    async def _copy(self, source: Remote, remote: Array, nbytes: Array, dest: Array) -> None:
-        gone = await self._read(source, copies_of(remote, nbytes, dest))
-        if gone.any():
-            raise _freed(int(gone.sum()), source.owner)
 
     @property
     def carried_bytes(self) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.partitions import Partitions
@@ -31,13 +30,14 @@ from dataplane.wire.messages import (
 @dataclass(eq=False, repr=False)
 class Changes:
     host: Host
-    mesh: Mesh
     router: Router
     partitions: Partitions
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
-        self.mesh.handlers |= dict.fromkeys(_CHANGES, self._change_here) | {Drop: self._drop_here}
+        self.router.mesh.handlers |= dict.fromkeys(_CHANGES, self._change_here) | {
+            Drop: self._drop_here
+        }
 
     # asked for by clients
 

@@ -28,7 +28,6 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
-from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.pulls import Pulls
@@ -64,14 +63,13 @@ Resolved = tuple[Table, int]
 @dataclass(eq=False, repr=False)
 class Reading:
     host: Host
-    mesh: Mesh
     router: Router
     leases: Leases
     pulls: Pulls
     device_pulls: DevicePulls
 
     def __post_init__(self) -> None:
-        self.mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
+        self.router.mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
 

@@ -27,7 +27,6 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Caller, Host, waits_s
-from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
@@ -41,7 +40,6 @@ UNSAID = "its shard has not said yet for what"
 @dataclass(eq=False, repr=False)
 class Waits:
     host: Host
-    mesh: Mesh
     router: Router
     sessions: Iterable[Session]
 
@@ -90,7 +88,7 @@ class Waits:
             facts = reasons.Facts(unit, **said.details)
         else:
             home = self.host.roster.home(body.partition)
-            facts = reasons.Facts(unit, silent=f"{self.mesh.others.name(home)} at {home}")
+            facts = reasons.Facts(unit, silent=f"{self.router.mesh.others.name(home)} at {home}")
         told = reasons.reason(facts, body.stage, _wanted(body), session.label)
         others = (s for s in self.sessions if body.partition in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)

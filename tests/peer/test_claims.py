@@ -18,7 +18,7 @@ from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.claims import Claims
-from dataplane.peer.requests.leases import Finishing, Leases
+from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
@@ -187,7 +187,7 @@ async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_
     """Also where its answer was not confirmed by the backup in time, and never left this peer."""
     asker = Asker(monkeypatch)
     asker.hears.clear()
-    asker.leases.open(asker.session, 5, "p", 1, "s", 0, claim=3)
+    asker.leases.open(Lease(5, "p", 1, "s", 0, asker.session, claim=3))
     given_back(asker.finishing, asker.session, 5)
     again, other = asker.claim(plan=Shape(1)), asker.claim()
     await asker.until_asked(1)

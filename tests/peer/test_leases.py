@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import LeaseExpired
-from dataplane.peer.requests.leases import Finishing, Leases
+from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.wire.messages import Body, Claimed, Done, Finish
 from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Table
@@ -30,10 +30,12 @@ def client() -> Any:
 def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
     leases = Leases()
     one, other = client(), client()
-    first = leases.open(one, 7, "p", 1, "s", 2)
+    first = Lease(7, "p", 1, "s", 2, one)
+    leases.open(first)
     leases.limit(first.number, 5.0)
-    leases.open(other, 8, "p", 1, "s", 2)
-    acked = leases.open(one, 9, "p", 1, "s", 2)
+    leases.open(Lease(8, "p", 1, "s", 2, other))
+    acked = Lease(9, "p", 1, "s", 2, one)
+    leases.open(acked)
     leases.limit(acked.number, 4.0)
     leases.close(acked)
     assert leases.overdue(4.9) == []
@@ -44,7 +46,8 @@ def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
 def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
     leases = Leases()
     holder = client()
-    lease = leases.open(holder, 7, "p", 1, "s", 2)
+    lease = Lease(7, "p", 1, "s", 2, holder)
+    leases.open(lease)
     leases.limit(lease.number, 5.0)
     assert leases.of(holder, lease.number, 4.9) is lease
     with pytest.raises(LeaseExpired, match="claim again"):
@@ -54,7 +57,7 @@ def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
 def test_a_claim_that_is_repeated_is_answered_while_its_lease_is_not_in_use() -> None:
     leases = Leases()
     holder = client()
-    leases.open(holder, 7, "p", 1, "s", 2)
+    leases.open(Lease(7, "p", 1, "s", 2, holder))
     claimed = Claimed(7, 0, Table(Rows(b""), [], [], [], {}))
     leases.remember(1, 50, 60, claimed)  # other operations went on meanwhile, and are forgotten
     assert leases.recall(1, 50) is claimed and leases.recall(2, 50) is None
@@ -65,7 +68,7 @@ def test_a_claim_that_is_repeated_is_answered_while_its_lease_is_not_in_use() ->
 def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
     leases = Leases()
     holder = client()
-    leases.open(holder, 7, "p", 1, "s", 2)
+    leases.open(Lease(7, "p", 1, "s", 2, holder))
     leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
     assert leases.leave(holder, 7) is not None
     assert leases.recall(1, 50) is None
@@ -85,13 +88,13 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     writing: Any = SimpleNamespace(host=host, mesh=router, grants=None)
     leases, holder = Leases(), client()
     finishing = Finishing(router, leases, writing)
-    leases.open(holder, 7, "p", 1, "s", 2)
-    leases.open(holder, 8, "p", 1, "s", 0, claim=500)
-    leases.open(holder, 9, "p", 1, "s", 0, claim=501)
+    leases.open(Lease(7, "p", 1, "s", 2, holder))
+    leases.open(Lease(8, "p", 1, "s", 0, holder, claim=500))
+    leases.open(Lease(9, "p", 1, "s", 0, holder, claim=501))
     for unheard in (7, 8, 8):
         finishing.unheard(holder, unheard)
     finishing.release(holder, 9)
-    leases.open(holder, 10, "p", 1, "s", 0, claim=502)
+    leases.open(Lease(10, "p", 1, "s", 0, holder, claim=502))
     request: Any = SimpleNamespace(rid=0)
     assert finishing.finish(holder, request, Finish(10, "leave")) == Done()
     await asyncio.sleep(0)

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 class Answers:
     def __init__(self, peer: Peer) -> None:
-        self.host = peer.host
-        self.room = peer.room
-        self.partitions = peer.partitions
-        self.finishing = peer.finishing
-        self.waits = peer.waits
+        self.peer, self.host = peer, peer.host
         self._operations = Once(peer.host.operations)
         self._claims = Once(peer.claims.leases)
         """their operations hold no floor up: a claim may wait for days"""
@@ -66,13 +62,13 @@ class Answers:
         session.partitions.add(body.partition)
         wait_s = request.deadline_ms / 1000
         if body.definition is not None:
-            return await self.partitions.define(body.partition, body.definition, wait_s)
+            return await self.peer.partitions.define(body.partition, body.definition, wait_s)
         what = f"attaching to partition {body.partition!r}"
         with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
-            return await self.partitions.define(body.partition, None, wait_s)
+            return await self.peer.partitions.define(body.partition, None, wait_s)
 
     def _undeclared(self) -> Why:
-        heard = sorted(self.partitions.heard_of)
+        heard = sorted(self.peer.partitions.heard_of)
         known = ", ".join(map(repr, heard[:8])) or "none"
         return (
             f"nobody has declared it with plane.partition(NAME, stages=…) in run "
@@ -101,7 +97,7 @@ class Answers:
         async def read(session: Session, request: m.Request, body: m.Body) -> m.Body:
             first = self._pinned.recall(session.id, request.op)
             if first is not None:
-                self.room.unpin(session.id, [first])
+                self.peer.room.unpin(session.id, [first])
             done: m.ReadDone | m.Fetched | c.SaveDone = await handler(session, request, body)
             self._pinned.remember(session.id, request.op, request.floor, done.pin)
             return done
@@ -118,10 +114,10 @@ class Answers:
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
-                self.finishing.unheard(session, lease)
+                self.peer.finishing.unheard(session, lease)
                 space.unpin(session.id, [pin])
             case m.Admitted(permit, _):
-                self.waits.give_back(session, [permit])
+                self.peer.waits.give_back(session, [permit])
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])
@@ -133,7 +129,7 @@ class Answers:
                 space.unpin(session.id, [body.pin])
             case _:
                 return
-        self.room.pump()
+        self.peer.room.pump()
 
     def ended(self, session: Session) -> None:
         """Nobody repeats its reads any more."""

@@ -34,7 +34,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
-from dataplane.peer.requests.leases import Finishing, Leases, Part
+from dataplane.peer.requests.leases import Finishing, Lease, Leases, Part
 from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
@@ -187,16 +187,9 @@ class Claims:
     def _hand_out(self, one: _Claiming, granted: Granted) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         body, table = one.body, granted.table
-        rows = rowset.count(table.rows)
-        self.leases.open(
-            one.session,
-            granted.lease,
-            body.partition,
-            body.generation,
-            body.stage,
-            rows,
-            0 if granted.plan is None else one.number,
-        )
+        of, rows = (body.partition, body.generation, body.stage), rowset.count(table.rows)
+        claim = 0 if granted.plan is None else one.number
+        self.leases.open(Lease(granted.lease, *of, rows, one.session, claim=claim))
         try:
             if body.fields and granted.plan is None:
                 _check_fields(table, body.fields)

@@ -61,20 +61,9 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def open(
-        self,
-        session: Session,
-        number: int,
-        partition: str,
-        generation: int,
-        stage: str,
-        rows: int,
-        claim: int = 0,
-    ) -> Lease:
-        lease = Lease(number, partition, generation, stage, rows, session, claim=claim)
-        self._leases[number] = lease
-        session.leases.add(number)
-        return lease
+    def open(self, lease: Lease) -> None:
+        self._leases[lease.number] = lease
+        lease.session.leases.add(lease.number)
 
     def limit(self, number: int, deadline: float) -> None:
         """Its hard limit, which begins when its holder has the rows; one that ended has none."""
@@ -268,8 +257,7 @@ class Finishing:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
         passed = self.leases.overdue(now)
         for lease in passed:
-            self.leases.close(lease)
-            self._give_back(lease)
+            self.release(lease.session, lease.number)
         return len(passed)
 
     def _give_back(self, lease: Lease) -> None:

@@ -351,7 +351,7 @@ class Serving:
         except TimeoutError as exc:
             raise Unavailable(
                 f"this peer has no backup in sync and the authority{self.authority} does not "
-                "answer: start it again, or check the network between the two",
+                "answer: start it again, or check the network between the two"
             ) from exc
         finally:
             self.waiting -= 1

@@ -385,10 +385,7 @@ class Connection(asyncio.Protocol):
         self._session = session
         self._frames.limit_bytes = limits.MAX_FRAME_BYTES
         host = self._door.host
-        return HelloDone(
-            session=session.id,
-            share_bytes=host.space.share_bytes,
-        )
+        return HelloDone(session=session.id, share_bytes=host.space.share_bytes)
 
     def _notice(self, text: str) -> None:
         self._send(0, Notice(text))

@@ -16,11 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dataplane.errors import (
-    DataplaneError,
-    StaleEpoch,
-    Unavailable,
-)
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings

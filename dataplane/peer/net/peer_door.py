@@ -144,11 +144,7 @@ class PeerDoor:
             self.streams.resume()
 
     async def _to_its_end(
-        self,
-        stream: Stream,
-        request: PeerRequest,
-        sender: Owner,
-        outcome: Body | Awaitable[Body],
+        self, stream: Stream, request: PeerRequest, sender: Owner, outcome: Body | Awaitable[Body]
     ) -> None:
         try:
             reply = outcome if isinstance(outcome, Body) else await outcome

@@ -45,17 +45,7 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import (
-    DIGEST,
-    EXTENT,
-    ONE_VALUE,
-    RANGE,
-    U4,
-    U8,
-    VALUE,
-    column,
-    joined,
-)
+from dataplane.wire.records import DIGEST, EXTENT, ONE_VALUE, RANGE, U4, U8, VALUE, column, joined
 from dataplane.wire.tables import INLINE, Column, Owner
 
 MAX_AHEAD_BYTES = 64 << 20
@@ -256,11 +246,7 @@ class Writing:
         return self._put_done(session, body, committed, done.gone)
 
     async def carry(
-        self,
-        session: Session,
-        request: Request,
-        body: Put | Finish | Restore,
-        committed: Committed,
+        self, session: Session, request: Request, body: Put | Finish | Restore, committed: Committed
     ) -> PutDone:
         """To the partition's shard, wherever that is then; again while that has no room."""
         caller = caller_of(self.host, request, session)

@@ -15,13 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import (
-    LeaseExpired,
-    RowsGone,
-    RowsLost,
-    StaleEpoch,
-    Unavailable,
-)
+from dataplane.errors import LeaseExpired, RowsGone, RowsLost, StaleEpoch, Unavailable
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out

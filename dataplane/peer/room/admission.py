@@ -201,8 +201,7 @@ class Room:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
                     self._back_pressure(
-                        waiter,
-                        "nothing here is leased or can be claimed, and every client waits",
+                        waiter, "nothing here is leased or can be claimed, and every client waits"
                     )
                 )
 
@@ -220,11 +219,7 @@ class Room:
         rows = few([f"{held[name]} of {name!r}" for name in largest], SHOWN_PARTITIONS) or "none"
         rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
         holders: list[dict[str, Any]] = [
-            {
-                "holder": host.who(holder),
-                "granted_bytes": granted,
-                "pinned_bytes": pinned,
-            }
+            {"holder": host.who(holder), "granted_bytes": granted, "pinned_bytes": pinned}
             for holder, granted, pinned in self.space.holders()
         ]
         views = "; ".join(

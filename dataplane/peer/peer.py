@@ -115,7 +115,7 @@ class Peer:
         self.changes = Changes(host, router, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, router, sessions)
-        self.claims = claims = Claims(host, router, leases, finishing, reading, self.waits, room)
+        self.claims = Claims(host, router, leases, finishing, reading, self.waits, room)
         answers = Answers(self)
         self.door = Door(
             host,
@@ -138,7 +138,7 @@ class Peer:
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)
         self.reporting = Reporting(self)
-        self.standstill = Standstill(host, mesh, sessions, claims, calls, self.spilling)
+        self.standstill = Standstill(self)
         self.janitor = Janitor(self)
 
     # life

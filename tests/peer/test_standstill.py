@@ -65,8 +65,10 @@ def test_who_waits_after_others_were_told_is_told_of_what_is_seen_from_then_on()
     host: Any = SimpleNamespace(
         solo=True, entries={"p": entry}, progress=SimpleNamespace(done=7), now=lambda: 0.0
     )
-    claims: Any = SimpleNamespace(waiting=0, room=SimpleNamespace(starved=0))
-    mesh, queues, sessions = SimpleNamespace(handlers={}), SimpleNamespace(), list[Any]()
-    standstill = Standstill(host, mesh, sessions, claims, queues, None)  # type: ignore[arg-type]
+    peer: Any = SimpleNamespace(
+        host=host, mesh=SimpleNamespace(handlers={}), sessions=[], spilling=None,
+        claims=SimpleNamespace(waiting=0), room=SimpleNamespace(starved=0),
+    )  # fmt: skip
+    standstill = Standstill(peer)
     for _ in range(2):
         assert [standstill.lasts(False, True) for _ in range(LOOKS)] == [False, False, True]

@@ -14,22 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
 from dataplane.launch import runs
 from dataplane.launch.settings import LINGER_S
-from dataplane.peer.host import Caller, Host
-from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.requests.claims import Claims
-from dataplane.peer.sessions import Sessions
-from dataplane.peer.shards.waiting_calls import WaitingCalls
+from dataplane.peer.host import Caller
 from dataplane.wire.peering import CanFree, Stirring
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
-    from dataplane.peer.room.spilling import Spilling
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +61,9 @@ def is_standstill(answers: list[Stirring]) -> bool:
     return any(answer.claims for answer in answers) or not any(a.claimable for a in answers)
 
 
-@dataclass(eq=False, repr=False)
 class Standstill:
-    host: Host
-    mesh: Mesh
-    sessions: Sessions
-    claims: Claims
-    calls: WaitingCalls
-    spilling: Spilling | None
-
-    def __post_init__(self) -> None:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.host, self.mesh = peer, peer.host, peer.mesh
         self._looks = 0
         self._done: list[int] = []
         """operations of the hosts at the last look"""
@@ -89,7 +76,7 @@ class Standstill:
     @property
     def can_spill(self) -> bool:
         """Whether bytes, but no rows, still find room where nobody frees any."""
-        return self.spilling is not None and not self.spilling.exhausted
+        return self.peer.spilling is not None and not self.peer.spilling.exhausted
 
     def lasts(self, for_bytes: bool, for_rows: bool) -> bool:
         """Called by the clock: was it found often enough by now? for_bytes, for_rows: what
@@ -129,19 +116,19 @@ class Standstill:
 
     def _asked(self, caller: Caller, body: CanFree) -> Stirring:
         """Producers wait for room: no claim that waits here keeps rows from those who take some."""
-        self.calls.producers_wait()
+        self.peer.calls.producers_wait()
         return self._here()
 
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
         drop = any(entry.definition.free == "drop" for entry in entries)
         leased = any(len(entry.store.leases) for entry in entries)
-        busy = set[str]().union(*(s.partitions for s in self.sessions if not s.waiting))
+        busy = set[str]().union(*(s.partitions for s in self.peer.sessions if not s.waiting))
         return Stirring(
             filled=[entry.name for entry in entries],
             busy=sorted(busy),
-            held=leased or drop or self.claims.room.starved > 0,
-            claims=self.claims.waiting,
+            held=leased or drop or self.peer.room.starved > 0,
+            claims=self.peer.claims.waiting,
             claimable=any(one.rows.ready(None) for e in entries for one in e.store.stages.values()),
             done=self.host.progress.done,
         )

@@ -22,6 +22,7 @@ from dataplane.errors import InvalidConfig
 from dataplane.launch import rundir, runs
 from dataplane.launch.settings import PeerConfig
 from dataplane.peer.peer import Peer
+from dataplane.peer.tasks import first_of
 
 if TYPE_CHECKING:
     from dataplane.peer.watch.metrics import Metrics
@@ -123,13 +124,7 @@ async def _metrics(config: PeerConfig) -> Metrics | None:
 async def _started(peer: Peer, socket_path: str, ends: tuple[asyncio.Event, ...]) -> bool:
     """Whether it serves; False where it was told to end while it waited to be let in."""
     starting = asyncio.create_task(peer.start(socket_path))
-    told = [asyncio.create_task(end.wait()) for end in ends]
-    await asyncio.wait((starting, *told), return_when=asyncio.FIRST_COMPLETED)
-    for task in told:
-        task.cancel()
-    if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, *told, return_exceptions=True)
+    if starting not in await first_of(starting, *(end.wait() for end in ends)):
         return False
-    await starting
+    starting.result()
     return True

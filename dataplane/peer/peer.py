@@ -47,6 +47,7 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.waiting_calls import WaitingCalls
+from dataplane.peer.tasks import first_of
 from dataplane.peer.watch.janitor import Janitor, Standstill
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
@@ -172,17 +173,11 @@ class Peer:
     async def run(self, leave: asyncio.Event, stop: asyncio.Event) -> bool:
         """Until `stop`, or nobody is left; after `leave`, until all it has is elsewhere. True where
         the plane goes on without this process: it may return as a new one."""
-        deposed = asyncio.create_task(self.membership.deposed.wait())
-        serving = asyncio.create_task(self.janitor.run(stop))
-        leaving = asyncio.create_task(self.leaving.leave(leave))
-        tasks = deposed, serving, leaving
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for one in ended:
-            one.result()
-        return self.membership.deposed.is_set() and not (stop.is_set() or leave.is_set())
+        deposed = self.membership.deposed
+        works = deposed.wait(), self.janitor.run(stop), self.leaving.leave(leave)
+        for ended in await first_of(*works):
+            ended.result()
+        return deposed.is_set() and not (stop.is_set() or leave.is_set())
 
     async def close(self) -> None:
         await self.door.close()

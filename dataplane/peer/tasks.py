@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
@@ -84,6 +84,17 @@ class Threads:
         """Until none of them runs."""
         if self._jobs:
             await asyncio.wait(self._jobs)
+
+
+async def first_of(*works: Awaitable[Any]) -> set[asyncio.Future[Any]]:
+    """Those that ended first. The others are cancelled, and have ended by then too."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def in_time(answer: asyncio.Future[Any], until: float, late: Callable[[], Exception]) -> None:

@@ -41,6 +41,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
 from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.room.devices import Devices
+from dataplane.peer.tasks import first_of
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
@@ -298,16 +299,9 @@ class Pulls:
         """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
         not say so."""
         work = asyncio.ensure_future(reading)
-        lost = asyncio.ensure_future(self._lost(owner))
-        try:
-            await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise _went(owner)
-            return work.result()
-        finally:
-            for task in (work, lost):
-                task.cancel()
-            await asyncio.gather(work, lost, return_exceptions=True)
+        if work not in await first_of(work, self._lost(owner)):
+            raise _went(owner)
+        return work.result()
 
     async def _lost(self, owner: Owner) -> None:
         while self.host.roster.has(owner):

@@ -186,6 +186,7 @@ class Host:
     space: Space
     operations: Operations[Body]
     lease_numbers: Iterator[int]
+    """of claims, calls of admit and changes too: no other peer, and no life before, has the same"""
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
     lent: Lent = field(default_factory=Lent)

@@ -75,7 +75,6 @@ class Peer:
             arena=arena,
             space=memory_of(arena.size_bytes, devices),
             operations=Operations(),
-            # leases move to other peers with their rows, so no two peers may number alike
             lease_numbers=itertools.count(1 + secrets.randbits(62)),
             founding=roster.epoch,
         )

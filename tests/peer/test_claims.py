@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ class Asker:
         self.host: Any = SimpleNamespace(
             address=HERE,
             incarnation=1,
+            lease_numbers=itertools.count(1),
             solo=False,
             silent=False,
             roster=self.roster,

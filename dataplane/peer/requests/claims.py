@@ -9,9 +9,7 @@ it any more.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -85,15 +83,13 @@ class Claims:
     def __post_init__(self) -> None:
         self.far_bytes = ByLabel()
         """by stage: what claims were granted of values that other hosts have"""
-        # no claim of another peer, or of this one's last life, has the same number
-        self._numbers = itertools.count(1 + secrets.randbits(62))
         self.waiting = 0
 
     # asked
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        one = _Claiming(next(self._numbers), session, body, self.host.now())
+        one = _Claiming(next(self.host.lease_numbers), session, body, self.host.now())
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
@@ -122,7 +118,7 @@ class Claims:
                 failed += 1
                 await self.reading.went(exc, failed, one.body.partition, "claim")
             answer = handed = None
-            one.number = next(self._numbers)
+            one.number = next(self.host.lease_numbers)
 
     async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Granted:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
@@ -147,7 +143,9 @@ class Claims:
                     settled = True
                     return granted
                 except LeaseExpired:
-                    one.number = next(self._numbers)  # what it was granted went before it heard
+                    one.number = next(
+                        self.host.lease_numbers
+                    )  # what it was granted went before it heard
         except FrameTooLarge:
             raise  # it was granted what no message carries: that is withdrawn
         except ClaimTimeout as exc:

@@ -8,9 +8,7 @@ its log, and in the end the message of their ClaimTimeout.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import secrets
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +40,6 @@ class Waits:
     host: Host
     router: Router
     sessions: Iterable[Session]
-
-    def __post_init__(self) -> None:
-        # no permit of another peer, or of this one's last life, has the same number
-        self._numbers = itertools.count(1 + secrets.randbits(62))
 
     async def until_met(
         self,
@@ -115,7 +109,7 @@ class Waits:
                 f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
                 limit=MAX_PERMITS,
             )
-        number = next(self._numbers)
+        number = next(self.host.lease_numbers)
         one = msgspec.structs.replace(body, number=number, label=session.label)
         what = f"admit({body.count}) of partition {body.partition!r}"
         session.waiting += 1

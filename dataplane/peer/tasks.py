@@ -22,12 +22,12 @@ class Tasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._closed = False
+        self.closed = False
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A background task whose failure is logged, never lost. No call's deadline is its own.
         Nothing begins any more once the peer has ended: nobody would see to its end."""
-        if self._closed:
+        if self.closed:
             work.close()
             work = asyncio.sleep(0)
         task = asyncio.get_running_loop().create_task(work, context=Context())
@@ -51,7 +51,7 @@ class Tasks:
             log.error("a background task failed", exc_info=failure)
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -356,36 +356,33 @@ class Connection(asyncio.Protocol):
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
             raise ProtocolError("the first message of a client is Hello")
-        if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
-            return failed(
-                VersionMismatch(
-                    f"this peer speaks versions {limits.PROTOCOL_VERSION_MIN} to "
-                    f"{limits.PROTOCOL_VERSION}, the client {body.version}: install the same "
-                    "release of dataplane on both sides"
-                )
-            )
-        sessions = self._door.sessions
         try:
-            if body.session:
-                session = sessions.join(body.session, self._pid)
-            elif self._door.is_over() or not self._door.is_open:
-                peer = self._door.host.name
-                return failed(
-                    PeerLost(
-                        f"peer {peer!r} was about to end as this client came: connect again with "
-                        "dataplane.connect(), which finds or starts another",
-                        peer=peer,
-                    )
-                )
-            else:
-                session = sessions.open(self._pid, body.label, body.pools)
+            session = self._session_of(body)
         except DataplaneError as exc:
             return failed(exc)
         session.connections += 1
         self._session = session
         self._frames.limit_bytes = limits.MAX_FRAME_BYTES
-        host = self._door.host
-        return HelloDone(session=session.id, share_bytes=host.space.share_bytes)
+        return HelloDone(session.id, self._door.host.space.share_bytes)
+
+    def _session_of(self, body: Hello) -> Session:
+        """VersionMismatch, PeerLost; ClientClosed for a session that has ended."""
+        host, sessions = self._door.host, self._door.sessions
+        if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"this peer speaks versions {limits.PROTOCOL_VERSION_MIN} to "
+                f"{limits.PROTOCOL_VERSION}, the client {body.version}: install the same release "
+                "of dataplane on both sides"
+            )
+        if body.session:
+            return sessions.join(body.session, self._pid)
+        if self._door.is_over() or not self._door.is_open:
+            raise PeerLost(
+                f"peer {host.name!r} was about to end as this client came: connect again with "
+                "dataplane.connect(), which finds or starts another",
+                peer=host.name,
+            )
+        return sessions.open(self._pid, body.label, body.pools)
 
     def _notice(self, text: str) -> None:
         self._send(0, Notice(text))

@@ -68,7 +68,6 @@ class Mesh:
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
-        self._closing = False
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
         self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
@@ -87,7 +86,6 @@ class Mesh:
         self.spawn(self._greetings.serve(self.door.greeted))
 
     async def close(self) -> None:
-        self._closing = True
         self.door.streams.close()  # what came from now on would be no task that ends here
         await self._tasks.close()
         for link in self._links.values():
@@ -179,7 +177,7 @@ class Mesh:
     def _ask_now(self, asked: _Call, until: float) -> asyncio.Future[Body] | None:
         """None where something has to be waited for."""
         link = self._links.get(asked.address)
-        if link is None or link.hello is None or self._closing:
+        if link is None or link.hello is None or self._tasks.closed:
             return None
         if asked.to not in (None, link.hello.incarnation) or not link.takes_now():
             return None
@@ -250,7 +248,7 @@ class Mesh:
         """The link to a peer. What it refuses this one for; Unavailable."""
         if address in self._links:
             return self._links[address]
-        if self._closing:
+        if self._tasks.closed:
             raise Unavailable(f"peer {self.host.name!r} ends")
         reaching = self._reaching.get(address)
         if reaching is None or reaching.done():
@@ -306,7 +304,7 @@ class Mesh:
 
     def _break(self, link: Link) -> None:
         """The connection ended: calls under way fail; is the peer still there?"""
-        if self._closing:
+        if self._tasks.closed:
             return
         why = self._went_away(link.address)
         link.close(link.ended or LinkBroken(why, address=link.address))

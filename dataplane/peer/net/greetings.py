@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
-from typing import Protocol
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -54,12 +54,6 @@ MAX_QUEUED_MESSAGES = 256
 """Greetings, and answers to them, at either end."""
 
 
-class Tuned(Protocol):
-    """Any zmq socket, also a plain one."""
-
-    def setsockopt(self, option: int, value: int | bytes, /) -> None: ...
-
-
 class Gate:
     """Of one plane. libzmq draws new keys for every connection by itself."""
 
@@ -79,7 +73,7 @@ class Gate:
         self._dialling = z85.encode(token.key(plane, "control client"))
         self._credentials = [b"CURVE", z85.decode(zmq.curve_public(self._dialling))]
 
-    def secure_router(self, router: Tuned) -> None:
+    def secure_router(self, router: zmq.Socket[Any]) -> None:
         """Before it is bound, and with the desk open."""
         if self.encrypted:
             router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -88,7 +82,7 @@ class Gate:
         # Without a handler nobody would be asked, and everybody let in.
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def secure_dealer(self, dealer: Tuned) -> None:
+    def secure_dealer(self, dealer: zmq.Socket[Any]) -> None:
         """Before it connects."""
         if self.encrypted:
             dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._dialled))
@@ -126,7 +120,7 @@ def bindable(address: str) -> str:
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
 
 
-def tune(socket: Tuned, address: str) -> None:
+def tune(socket: zmq.Socket[Any], address: str) -> None:
     """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_HELLO_BYTES)

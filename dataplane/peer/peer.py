@@ -90,7 +90,7 @@ class Peer:
         from_disk = self.spilling.read if self.spilling is not None else None
         self.devices = Devices(host, devices, config.device_arena, room, from_disk)
         self.pulls = pulls = Pulls(host, mesh, room, self.devices, transport)
-        self.device_pulls = DevicePulls(host, mesh, pulls, transport)
+        self.device_pulls = DevicePulls(pulls)
         self.copying = Copying(host, mesh, pulls, room)
 
         self.shipping = Shipping(host, mesh, self.copying)
@@ -109,13 +109,13 @@ class Peer:
         self.leases = leases = Leases()
         self.references = refs = References(host, mesh, router, room)
         self.grants = grants = Grants(host, room, self.devices)
-        self.reading = reading = Reading(host, router, leases, pulls, self.device_pulls)
+        self.reading = reading = Reading(host, router, leases, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, router, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, router, sessions)
-        self.claims = Claims(host, router, leases, finishing, reading, self.waits, room)
+        self.claims = Claims(host, router, finishing, reading, self.waits, room)
         answers = Answers(self)
         self.door = Door(
             host,

@@ -67,12 +67,14 @@ class Asker:
             call=self.call, spawn=asyncio.ensure_future, handlers={}, others=others
         )
         self.leases = leases = Leases()
-        finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
+        finishing: Any = SimpleNamespace(
+            leases=leases, release=lambda session, lease: self.released.append(lease)
+        )
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         waits = Waits(self.host, router, [])
-        more: Any = leases, finishing, reading, waits, room
+        more: Any = finishing, reading, waits, room
         self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
         writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)
         self.finishing = Finishing(router, leases, writing)

@@ -70,8 +70,7 @@ def test_copies_of_one_gpu_are_compared_with_nothing() -> None:
 @pytest.fixture
 def paths() -> Paths:
     sampling = FakeSampling()
-    mesh: Any = SimpleNamespace(others=SimpleNamespace(on_away=[]))
-    paths = Paths(mesh, sampling, AUTO, "tcp", "values")  # type: ignore[arg-type]
+    paths = Paths(sampling, "tcp", "values")  # type: ignore[arg-type]
     paths.use(sampling.engine, ["nixl"])
     return paths
 
@@ -80,6 +79,8 @@ class FakeSampling:
     """A peer that runs ucx, and has no room for trials."""
 
     engine: Any = SimpleNamespace(transport="nixl")
+    mesh: Any = SimpleNamespace(others=SimpleNamespace(on_away=[]))
+    choice = AUTO
 
     async def ask(self, address: str, device: bool) -> Any:
         return SimpleNamespace(transport="ucx" if address == "ucx" else "nixl")

@@ -29,7 +29,7 @@ async def ask(body: Read) -> Found:
 def reading() -> Reading:
     host: Any = SimpleNamespace(roster=FIRST, owner=None, space=None)
     shard = SimpleNamespace(ask=ask, mesh=SimpleNamespace(handlers={}))
-    return Reading(host, shard, None, None, None)  # type: ignore[arg-type]
+    return Reading(host, shard, None, SimpleNamespace(pulls=None))  # type: ignore[arg-type]
 
 
 async def page(part: Reading, body: Read) -> tuple[list[int], bytes]:

@@ -16,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
-from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import Host, call_stage
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.host import call_stage
 from dataplane.peer.pull.paths import STAGED, Path, Paths
 from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
 from dataplane.peer.room.admission import PULLER
@@ -43,14 +41,14 @@ NEIGHBOURS = -1
 class DevicePulls:
     """Of one peer, which may have no devices."""
 
-    def __init__(self, host: Host, mesh: Mesh, pulls: Pulls, choice: TransportChoice) -> None:
-        self.host, self.mesh, self.pulls = host, mesh, pulls
+    def __init__(self, pulls: Pulls) -> None:
+        self.host, self.mesh, self.pulls = pulls.host, pulls.mesh, pulls
         self.engine: BulkEngine | None = None
-        self._choice = choice
-        self._memory = host.space if isinstance(host.space, HostMemory) else None
-        self.paths = Paths(mesh, pulls.sampling, choice, STAGED, "values on devices")
+        self._choice = pulls.transport
+        self._memory = self.host.space if isinstance(self.host.space, HostMemory) else None
+        self.paths = Paths(pulls.sampling, STAGED, "values on devices")
         self._missing: dict[str, str] = {}
-        mesh.others.on_away.append(self._gone)
+        self.mesh.others.on_away.append(self._gone)
 
     @property
     def address(self) -> str:

@@ -108,13 +108,9 @@ class Path:
 class Paths:
     """The ways into one kind of memory here."""
 
-    def __init__(
-        self, mesh: Mesh, sampling: Sampling, choice: TransportChoice, plain: str, moves: str
-    ) -> None:
+    def __init__(self, sampling: Sampling, plain: str, moves: str) -> None:
         """plain: the way that is always there. moves: what goes these ways, for the log."""
-        self.mesh = mesh
-        self.sampling = sampling
-        self.choice = choice
+        self.sampling, self.mesh, self.choice = sampling, sampling.mesh, sampling.choice
         self.engine: BulkEngine | None = None
         self.runs: list[str] = []
         """what the workers here run beside the plain way, in the order in which it is tried"""
@@ -123,7 +119,7 @@ class Paths:
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
         self._remotes: dict[Owner, Remote] = {}
-        mesh.others.on_away.append(self._gone)
+        self.mesh.others.on_away.append(self._gone)
 
     @property
     def required(self) -> bool:

@@ -84,7 +84,7 @@ class Pulls:
     def __post_init__(self) -> None:
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(self.host, self.mesh, self.room, self.transport)
-        self.paths = Paths(self.mesh, self.sampling, self.transport, TCP, "values")
+        self.paths = Paths(self.sampling, TCP, "values")
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0

@@ -32,7 +32,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
-from dataplane.peer.requests.leases import Finishing, Lease, Leases, Part
+from dataplane.peer.requests.leases import Finishing, Lease, Part
 from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
@@ -74,13 +74,13 @@ class _Claiming(msgspec.Struct, eq=False):
 class Claims:
     host: Host
     router: Router
-    leases: Leases
     finishing: Finishing
     reading: Reading
     waits: Waits
     room: Room
 
     def __post_init__(self) -> None:
+        self.leases = self.finishing.leases
         self.far_bytes = ByLabel()
         """by stage: what claims were granted of values that other hosts have"""
         self.waiting = 0

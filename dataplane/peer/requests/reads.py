@@ -24,7 +24,6 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
-from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
@@ -59,10 +58,10 @@ class Reading:
     host: Host
     router: Router
     leases: Leases
-    pulls: Pulls
     device_pulls: DevicePulls
 
     def __post_init__(self) -> None:
+        self.pulls = self.device_pulls.pulls
         self.router.mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving

@@ -45,11 +45,9 @@ class HostMemory(Space):
         return arena
 
     def reads_in_place(self, holder: int, numbers: Iterable[int]) -> None:
-        """This client has opened these pools (1 is the first)."""
         self._readers[holder] = [SPILLED + DEVICE * number for number in numbers]
 
     def first_read(self, holder: int) -> int:
-        """The pool that this client works with, of those that it reads in place; 0: none."""
         kinds = self._readers.get(holder)
         return kinds[0] // DEVICE if kinds else 0
 
@@ -72,7 +70,6 @@ class HostMemory(Space):
         return in_place
 
     def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        """Per RANGE, which device arena it lies in (u1, 1 is the first); 0: in none."""
         numbers: npt.NDArray[np.uint8] = self.ranges.kinds(ranges) // DEVICE
         return numbers
 
@@ -150,8 +147,6 @@ class HostMemory(Space):
         return self._bytes_of(pinned[self.on_device(pinned) == 0])
 
     def device_figures(self) -> list[dict[str, Any]]:
-        """`DeviceArena.figures` of each, with the values that live there and what of it is in
-        view."""
         pinned = self._pinned()
         numbers = self.on_device(pinned)
         return [
@@ -160,7 +155,6 @@ class HostMemory(Space):
         ]
 
     def close(self) -> None:
-        """Frees the pools."""
         for arena in self.devices:
             arena.close()
 

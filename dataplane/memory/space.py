@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
+
+if TYPE_CHECKING:
+    from dataplane.memory.host_memory import DeviceArena
 
 _REMEMBERED = 4
 """Stretches granted to a client last."""
@@ -78,6 +81,29 @@ class Space:
             f"<Space {sum(self._live_bytes)} B live, {self._granted_bytes()} B granted, "
             f"{self._allocator.free_bytes} B free, {len(self._holders)} holders>"
         )
+
+    # device arenas, of which a plain space has none: see `HostMemory`
+
+    devices: Sequence[DeviceArena] = ()
+
+    def reads_in_place(self, holder: int, numbers: Iterable[int]) -> None:
+        """This client has opened these pools (1 is the first)."""
+
+    def first_read(self, holder: int) -> int:
+        """The pool that this client works with, of those that it reads in place; 0: none."""
+        return 0
+
+    def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
+        """Per RANGE, which device arena it lies in (u1, 1 is the first); 0: in none."""
+        return np.zeros(len(ranges), np.uint8)
+
+    def device_figures(self) -> list[dict[str, Any]]:
+        """`DeviceArena.figures` of each, with the values that live there and what of it is in
+        view."""
+        return []
+
+    def close(self) -> None:
+        """Frees the pools."""
 
     @property
     def share_bytes(self) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -22,7 +22,6 @@ import msgspec
 from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
-from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.heirs import Heirs
@@ -228,13 +227,7 @@ class Host:
     @property
     def pools(self) -> list[PoolHandle]:
         """The device arenas, as clients of this host open them."""
-        space = self.space
-        return [a.handle for a in space.devices] if isinstance(space, HostMemory) else []
-
-    def reads_in_place(self, session: int, pools: Sequence[int]) -> None:
-        """This session has opened these pools, 1 is the first."""
-        if pools and isinstance(self.space, HostMemory):
-            self.space.reads_in_place(session, pools)
+        return [arena.handle for arena in self.space.devices]
 
     def speak(self) -> None:
         """StaleEpoch while the shards of this peer are about to become another's."""

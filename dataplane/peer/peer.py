@@ -187,7 +187,7 @@ class Peer:
         await self.host.threads.ended()
         if self.spilling is not None:
             self.spilling.file.close()
-        self.devices.close()
+        self.host.space.close()
         # Another life of this process would find it still mapped, and have so much less.
         self.host.arena.close()
 

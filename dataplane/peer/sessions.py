@@ -85,7 +85,8 @@ class Sessions:
         self._live[session.id] = session
         self.came = True
         self._host.label(session.id, session.label)
-        self._host.reads_in_place(session.id, pools)
+        if pools:
+            self._host.space.reads_in_place(session.id, pools)
         try:
             session.pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)

@@ -143,7 +143,7 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
     part, arena = SimpleNamespace(close=close), SimpleNamespace(close=lambda: None)
     peer: Any = SimpleNamespace(
         door=part, mesh=tasks, keeper=keeper, device_pulls=part, pulls=part, spilling=None,
-        devices=arena, host=SimpleNamespace(arena=arena, threads=Threads()),
+        host=SimpleNamespace(arena=arena, space=arena, threads=Threads()),
     )  # fmt: skip
     await Peer.close(peer)
     await asyncio.sleep(0)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
-from dataplane.memory.host_memory import HostMemory
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import call_stage
 from dataplane.peer.pull.paths import STAGED, Path, Paths
@@ -45,7 +44,6 @@ class DevicePulls:
         self.host, self.mesh, self.pulls = pulls.host, pulls.mesh, pulls
         self.engine: BulkEngine | None = None
         self._choice = pulls.transport
-        self._memory = self.host.space if isinstance(self.host.space, HostMemory) else None
         self.paths = Paths(pulls.sampling, STAGED, "values on devices")
         self._missing: dict[str, str] = {}
         self.mesh.others.on_away.append(self._gone)
@@ -66,7 +64,7 @@ class DevicePulls:
 
     def check(self) -> None:
         """TransportMissing where a transport is required that moves what this peer has not."""
-        if self._choice.required in DEVICE_ONLY and self._memory is None:
+        if self._choice.required in DEVICE_ONLY and not self.host.space.devices:
             raise TransportMissing(
                 f"--transport {self._choice}: it moves device memory, and this peer has no device "
                 "arena: give it one with --device-arena",
@@ -76,14 +74,14 @@ class DevicePulls:
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
         """Starts the worker, where there are devices, with what the choice allows of CUDA IPC, the
         engine that moves host memory between hosts, and NCCL. TransportMissing."""
-        if self._memory is None:
+        devices = self.host.space.devices
+        if not devices:
             return
         names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else []), NCCL]
         names = [name for name in names if self._choice.allows(name)]
         if not names:
             return
-        devices = self._memory.devices
-        self._memory.reads_in_place(NEIGHBOURS, range(1, len(devices) + 1))
+        self.host.space.reads_in_place(NEIGHBOURS, range(1, len(devices) + 1))
         self.host.label(NEIGHBOURS, "device workers of other peers")
         last = devices[-1].space
         engine = made(
@@ -121,16 +119,13 @@ class DevicePulls:
 
     def device_of(self, reader: int) -> int:
         """The device here that values are brought to for this reader, 1 is the first; 0: none."""
-        if self._memory is None or self.engine is None:
-            return 0
-        return self._memory.first_read(reader)
+        return 0 if self.engine is None else self.host.space.first_read(reader)
 
     async def bring(
         self, owner: Owner, remote: Array, needed: Array, holder: int
     ) -> tuple[Array, list[int]]:
         """As `Pulls.bring`, on the holder's device what is on one there."""
-        memory, number = self._memory, self.device_of(holder)
-        assert memory is not None
+        memory, number = self.host.space, self.device_of(holder)
         copies = memory.devices[number - 1].space.copies
         local, pins = self.pulls.found(copies, owner, remote, needed), list[int]()
         try:
@@ -204,16 +199,14 @@ class DevicePulls:
         return fresh
 
     def _gone(self, owner: Owner) -> None:
-        if self._memory is not None:
-            for arena in self._memory.devices:
-                arena.space.copies.drop_owner(owner.incarnation)
+        for arena in self.host.space.devices:
+            arena.space.copies.drop_owner(owner.incarnation)
 
     # serving others
 
     def _pin(self, ranges: Array) -> tuple[int, Array]:
         """For a worker that reads here: hold what is on a device, say where; the rest is gone."""
-        memory = self._memory
-        assert memory is not None
+        memory = self.host.space
         there = memory.alive(ranges)
         there[there] = memory.on_device(ranges[there]) > 0
         return pinned(memory, NEIGHBOURS, ranges, there)

@@ -30,7 +30,6 @@ from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes
-from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
@@ -319,8 +318,7 @@ class Sampling:
 
     def _spaces(self) -> list[Space]:
         space = self.host.space
-        devices = space.devices if isinstance(space, HostMemory) else []
-        return [space, *(device.space for device in devices)]
+        return [space, *(device.space for device in space.devices)]
 
     def _size_bytes(self, number: int) -> int:
         """A small part of that memory, so that lending it is not felt; 0 where there is none."""
@@ -375,19 +373,17 @@ class Sampling:
 
     async def _write(self, number: int, dest: int, data: npt.NDArray[np.uint8]) -> None:
         if number:
-            await self.host.threads.run(self._device(number).write, dest, data)
+            write = self.host.space.devices[number - 1].write
+            await self.host.threads.run(write, dest, data)
         else:
             self.host.arena.view[dest : dest + len(data)] = data.data
 
     async def _read(self, number: int, dest: int, into: npt.NDArray[np.uint8]) -> None:
         if number:
-            await self.host.threads.run(self._device(number).read, dest, into)
+            read = self.host.space.devices[number - 1].read
+            await self.host.threads.run(read, dest, into)
         else:
             into[:] = np.frombuffer(self.host.arena.view[dest : dest + len(into)], np.uint8)
-
-    def _device(self, number: int) -> DeviceArena:
-        assert isinstance(self.host.space, HostMemory)
-        return self.host.space.devices[number - 1]
 
     # the reader
 

@@ -114,7 +114,7 @@ class Grants:
             session.waiting -= 1
         if body.device:
             overflowed = sum(int(unit.sum()) for unit in units[:count])
-            self.devices.arenas[body.device - 1].overflowed_bytes += overflowed
+            self.host.space.devices[body.device - 1].overflowed_bytes += overflowed
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
@@ -181,7 +181,7 @@ class Grants:
         if want_bytes and not len(self.room):
             nbytes = min(want_bytes, MAX_AHEAD_BYTES)
             granted = self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
-        for arena, wanted in zip(self.devices.arenas, on_devices, strict=False):
+        for arena, wanted in zip(self.host.space.devices, on_devices, strict=False):
             granted += arena.space.grant(session.id, Admission.OPEN, wanted).tobytes()
         return granted
 

@@ -14,7 +14,7 @@ from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
 from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
-from dataplane.memory.host_memory import DeviceArena, HostMemory
+from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
@@ -63,45 +63,38 @@ class Devices:
         DeviceMissing where a device does not have so much."""
         self._host = host
         self._room = room
-        space = self._host.space
-        self._memory = space if isinstance(space, HostMemory) else None
         for device in devices:
-            assert self._memory is not None and wanted is not None
-            self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
+            assert isinstance(host.space, HostMemory) and wanted is not None
+            host.space.add_device(device, wanted.nbytes, DEVICE_SHARES)
         self._read_disk = from_disk
-
-    @property
-    def arenas(self) -> list[DeviceArena]:
-        return self._memory.devices if self._memory is not None else []
 
     def at_once(
         self, number: int, holder: int, admission: Admission, units: Units
     ) -> tuple[int, Array] | None:
         """As `Room.at_once`, on the device of this number, 1 is the first; None where that has no
         room now, or never."""
-        if not 0 < number <= len(self.arenas):
-            raise ProtocolError(
-                f"this peer has no device arena {number}: it has {len(self.arenas)}"
-            )
+        arenas = self._host.space.devices
+        if not 0 < number <= len(arenas):
+            raise ProtocolError(f"this peer has no device arena {number}: it has {len(arenas)}")
         try:
-            count, extents = self.arenas[number - 1].space.reserve(holder, admission, units)
+            count, extents = arenas[number - 1].space.reserve(holder, admission, units)
         except ValueTooLarge:
             return None
         return (count, extents) if count else None
 
     async def read(self, ranges: Array, dest: Array) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
-        if self._memory is None:
+        memory = self._host.space
+        if not memory.devices:
             await self._from_disk(ranges, dest)
             return
-        memory = self._memory
         memory.hold(ranges)
         try:
             numbers = memory.on_device(ranges)
             for number in np.unique(numbers).tolist():
                 some = numbers == number
                 if number:
-                    await self._fetch(memory, number, ranges[some], dest[some])
+                    await self._fetch(number, ranges[some], dest[some])
                 else:
                     await self._from_disk(ranges[some], dest[some])
         finally:
@@ -111,13 +104,8 @@ class Devices:
         assert self._read_disk is not None
         await self._read_disk(ranges, dest)
 
-    async def _fetch(self, memory: HostMemory, number: int, ranges: Array, dest: Array) -> None:
-        extents = memory.ranges.extents(ranges)
+    async def _fetch(self, number: int, ranges: Array, dest: Array) -> None:
+        extents = self._host.space.ranges.extents(ranges)
         targets = dest + np.uint64(self._host.arena.address)
-        fetch = memory.devices[number - 1].fetch
+        fetch = self._host.space.devices[number - 1].fetch
         await self._host.threads.run(fetch, extents["offset"], extents["length"], targets)
-
-    def close(self) -> None:
-        """When nobody reads any more: the pools are freed."""
-        if self._memory is not None:
-            self._memory.close()

@@ -30,7 +30,6 @@ from prometheus_client.registry import Collector
 
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.memory.admission import Admission
-from dataplane.memory.host_memory import HostMemory
 from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import OTHER, ByLabel
@@ -237,7 +236,7 @@ def _calls(meters: Meters) -> dict[str, float | Values]:
 def _memory(peer: Peer) -> dict[str, float | Values]:
     host, room, spilling = peer.host, peer.room, peer.spilling
     space = host.space.figures()
-    devices = host.space.device_figures() if isinstance(host.space, HostMemory) else []
+    devices = host.space.device_figures()
     classes = [((admission.name.lower(),), admission) for admission in Admission]
     held: Counter[tuple[str, ...]] = Counter()
     for nth, (holder, granted, pinned) in enumerate(host.space.holders()):

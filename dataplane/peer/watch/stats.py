@@ -9,7 +9,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
-from dataplane.memory.host_memory import HostMemory
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
@@ -90,12 +89,10 @@ class Reporting:
         """What each device holds, and what moves values between it and those of other peers: what
         was asked for, what runs, and what brings them from each other peer. Without a way between
         devices they go by way of the host arenas."""
-        space, engine = self.host.space, self.peer.pulls.engine
-        if not isinstance(space, HostMemory):
-            return []
+        engine = self.peer.pulls.engine
         staged = STAGED if engine is None else f"{STAGED}, then {engine.transport}"
         between = {**self.peer.device_pulls.stats(), "else": staged}
-        return [{**figures, "to_others": between} for figures in space.device_figures()]
+        return [{**figures, "to_others": between} for figures in self.host.space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
         if self.peer.pulls.engine is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import BackPressure, DeadlineExceeded
+from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
@@ -30,7 +30,7 @@ from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Op
-from dataplane.wire.messages import Done
+from dataplane.wire.messages import Done, Put
 from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import Column, Owner
@@ -87,6 +87,7 @@ class Peer:
             name="here",
             lent=(),
             who=str,
+            speak=lambda: None,
         )
         others = SimpleNamespace(on_away=[])
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
@@ -266,6 +267,28 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     [[copy]] = [ranges for _, ranges in told[:1]]
     assert told == [(backup_, [copy]), (backup_, [8])]
     assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
+
+
+async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_hand_over() -> None:
+    """A put whose copies took longer than a peer that leaves waits was entered when the heir had
+    the shards, and answered when that peer heard so and had no backup any more."""
+    peer = Peer(engine := Engine(set()))
+    entry = Entry(stores.store(replicas=2))
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    columns = [Column("tokens", records.tobytes())]
+    body = Put("step-1", 1, stores.named(["k"]), columns, stores.SPECS, owners=[THERE])
+    async with peer.copying.beforehand(entry, body):
+        assert engine.reads == [[0]]
+
+    def speak() -> None:
+        raise StaleEpoch("it leaves")
+
+    peer.host.speak = speak
+    with pytest.raises(StaleEpoch):
+        async with peer.copying.beforehand(entry, body):
+            raise AssertionError("it is entered")
+    assert not len(entry.copies or ())
 
 
 async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_own() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from dataplane.errors import Unavailable
@@ -18,7 +18,7 @@ class Progress:
         """of them, those that the backup has"""
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting = OrderedDict[asyncio.Future[None], int]()
         """with the number of operations that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
@@ -43,8 +43,8 @@ class Progress:
 
     def wake(self) -> None:
         waiting = self._waiting
-        while waiting and (not self.required or self.confirmed >= waiting[0][0]):
-            _, reached = waiting.popleft()
+        while waiting and (not self.required or self.confirmed >= next(iter(waiting.values()))):
+            reached, _ = waiting.popitem(last=False)
             if not reached.done():
                 reached.set_result(None)
 
@@ -55,10 +55,15 @@ class Progress:
         if self.is_settled:
             reached.set_result(None)
         else:
-            self._waiting.append((self.done, reached))
+            self._waiting[reached] = self.done
+            reached.add_done_callback(self._waits_no_more)
             in_time(reached, until, _late)
             self.on_awaited()
         return reached
+
+    def _waits_no_more(self, reached: asyncio.Future[None]) -> None:
+        """Out of time, or given up: a backup that is not there may be awaited again and again."""
+        self._waiting.pop(reached, None)
 
 
 def _late() -> Unavailable:

@@ -33,20 +33,21 @@ Parts = list[tuple[int, bytes]]
 
 
 class Wrote(Body, tag=200):
-    """Rows were put: as new values, over old ones, or with those that are there kept. Those whose
-    names are remembered as freed were passed over, unless `reuse`.
+    """Rows were put: as new values, or over old ones. Those whose names are remembered as freed
+    were passed over, unless `reuse`.
 
-    holder: whose permits its new groups use; 0: nobody's."""
+    holder: whose permits its new groups use; 0: nobody's. number: as in `Tag`."""
 
     rows: Rows
     columns: list[Column]
     specs: Specs
     owners: list[Owner]
     tags: dict[str, list[Scalar]] = {}
-    mode: Literal["new", "replace", "keep"] = "new"
+    mode: Literal["new", "replace"] = "new"
     reuse: bool = False
     inline: bytes = b""
     holder: int = 0
+    number: int = 0
 
 
 class Leased(Body, tag=201):

@@ -170,7 +170,7 @@ class Put(Body, tag=30):
     inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
     that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    keep: between peers: values that are there already stay, this is perhaps a repetition.
+    number: between peers, as in `Tag`.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
     """
@@ -189,7 +189,7 @@ class Put(Body, tag=30):
     digest_index: bytes = b""
     want_bytes: int = 0
     owners: list[Owner] = []
-    keep: bool = False
+    number: int = 0
     inline: bytes = b""
     continuing: bool = False
     reuse: bool = False

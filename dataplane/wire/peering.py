@@ -119,11 +119,11 @@ class Release(Body, tag=120):
 
 
 class Found(Body, tag=121):
-    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key.
-    index: as in `Fetched`."""
+    """Rows of a Read or Fetch between peers: VALUE columns. cursor: as in `ReadDone`. index: as in
+    `Fetched`."""
 
     table: Table
-    more: bool = False
+    cursor: bytes = b""
     index: bytes = b""
 
 

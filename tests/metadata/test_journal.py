@@ -133,8 +133,11 @@ def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it(
     store.tag(rows, {"owner": ["you"]}, number=6)
     store.reset("reward", 7)
     finish(store, take(store, "reward", ROWS))
+    columns = [stores.Column("reward", stores.values(1))]
+    store.put(Wrote(rows, columns, stores.SPECS, OWNERS, number=9))
     carried_over(follower, list(ops), 0.0)
     for one in (store, follower, copy_of(store)):
+        assert one.was_carried_out(9) and not one.was_carried_out(8)
         one.tag(rows, {"owner": ["me"]}, {"owner": "nobody"}, number=5)
         one.tag(rows, {"owner": ["me"]}, number=5)
         assert one.reset("reward", 7) == 0

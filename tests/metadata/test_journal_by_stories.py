@@ -156,7 +156,7 @@ class Story:
             )  # fmt: skip
         columns, inline = self.columns(len(keys))
         op = Wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
-        op.mode = self.any.choice(["new", "new", "keep", "replace"])
+        op.mode = self.any.choice(["new", "new", "replace"])
         op.reuse = self.any.random() < 0.2
         op.inline, op.holder = inline, self.any.randint(1, 3)
         self.store.put(op)
@@ -237,7 +237,7 @@ class Story:
                 for field in ("a", "b"):
                     raw = np.array([self.value(inline)], VALUE).tobytes()
                     columns.append(Column(field, raw))
-                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "keep")
+                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "replace")
                 op.inline = bytes(inline)
                 self.store.put(op)
             self.store.seal(True)

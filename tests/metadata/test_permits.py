@@ -48,7 +48,7 @@ def row(s: Store, group: str, at: int, holder: int) -> None:
             SPECS,
             OWNERS,
             {},
-            mode="keep",
+            mode="replace",
             holder=holder,
         )
     )

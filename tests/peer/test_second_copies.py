@@ -269,6 +269,28 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
 
 
+async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_hand_over() -> None:
+    """A put whose copies took longer than a peer that leaves waits was entered when the heir had
+    the shards, and answered when that peer heard so and had no backup any more."""
+    peer = Peer(engine := Engine(set()))
+    entry = Entry(stores.store(replicas=2))
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    columns = [Column("tokens", records.tobytes())]
+    body = Put("step-1", 1, stores.named(["k"]), columns, stores.SPECS, owners=[THERE])
+    async with peer.copying.beforehand(entry, body):
+        assert engine.reads == [[0]]
+
+    def speak() -> None:
+        raise StaleEpoch("it leaves")
+
+    peer.host.speak = speak
+    with pytest.raises(StaleEpoch):
+        async with peer.copying.beforehand(entry, body):
+            raise AssertionError("it is entered")
+    assert not len(entry.copies or ())
+
+
 async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_own() -> None:
     """The one before left: it had them, and was the backup no more when it said so."""
     peer = Peer(Engine(set()))

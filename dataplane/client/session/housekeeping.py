@@ -250,6 +250,8 @@ def undo(body: Body) -> list[Body]:
         due.append(GiveBack(body.extents))
     if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:
         due.append(Unpin([body.pin]))
+    if isinstance(body, Failed) and (pin := body.details.get("pin")):  # values of a refused message
+        due.append(Unpin([pin]))
     return due
 
 

@@ -234,6 +234,10 @@ class Store(State):
         parts = lease.at(finishes.positions_of(lease, index))
         return not any(part.bits & lease.left[part.number] for part in parts)
 
+    def was_carried_out(self, number: int) -> bool:
+        """Whether a change with this number was. 0 is none."""
+        return self.leases.was_finished(number)
+
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""
         leases = self.leases

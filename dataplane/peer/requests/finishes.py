@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
-from dataplane.metadata.tables.references import by_owner
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
@@ -21,7 +19,6 @@ from dataplane.peer.sessions import Session
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import U4, column
@@ -106,9 +103,7 @@ class Finishing:
         merely = body.outcome == "release" and not (body.columns or body.tags)
         released = merely and not entry.store.is_leased(body.lease)
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
-            flat = rowset.flat_values(body.columns)
-            for named in by_owner([(body.owners, flat[flat["owner"] != ABSENT])]):
-                self.references.let_go(*named)  # the first time they were taken
+            self.references.passed_over(body)
             return PutDone()
         self.share.check_values(body.inline)
         kept = entry.store.finish(body)

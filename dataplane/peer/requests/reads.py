@@ -11,7 +11,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +18,6 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
     RowsLost,
-    StaleEpoch,
     Unavailable,
     counted,
 )
@@ -36,7 +34,7 @@ from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
 from dataplane.wire.records import (
@@ -228,23 +226,8 @@ class Reading:
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
     async def _read(self, session: Session, body: Read) -> Body:
-        if body.rows is not None:
-            found: Found = await self.router.ask(body)
-            table, cursor = found.table, b""
-        else:
-            table, cursor = await self._read_page(body)
-        return ReadDone(*await self.resolved(table, session.id), cursor)
-
-    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
-        the roster changed since the page before."""
-        number = self.host.roster.epoch[1].to_bytes(8, "little")
-        if body.after and body.after[:8] != number:
-            raise StaleEpoch("the roster changed in the middle of this read: read again")
-        limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
-        asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found: Found = await self.router.ask(asked)
-        return found.table, number + found.table.rows.keys[-16:] if found.more else b""
+        found: Found = await self.router.ask(body)
+        return ReadDone(*await self.resolved(found.table, session.id), found.cursor)
 
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -256,7 +239,8 @@ class Reading:
         while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
-        return Found(table, more)
+        on = more and body.rows is None
+        return Found(table, rows_out.place_of(rows) if on else b"")
 
     # more fields of leased rows
 

@@ -14,7 +14,17 @@ import msgspec
 
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.frames import decoded
-from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Drop,
+    Finish,
+    Reset,
+    Seal,
+    Tag,
+    Unadmit,
+)
 from dataplane.wire.tables import (
     Column,
     Laid,
@@ -24,7 +34,6 @@ from dataplane.wire.tables import (
     Scalar,
     Shape,
     Specs,
-    Where,
 )
 
 Unit = Literal["rows", "groups"]
@@ -91,22 +100,6 @@ class Left(Body, tag=221):
     member: int
 
 
-class Discarded(Body, tag=203):
-    """Rows were dropped: by KEY records of rows, by KEY records of groups, or by a filter."""
-
-    rows: bytes = b""
-    groups: bytes = b""
-    where: Where | None = None
-
-
-class Expected(Body, tag=204):
-    """A group has n rows. group: its KEY; name None: minted."""
-
-    group: bytes
-    n: int
-    name: Name | None = None
-
-
 class Lost(Body, tag=205):
     """A peer is no more; rows with bytes there went, and their groups with them."""
 
@@ -130,14 +123,6 @@ class Declared(Body, tag=219):
 
     stage: str
     fields: list[str]
-
-
-class Sealed(Body, tag=207):
-    """No new rows from now on. keep_short: open groups close although groups have a size; else they
-    are dropped. Not told of a partition that has as many groups as it was declared with: it seals
-    itself."""
-
-    keep_short: bool = False
 
 
 class Permitted(Body, tag=222):
@@ -276,11 +261,11 @@ Op = (
     | Left
     | Finish
     | Tag
-    | Discarded
-    | Expected
+    | Drop
+    | Close
     | Reset
     | Declared
-    | Sealed
+    | Seal
     | Ended
     | Permitted
     | Unadmit

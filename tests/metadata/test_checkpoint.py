@@ -144,7 +144,7 @@ def test_groups_that_end_between_survey_and_save_are_told_but_for_dropped_ones()
     put(store, ["a", "b", "c"], ["g", "h", "i"])
     survey = checkpoint.survey(store, 0)
     stores.finish(store, take(store, "reward", Want("groups", 1, 1)))
-    store.drop(groups=[named(["x"], ["h"]).group_keys])
+    store.drop(groups=["h"])
     answer = checkpoint.save(store, survey.groups, survey.rows, ALL)
     assert (answer.units, answer.ended_groups) == (3, 1)
     assert answer.table.rows.names == ["c"]

@@ -312,7 +312,7 @@ def test_an_operation_that_does_not_fit_the_copy_is_refused_and_changes_nothing(
 def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
     s, told = journaled(free="drop")
     put(s, ["a", "b", 3], ["g", "g", None], fields=("tokens", "reward"), v=[1, 2.5, None])
-    s.close(named(["g"]).keys, 2, "g")
+    s.close("g", 2)
     finish(s, take(s, "train", GROUPS), index=b"\1\0\0\0", tags={"v": [7]})
     s.release_holder(1)
     s.reset("train")

@@ -163,7 +163,7 @@ class Story:
 
     def do_close(self) -> None:
         group = self.any.randrange(8)
-        self.store.close(names.hash_name(group), self.any.randint(1, 4), group)
+        self.store.close(group, self.any.randint(1, 4))
 
     def do_tag(self) -> None:
         keys = self.some(self.store.index)
@@ -261,8 +261,7 @@ class Story:
         if how == 0:
             self.store.drop(where=["eq", "v", 3])
         elif how == 1:
-            groups = [names.hash_name(group) for group in self.some(range(8), 1)]
-            self.store.drop(groups=groups)
+            self.store.drop(groups=self.some(range(8), 1))
         else:
             keys = self.some([*self.store.index, self.key()[0]], 2)
             self.store.drop(rows=Rows(b"".join(keys)))

@@ -20,7 +20,8 @@ from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
-from dataplane.wire.journal import Ended, Sealed, encode, encoded
+from dataplane.wire.journal import Ended, encode, encoded
+from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
@@ -173,15 +174,15 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     primary.shipping.pass_on(copy.store)
     primary.shipping.turned(primary.roster)
     assert primary.shipping.has_all is None
-    primary.shipping.happened(copy.store, Sealed(True))
+    primary.shipping.happened(copy.store, Seal("q", 1, True))
     another = Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))
-    primary.shipping.happened(another, Sealed(True))  # which was not passed on
+    primary.shipping.happened(another, Seal("q", 1, True))  # which was not passed on
     whole = len(backup.got)
     while not primary.shipping.has_all:
         await asyncio.sleep(0)
     shipped = [one for body in backup.got[whole:] for one in body.shipments]
     assert {one.partition for one in shipped} == {"q"} and shipped[0].definition
-    assert shipped[-1].ops[-1] == encoded(encode(Sealed(True)))
+    assert shipped[-1].ops[-1] == encoded(encode(Seal("q", 1, True)))
     primary.host.entries["q"] = copy
     primary.shipping.take_over(copy)
     assert primary.shipping.has_all and not primary.shipping.passed_on

@@ -35,7 +35,7 @@ from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.puts import add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.store import CHANGES, Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
@@ -46,9 +46,7 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Blocks,
     Declared,
-    Discarded,
     Ended,
-    Expected,
     Given,
     Groups,
     Held,
@@ -66,13 +64,12 @@ from dataplane.wire.journal import (
     Relocated,
     Remembered,
     Returned,
-    Sealed,
     Summary,
     Wrote,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
-from dataplane.wire.records import KEY, RANGE, U8, column
+from dataplane.wire.messages import Finish, Tag, Unadmit
+from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
 MAX_OP_BYTES = 8 << 20
@@ -91,7 +88,10 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
     """
     assert store.emit is None
     try:
-        _HOW[type(op)](store, op, now)
+        if type(op) in CHANGES:
+            CHANGES[type(op)](store, op)
+        else:
+            _HOW[type(op)](store, op, now)
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
@@ -143,16 +143,6 @@ def _left(store: Store, op: Left, now: float) -> None:
     if member is None:
         raise ProtocolError(f"nobody takes part in a plan as {op.member}")
     plans.leave(store, member)
-
-
-def _discarded(store: Store, op: Discarded, now: float) -> None:
-    if op.where is not None:
-        store.drop(where=op.where)
-    elif op.rows:
-        store.drop(rows=wire.Rows(op.rows))
-    else:
-        keys = column(op.groups, KEY)
-        store.drop(groups=[key.tobytes() for key in keys])
 
 
 def _permitted(store: Store, op: Permitted, now: float) -> None:
@@ -539,16 +529,10 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Joined: _joined,
     Left: _left,
     Finish: lambda store, op, now: store.finish(op),
-    Tag: lambda store, op, now: store.tag(op.rows, op.tags, number=op.number),
-    Discarded: _discarded,
-    Expected: lambda store, op, now: store.close(op.group, op.n, op.name),
-    Reset: lambda store, op, now: store.reset(op.stage, op.number),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
-    Sealed: lambda store, op, now: store.seal(op.keep_short),
     Ended: lambda store, op, now: store.clear(),
     Permitted: _permitted,
     Unadmit: lambda store, op, now: store.take_back(op.permits),
-    Advance: lambda store, op, now: store.advance(op.version),
     Paced: _paced,
     Lost: lambda store, op, now: store.lost(op.owner),
     Relocated: _relocated,

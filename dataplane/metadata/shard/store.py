@@ -7,8 +7,8 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.names import hash_name
 from dataplane.metadata.tables.references import (
     Array,
     Move,
@@ -53,18 +54,25 @@ from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Declared,
-    Discarded,
     Ended,
-    Expected,
     Lost,
     Paced,
     Permitted,
     Relocated,
     Returned,
-    Sealed,
 )
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Drop,
+    Finish,
+    Reset,
+    Seal,
+    Tag,
+    Unadmit,
+)
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
     Definition,
@@ -97,12 +105,12 @@ class Store(State):
 
     # rows in
 
-    def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
+    def close(self, group: Name, n: int) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
-        closed = drops.close(self, group_key, n, name)
+        closed = drops.close(self, group, n)
         if closed:
             drops.seal_if_full(self)
-        self.tell(Expected(group_key, n, name))
+        self.tell(Close(self.partition, self.generation, group, n))
         return closed
 
     def tag(
@@ -149,7 +157,7 @@ class Store(State):
         Returns how many closed; asking again changes nothing."""
         if self.sealed:
             return 0
-        self.tell(Sealed(keep_short))
+        self.tell(Seal(self.partition, self.generation, keep_short))
         return drops.seal(self, keep_short)
 
     # definition and stages
@@ -282,22 +290,22 @@ class Store(State):
     def drop(
         self,
         rows: wire.Rows | None = None,
-        groups: Sequence[bytes] | None = None,
+        groups: list[Name] | None = None,
         where: Where | None = None,
     ) -> tuple[int, int]:
-        """Drop rows by key, by group key or by filter, leased ones too. Returns (rows, bytes)."""
+        """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
         if rows is not None:
             dropped = drops.drop_rows(self, drops.check_keys(rows))
         elif groups is not None:
-            dropped = drops.drop_groups(self, groups)
+            dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
             found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
         if self.emit is not None:
-            keys = b"" if rows is None else rows.keys
-            self.emit(Discarded(keys, b"".join(groups or ()), where))
+            keys = None if rows is None else wire.Rows(rows.keys)
+            self.emit(Drop(self.partition, self.generation, keys, groups, where))
         return dropped
 
     def clear(self) -> int:
@@ -376,6 +384,17 @@ class Store(State):
     def lessees(self) -> set[int]:
         """Sessions that have leases or permits here."""
         return self.permits.holders | self.leases.holders
+
+
+CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
+    Tag: lambda store, op: store.tag(op.rows, op.tags, op.expect, op.number),
+    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where),
+    Close: lambda store, op: store.close(op.group, op.n),
+    Seal: lambda store, op: store.seal(op.keep_short),
+    Reset: lambda store, op: store.reset(op.stage, op.number),
+    Advance: lambda store, op: store.advance(op.version),
+}
+"""What clients ask for in the words in which a backup is told of it."""
 
 
 def _lists(tags: Tagging) -> dict[str, list[Scalar]]:

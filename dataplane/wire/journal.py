@@ -218,7 +218,6 @@ class Held(Body, tag=214):
     finished. Blocks of which nothing is left may be unknown."""
 
     stage: str
-    unit: Unit
     lease: int
     parts: list[tuple[int, bytes, bytes]]
     holder: int

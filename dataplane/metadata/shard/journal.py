@@ -273,7 +273,7 @@ def _held(store: Store, op: Held, now: float) -> None:
             raise ProtocolError(f"lease {op.lease} has rows that its blocks do not have")
         parts.append((block, bits))
         left.append(rest)
-    lease = Lease(op.lease, stage, op.unit, Rows(parts), left, op.holder, now, op.claim)
+    lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
     if lease.is_done:
         raise ProtocolError(f"lease {op.lease} has no rows")
     for block, bits in _pending(stage, lease.held.parts).parts:
@@ -499,7 +499,6 @@ def _tags_told(store: Store, rows: Rows) -> Iterator[Tag]:
 def _lease_told(lease: Lease) -> Held:
     return Held(
         lease.stage.name,
-        lease.unit,  # type: ignore[arg-type]
         lease.number,
         [
             (block.number, bytes_of(bits), bytes_of(left))

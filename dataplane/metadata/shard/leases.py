@@ -57,7 +57,6 @@ class Lease(msgspec.Struct, eq=False):
 
     number: int
     stage: Stage
-    unit: str
     rows: Rows
     left: list[int]
     holder: int

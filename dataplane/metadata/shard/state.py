@@ -574,7 +574,7 @@ class State:
         found. number: what it has elsewhere; 0: it is new everywhere."""
         left = [bits for _, bits in rows.parts]
         number = number or next(self.lease_numbers)
-        lease = Lease(number, stage, unit, rows, left, holder, now, claim)
+        lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]

@@ -71,10 +71,10 @@ class Leased(Body, tag=201):
 
 
 class Returned(Body, tag=202):
-    """Leases ended without an outcome, with their holder; rows of the first come first. Plans end
-    with one of their members, and are named by that."""
+    """A holder is gone. Its leases ended without an outcome, rows of the first come first; so did
+    plans of which it was a member, and its permits."""
 
-    leases: list[int]
+    holder: int
 
 
 class Joined(Body, tag=220):
@@ -92,12 +92,6 @@ class Joined(Body, tag=220):
     claim: int
     laid: Laid | None = None
     acked: bool = False
-
-
-class Left(Body, tag=221):
-    """A process that never heard that it takes part in a plan does not; the last one ends it."""
-
-    member: int
 
 
 class Lost(Body, tag=205):
@@ -257,7 +251,6 @@ Op = (
     | Leased
     | Returned
     | Joined
-    | Left
     | Finish
     | Tag
     | Drop

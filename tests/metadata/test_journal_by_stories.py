@@ -251,10 +251,7 @@ class Story:
             return
         member = self.any.choice(members)
         what = self.any.choice(["ack", "ack", "release", "leave"])
-        if what == "leave":
-            self.store.leave(member)
-        else:
-            self.store.finish(Finish(member.number, what))
+        self.store.finish(Finish(member.number, what))
 
     def do_drop(self) -> None:
         how = self.any.randrange(4)

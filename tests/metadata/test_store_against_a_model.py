@@ -381,7 +381,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         else:
             member = self.store.leases.member(number)
             assert member is not None
-            self.store.leave(member)
+            self.store.finish(Finish(member.number, "leave"))
             del plan.parts[number]
         if outcome == "go" or not plan.parts:
             self.comes_back(self.plans.pop(plan.lease.stage).lease)

@@ -52,7 +52,6 @@ from dataplane.wire.journal import (
     Held,
     Joined,
     Leased,
-    Left,
     Lost,
     OneBlock,
     OneGroup,
@@ -136,13 +135,6 @@ def _joined(store: Store, op: Joined, now: float) -> None:
         plan = Plan(lease, shape, op.laid or plans.laid(lease, shape))
         leases.add_plan(plan)
     leases.add_member(Member(op.member, plan, op.rank, op.holder, op.claim, op.acked))
-
-
-def _left(store: Store, op: Left, now: float) -> None:
-    member = store.leases.member(op.member)
-    if member is None:
-        raise ProtocolError(f"nobody takes part in a plan as {op.member}")
-    plans.leave(store, member)
 
 
 def _permitted(store: Store, op: Permitted, now: float) -> None:
@@ -524,9 +516,8 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
-    Returned: lambda store, op, now: plans.give_back_all(store, op.leases),
+    Returned: lambda store, op, now: store.release_holder(op.holder),
     Joined: _joined,
-    Left: _left,
     Finish: lambda store, op, now: store.finish(op),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(),

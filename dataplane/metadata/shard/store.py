@@ -32,7 +32,6 @@ from dataplane.metadata.shard import (
     takes,
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
-from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.permits import Permit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
@@ -101,7 +100,6 @@ class Store(State):
     put = puts.put
     take = takes.take
     join = plans.join
-    leave = plans.leave
 
     # rows in
 
@@ -250,12 +248,12 @@ class Store(State):
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others, and its permits. Returns how
         many rows."""
-        self.take_back(self.permits.of(holder))
-        held: list[Lease | Member] = [*self.leases.of(holder), *self.leases.members_of(holder)]
-        numbers = [one.number for one in held]
-        rows = plans.give_back_all(self, numbers)
-        if self.emit is not None and numbers:
-            self.emit(Returned(numbers))
+        if holder not in self.lessees:
+            return 0
+        self.permits.take_back(self.permits.of(holder))
+        rows = sum([plans.end(self, one) for one in self.leases.members_of(holder)])
+        rows += sum([finishes.give_back(self, one) for one in reversed(self.leases.of(holder))])
+        self.tell(Returned(holder))
         return rows
 
     # how far producers run ahead

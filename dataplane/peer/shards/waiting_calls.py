@@ -16,7 +16,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -198,7 +198,7 @@ class WaitingCalls:
                 table = rows_out.table(entry.store, lease.number, body.fields, body.stage)
                 return Granted(lease.number, table)
             except RowsGone:  # some were dropped: nobody has had it, so it may have others
-                self._release(entry, lease.number)
+                self._finish(entry, lease.number, "release")
                 return None
         if body.number in self._past:
             raise LeaseExpired("this claim was given up, or its lease has ended: claim again")
@@ -217,12 +217,10 @@ class WaitingCalls:
             self._end(stage, body.number)
             self._serve(stage)
         leases = entry.store.leases
-        lease, member = leases.of_claim(body.number), leases.member_of_claim(body.number)
-        if lease is not None:
-            self._release(entry, lease.number)
-        if member is not None:
-            entry.store.leave(member)
-            self.settle(entry)
+        if (lease := leases.of_claim(body.number)) is not None:
+            self._finish(entry, lease.number, "release")
+        if (member := leases.member_of_claim(body.number)) is not None:
+            self._finish(entry, member.number, "leave")
         return Done()
 
     def _unadmit(self, caller: Caller, body: Unadmit) -> Body:
@@ -240,8 +238,8 @@ class WaitingCalls:
             self._serve(stage)
         return Done()
 
-    def _release(self, entry: Entry, lease: int) -> None:
-        entry.store.finish(Finish(lease, "release"))
+    def _finish(self, entry: Entry, lease: int, outcome: Literal["release", "leave"]) -> None:
+        entry.store.finish(Finish(lease, outcome))
         self.settle(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:

@@ -248,7 +248,8 @@ class Read(Body, tag=35):
 
 
 class ReadDone(Body, tag=36):
-    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end."""
+    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
+    Between peers the last key, and columns hold VALUE records."""
 
     table: Table
     pin: int
@@ -300,7 +301,8 @@ class Claim(Body, tag=40):
 
 class Claimed(Body, tag=41):
     """Leased rows; columns hold PLACE records. plan: what was asked for is a part in a plan, which
-    `lease` names; the table is empty."""
+    `lease` names; the table is empty. Between peers without a pin, and columns hold VALUE records.
+    """
 
     lease: int
     pin: int
@@ -320,7 +322,7 @@ class Fetch(Body, tag=42):
 
 
 class Fetched(Body, tag=43):
-    """index: where `Fetch` has one, u4: those of it that are there."""
+    """index: where `Fetch` has one, u4: those of it that are there. Between peers as `Claimed`."""
 
     pin: int
     table: Table

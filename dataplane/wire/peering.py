@@ -25,6 +25,7 @@ from dataplane.wire.messages import (
     Advance,
     Body,
     Claim,
+    Claimed,
     Close,
     Define,
     Defined,
@@ -33,12 +34,14 @@ from dataplane.wire.messages import (
     Dropped,
     Failed,
     Fetch,
+    Fetched,
     Finish,
     Losses,
     LossesDone,
     Put,
     PutDone,
     Read,
+    ReadDone,
     Reset,
     Seal,
     Stats,
@@ -47,7 +50,7 @@ from dataplane.wire.messages import (
     Unadmit,
     Wait,
 )
-from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table
+from dataplane.wire.tables import Definition, Owner, RosterTable
 
 
 class PeerHello(Body, tag=100):
@@ -84,15 +87,6 @@ class Withdraw(Body, tag=112):
     number: int
 
 
-class Granted(Body, tag=115):
-    """The answer to a claim: leased rows, with VALUE columns of the fields that it fetches; or a
-    part in a plan."""
-
-    lease: int
-    table: Table
-    plan: Laid | None = None
-
-
 class Pull(Body, tag=134):
     """To the owner of values: so many bytes from the start of each of these ranges. None of any of
     them asks only which are there.
@@ -116,15 +110,6 @@ class Release(Body, tag=120):
 
     ranges: bytes
     counts: bytes
-
-
-class Found(Body, tag=121):
-    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key.
-    index: as in `Fetched`."""
-
-    table: Table
-    more: bool = False
-    index: bytes = b""
 
 
 class Beat(Body, tag=140):
@@ -310,12 +295,13 @@ class PeerReply(msgspec.Struct, array_like=True):
     body: (
         PeerHello
         | Rostered
-        | Granted
+        | Claimed
         | Pulled
         | Defined
         | PutDone
         | Dropped
-        | Found
+        | ReadDone
+        | Fetched
         | Stirring
         | LossesDone
         | Admitted

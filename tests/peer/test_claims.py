@@ -22,11 +22,11 @@ from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Want
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
-GRANTED = Granted(31, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
+GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
 NOTHING = {"ready": 0, "units": 0, "excluded": 0, "alone": 0, "missing": {}, "adders": {}}
 MORE = {"open_groups": 0, "leases": [], "sealed": False, "producers": 0, "before": 0, "plan": ""}
 NOT_YET = ClaimTimeout("not so many yet", **NOTHING, **MORE)

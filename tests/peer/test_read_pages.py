@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,41 +12,49 @@ import pytest
 from dataplane.errors import StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.requests.reads import Reading
-from dataplane.wire.messages import Read
-from dataplane.wire.peering import Found
+from dataplane.wire.messages import Read, ReadDone
 from dataplane.wire.tables import Rows, Table
 
 FIRST = Roster.from_seeds(["tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"])
 SECOND = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
 
 
-async def ask(body: Read) -> Found:
+async def ask(body: Read) -> ReadDone:
     """A shard of six rows."""
     keys = [bytes([n]) * 16 for n in range(1, 7) if bytes([n]) * 16 > body.after]
-    return Found(Table(Rows(b"".join(keys[: body.limit]))), len(keys) > body.limit)
+    page = keys[: body.limit]
+    return ReadDone(Table(Rows(b"".join(page))), 0, page[-1] if len(keys) > body.limit else b"")
+
+
+async def resolved(table: Table, holder: int) -> tuple[Table, int]:
+    return table, 0
 
 
 def reading() -> Reading:
     host, mesh = SimpleNamespace(roster=FIRST), SimpleNamespace(handlers={})
     shard = SimpleNamespace(ask=ask)
-    return Reading(host, mesh, shard, None, None, None)  # type: ignore[arg-type]
+    part: Any = Reading(host, mesh, shard, None, None, None)  # type: ignore[arg-type]
+    part.resolved = resolved
+    return part  # type: ignore[no-any-return]
 
 
-def numbers(table: Table) -> list[int]:
-    return np.frombuffer(table.rows.keys, np.uint8)[::16].tolist()
+async def page(part: Reading, body: Read) -> tuple[list[int], bytes]:
+    session: Any = SimpleNamespace(id=1)
+    done = await part.read(session, None, body)  # type: ignore[arg-type]
+    assert isinstance(done, ReadDone)
+    return np.frombuffer(done.table.rows.keys, np.uint8)[::16].tolist(), done.cursor
 
 
 async def test_a_page_begins_behind_the_one_before() -> None:
     part = reading()
-    table, cursor = await part._read_page(Read("p", 1, limit=4))
-    assert numbers(table) == [1, 2, 3, 4]
-    table, cursor = await part._read_page(Read("p", 1, limit=4, after=cursor))
-    assert (numbers(table), cursor) == ([5, 6], b"")
+    numbers, cursor = await page(part, Read("p", 1, limit=4))
+    assert numbers == [1, 2, 3, 4]
+    assert await page(part, Read("p", 1, limit=4, after=cursor)) == ([5, 6], b"")
 
 
 async def test_a_later_page_is_refused_under_another_roster() -> None:
     part = reading()
-    _, cursor = await part._read_page(Read("p", 1, limit=3))
+    _, cursor = await page(part, Read("p", 1, limit=3))
     part.host.roster = SECOND
     with pytest.raises(StaleEpoch, match="in the middle of this read"):
-        await part._read_page(Read("p", 1, limit=3, after=cursor))
+        await page(part, Read("p", 1, limit=3, after=cursor))

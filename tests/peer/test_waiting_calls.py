@@ -29,8 +29,8 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.waiting_calls import WaitingCalls
-from dataplane.wire.messages import Admit, Body, Claim, Done, Finish, Unadmit, Wait, Want
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Unadmit, Wait, Want
+from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import named, put
 
@@ -116,7 +116,7 @@ class Shard:
         return self.entry.store.counts("s").ready
 
     def keys(self, answer: Body) -> list[Any]:
-        assert isinstance(answer, Granted) and answer.table.rows.names is not None
+        assert isinstance(answer, Claimed) and answer.table.rows.names is not None
         return list(answer.table.rows.names)
 
 

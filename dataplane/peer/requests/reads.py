@@ -26,6 +26,7 @@ from dataplane.errors import (
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out
+from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
@@ -36,9 +37,8 @@ from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.peering import Found
 from dataplane.wire.records import (
     ONE_PLACE,
     ONE_VALUE,
@@ -227,24 +227,16 @@ class Reading:
         except (RowsGone, RowsLost):
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
-    async def _read(self, session: Session, body: Read) -> Body:
-        if body.rows is not None:
-            found: Found = await self.router.ask(body)
-            table, cursor = found.table, b""
-        else:
-            table, cursor = await self._read_page(body)
-        return ReadDone(*await self.resolved(table, session.id), cursor)
-
-    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
-        the roster changed since the page before."""
+    async def _read(self, session: Session, body: Read) -> ReadDone:
+        """A page. The cursor is the roster's number (u8) and a key; StaleEpoch where the roster
+        changed since the page before."""
         number = self.host.roster.epoch[1].to_bytes(8, "little")
         if body.after and body.after[:8] != number:
             raise StaleEpoch("the roster changed in the middle of this read: read again")
-        limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
-        asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found: Found = await self.router.ask(asked)
-        return found.table, number + found.table.rows.keys[-16:] if found.more else b""
+        found: ReadDone = await self.router.ask(msgspec.structs.replace(body, after=body.after[8:]))
+        found.table, found.pin = await self.resolved(found.table, session.id)
+        found.cursor = number + found.cursor if found.cursor else b""
+        return found
 
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -256,7 +248,7 @@ class Reading:
         while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
-        return Found(table, more)
+        return ReadDone(table, 0, table.rows.keys[-KEY_BYTES:] if more else b"")
 
     # more fields of leased rows
 
@@ -283,18 +275,18 @@ class Reading:
         await self.host.another_roster(self.host.roster, until)
 
     async def _fetch(self, session: Session, asked: Fetch) -> Body:
-        found: Found = await self.router.ask(asked)
-        table, pin = await self.resolved(found.table, session.id)
-        return Fetched(pin, table, found.index)
+        found: Fetched = await self.router.ask(asked)
+        found.table, found.pin = await self.resolved(found.table, session.id)
+        return found
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")
         if body.index is None:
-            return Found(rows_out.table(entry.store, body.lease, body.fields))
+            return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))
         rows, index = rows_out.leased_at(entry.store, body.lease, body.index)
-        return Found(rows_out.table(entry.store, rows, body.fields), index=index)
+        return Fetched(0, rows_out.table(entry.store, rows, body.fields), index)
 
 
 def _volume(table: Table) -> int:

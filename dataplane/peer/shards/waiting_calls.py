@@ -44,13 +44,14 @@ from dataplane.wire.messages import (
     Admitted,
     Body,
     Claim,
+    Claimed,
     Done,
     Finish,
     Unadmit,
     Wait,
     Want,
 )
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class WaitingCalls:
         in_time(answer, self.host.now() + waits_s(body.timeout_ms), late)
         return answer
 
-    def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
+    def _repeated(self, entry: Entry, body: Claim) -> Claimed | None:
         """The answer to a claim that has a lease already."""
         leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
@@ -196,7 +197,7 @@ class WaitingCalls:
         if lease is not None:
             try:
                 table = rows_out.table(entry.store, lease.number, body.fields, body.stage)
-                return Granted(lease.number, table)
+                return Claimed(lease.number, 0, table)
             except RowsGone:  # some were dropped: nobody has had it, so it may have others
                 self._finish(entry, lease.number, "release")
                 return None
@@ -320,7 +321,7 @@ class WaitingCalls:
             assert outcome.lease is not None
             assert outcome.rows is not None and outcome.values is not None
             table = rows_out.table_of(entry.store, outcome.rows, outcome.values)
-            return Granted(outcome.lease, table)
+            return Claimed(outcome.lease, 0, table)
         return _part(outcome) if isinstance(outcome, Member) else outcome
 
     # waiting without claiming
@@ -424,9 +425,9 @@ class WaitingCalls:
             self.changed(entry, set(entry.definition.stages))
 
 
-def _part(member: Member) -> Granted:
+def _part(member: Member) -> Claimed:
     """A part in a plan, with what all ranks lay it out by."""
-    return Granted(member.number, Table(Rows(b"")), member.plan.laid)
+    return Claimed(member.number, 0, Table(Rows(b"")), member.plan.laid)
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:

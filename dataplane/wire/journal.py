@@ -23,7 +23,7 @@ from dataplane.wire.messages import (
     Reset,
     Seal,
     Tag,
-    Unadmit,
+    Withdraw,
 )
 from dataplane.wire.tables import (
     Column,
@@ -260,7 +260,7 @@ Op = (
     | Seal
     | Ended
     | Permitted
-    | Unadmit
+    | Withdraw
     | Advance
     | Paced
     | Lost

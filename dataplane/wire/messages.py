@@ -419,12 +419,14 @@ class Admitted(Body, tag=54):
     version: int
 
 
-class Unadmit(Body, tag=55):
-    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`."""
+class Withdraw(Body, tag=55):
+    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`. Between
+    peers also calls that nobody waits for any more: when this is answered they have no lease and no
+    permit, and never will."""
 
     partition: str
     generation: int
-    permits: list[int]
+    numbers: list[int]
 
 
 class Advance(Body, tag=56):
@@ -495,7 +497,7 @@ class Request(msgspec.Struct, array_like=True):
         | Wait
         | Losses
         | Admit
-        | Unadmit
+        | Withdraw
         | Advance
         | Stats
         | Asked

@@ -47,8 +47,8 @@ from dataplane.wire.messages import (
     Stats,
     StatsDone,
     Tag,
-    Unadmit,
     Wait,
+    Withdraw,
 )
 from dataplane.wire.tables import Definition, Owner, RosterTable
 
@@ -75,16 +75,6 @@ class PeerHello(Body, tag=100):
     device_bulk: str = ""
     stream: str = ""
     stream_secret: bytes = b""
-
-
-class Withdraw(Body, tag=112):
-    """To a claim's shard: nobody waits for it any more. When this is answered it has no lease, and
-    never will."""
-
-    partition: str
-    generation: int
-    stage: str
-    number: int
 
 
 class Pull(Body, tag=134):
@@ -261,7 +251,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | CanFree
         | Void
         | Claim
-        | Withdraw
         | Release
         | Pull
         | Define
@@ -277,7 +266,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Wait
         | Losses
         | Admit
-        | Unadmit
+        | Withdraw
         | Advance
         | Stats
         | Sample

@@ -30,8 +30,8 @@ from dataplane.wire.messages import (
     Request,
     Stats,
     StatsDone,
-    Unadmit,
     Unpin,
+    Withdraw,
 )
 from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import Laid, Rows, Table
@@ -212,7 +212,7 @@ def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody()
 
 
 def test_a_permit_of_which_nobody_heard_is_given_back() -> None:
-    assert undo(Admitted(31, 7)) == [Unadmit("", 0, [31])]
+    assert undo(Admitted(31, 7)) == [Withdraw("", 0, [31])]
 
 
 def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:

@@ -21,8 +21,7 @@ from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.waits import Waits
-from dataplane.wire.messages import Body, Claim, Claimed, Want
-from dataplane.wire.peering import Withdraw
+from dataplane.wire.messages import Body, Claim, Claimed, Want, Withdraw
 from dataplane.wire.tables import Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
@@ -160,7 +159,7 @@ async def test_a_claim_that_is_given_up_is_withdrawn_where_its_shard_is_then(
     with contextlib.suppress(asyncio.CancelledError):
         await claiming
     await asyncio.sleep(0)
-    assert asker.told == [(ELSEWHERE, Withdraw("p", 1, "s", asker.asked[0][1].number))]
+    assert asker.told == [(ELSEWHERE, Withdraw("p", 1, [asker.asked[0][1].number]))]
     assert asker.session.waiting == asker.claims.waiting == 0
 
 

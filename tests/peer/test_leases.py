@@ -11,8 +11,7 @@ import pytest
 from dataplane.errors import LeaseExpired
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
-from dataplane.wire.messages import Body, Claimed, Done, Finish
-from dataplane.wire.peering import Withdraw
+from dataplane.wire.messages import Body, Claimed, Done, Finish, Withdraw
 from dataplane.wire.tables import Rows, Table
 
 
@@ -98,8 +97,8 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     await asyncio.sleep(0)
     assert told == [
         Finish(7, "release", partition="p", generation=1),
-        Withdraw("p", 1, "s", 500),
+        Withdraw("p", 1, [500]),
         Finish(9, "release", partition="p", generation=1),
-        Withdraw("p", 1, "s", 502),
+        Withdraw("p", 1, [502]),
     ]
     assert not holder.leases

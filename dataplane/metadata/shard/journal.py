@@ -67,7 +67,7 @@ from dataplane.wire.journal import (
     Wrote,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Finish, Tag, Unadmit
+from dataplane.wire.messages import Finish, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
@@ -522,7 +522,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(),
     Permitted: _permitted,
-    Unadmit: lambda store, op, now: store.take_back(op.permits),
+    Withdraw: lambda store, op, now: store.take_back(op.numbers),
     Paced: _paced,
     Lost: lambda store, op, now: store.lost(op.owner),
     Relocated: _relocated,

@@ -70,7 +70,7 @@ from dataplane.wire.messages import (
     Reset,
     Seal,
     Tag,
-    Unadmit,
+    Withdraw,
 )
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
@@ -275,7 +275,7 @@ class Store(State):
         """These permits are over; unknown ones were before."""
         back = self.permits.take_back(numbers)
         if self.emit is not None and back:
-            self.emit(Unadmit(self.partition, self.generation, back))
+            self.emit(Withdraw(self.partition, self.generation, back))
 
     def advance(self, version: int) -> None:
         """The trainer is at this version; groups that it has finished give their places back.

@@ -51,7 +51,7 @@ class Answers:
             m.Finish: peer.finishing.finish,
             m.Wait: peer.waits.wait,
             m.Admit: peer.waits.admit,
-            m.Unadmit: peer.waits.unadmit,
+            m.Withdraw: peer.waits.withdraw,
             m.Advance: peer.changes.change,
             m.Losses: peer.partitions.losses,
             c.Census: peer.checkpoints.census,

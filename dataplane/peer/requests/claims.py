@@ -41,8 +41,7 @@ from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved, unheard_o
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claim, Claimed, Request
-from dataplane.wire.peering import Withdraw
+from dataplane.wire.messages import Body, Claim, Claimed, Request, Withdraw
 from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
@@ -196,7 +195,7 @@ class Claims:
     def _withdraw(self, one: _Claiming) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         of = one.body
-        told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
+        told = self.router.tell(Withdraw(of.partition, of.generation, [one.number]))
         if of.plan is not None:
             self.leases.leaves(told, one.part)
 

@@ -22,8 +22,7 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
-from dataplane.wire.peering import Withdraw
+from dataplane.wire.messages import Body, Done, Finish, PutDone, Request, Withdraw
 from dataplane.wire.records import U4, column
 
 
@@ -148,8 +147,9 @@ class Finishing:
         if not lease.claim:
             self._give_back(lease)
             return
-        of = lease.partition, lease.generation, lease.stage
-        self.leases.leaves(self.router.tell(Withdraw(*of, lease.claim)), (session.id, *of))
+        of = lease.partition, lease.generation
+        told = self.router.tell(Withdraw(*of, [lease.claim]))
+        self.leases.leaves(told, (session.id, *of, lease.stage))
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""

@@ -47,11 +47,10 @@ from dataplane.wire.messages import (
     Claimed,
     Done,
     Finish,
-    Unadmit,
     Wait,
     Want,
+    Withdraw,
 )
-from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
@@ -103,7 +102,6 @@ class WaitingCalls:
             Withdraw: self._withdraw,
             Wait: self._wait,
             Admit: self._admit,
-            Unadmit: self._unadmit,
         }
 
     def __len__(self) -> int:
@@ -208,35 +206,24 @@ class WaitingCalls:
     # claims go
 
     def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
-        """It waits no more, has no lease, and will never get one."""
-        self._remember(body.number)
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
-            return Done()
-        stage = self._stages.get((entry.name, entry.generation, body.stage))
-        if stage is not None and body.number in stage.queue:
-            self._end(stage, body.number)
-            self._serve(stage)
-        leases = entry.store.leases
-        if (lease := leases.of_claim(body.number)) is not None:
-            self._finish(entry, lease.number, "release")
-        if (member := leases.member_of_claim(body.number)) is not None:
-            self._finish(entry, member.number, "leave")
-        return Done()
-
-    def _unadmit(self, caller: Caller, body: Unadmit) -> Body:
-        """What waits of them waits no more, and what is left of them is nobody's."""
-        for number in body.permits:
+        """They wait no more, have no lease and no permit, and will never get one."""
+        for number in body.numbers:
             self._remember(number)
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             return Done()
-        entry.store.take_back(body.permits)
-        stage = self._stages.get((*entry.key, ADMISSION))
-        if stage is not None:
-            for number in body.permits:
-                self._end(stage, number)
+        entry.store.take_back(body.numbers)
+        for stage in [one for one in self._stages.values() if one.entry is entry]:
+            for number in body.numbers:
+                if number in stage.queue:
+                    self._end(stage, number)
             self._serve(stage)
+        leases = entry.store.leases
+        for number in body.numbers:
+            if (lease := leases.of_claim(number)) is not None:
+                self._finish(entry, lease.number, "release")
+            if (member := leases.member_of_claim(number)) is not None:
+                self._finish(entry, member.number, "leave")
         return Done()
 
     def _finish(self, entry: Entry, lease: int, outcome: Literal["release", "leave"]) -> None:

@@ -2,9 +2,9 @@
 store as the operations that rebuild it, for a learner, a promotion, a drain.
 
 Nothing here waits for time or asks a lane: the operation says which rows. What does not fit the
-store is a typed error, raised before anything changes in what this operation is about. Carried out
-on an empty store a dump makes an equal one. What was freed and not yet told is left out of it: who
-takes over tells owners what it holds.
+store is a typed error, and the store of no use any more. Carried out on an empty store a dump makes
+an equal one. What was freed and not yet told is left out of it: who takes over tells owners what it
+holds.
 """
 
 from __future__ import annotations
@@ -169,13 +169,12 @@ def _paced(store: Store, op: Paced, now: float) -> None:
 
 def _groups(store: Store, op: Groups, now: float) -> None:
     permits = store.permits
-    _new(store.groups, [one.key for one in op.groups], "group")
     for one in op.groups:
+        _new(store.groups, [one.key], "group")
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
             raise ProtocolError(f"a group that stands as none does: {one}")
-    for one in op.groups:
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -187,33 +186,26 @@ def _groups(store: Store, op: Groups, now: float) -> None:
 
 
 def _blocks(store: Store, op: Blocks, now: float) -> None:
-    if len({one.number for one in op.blocks} - store.blocks.keys()) < len(op.blocks):
-        raise ProtocolError("a block is here already")
-    keys = [keys_in(one.keys) for one in op.blocks]
-    live = [in_bytes(one.live) for one in op.blocks]
-    there = list[bytes]()
-    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+    for one in op.blocks:
+        keys, live = keys_in(one.keys), in_bytes(one.live)
         sets = [*one.acked, *chain.from_iterable(of.values() for of in one.added.values())]
-        sound = one.number > 0 and len(mine) <= MAX_BLOCK_ROWS and 0 < bits < 1 << len(mine)
-        if not sound or any([in_bytes(some) & ~bits for some in sets]):
-            raise ProtocolError(f"block {one.number} of {len(mine)} rows has none left, or others")
-        if len(one.names or mine) != len(mine) or len(one.acked) != len(store.stages):
-            raise ProtocolError(f"a block of {len(mine)} rows with other names, or stages")
-        if one.group and one.group not in store.groups:
-            raise ProtocolError("rows of a group that was not told before")
-        for name, fields in one.added.items():
-            store.stage(name)
-            store.check_fields(fields)
-        there += [mine[row] for row in rows_of(bits)]
-    _new(store.index, there, "row")
-    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+        sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
+        if not sound or any([in_bytes(some) & ~live for some in sets]):
+            raise ProtocolError(f"block {one.number} of {len(keys)} rows has none left, or others")
+        if len(one.names or keys) != len(keys) or len(one.acked) != len(store.stages):
+            raise ProtocolError(f"a block of {len(keys)} rows with other names, or stages")
+        if one.number in store.blocks or (one.group and one.group not in store.groups):
+            raise ProtocolError("a block that is here, or of a group that was not told before")
+        _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
-        block = store.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
+        block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
         store.numbers = max(store.numbers, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)
         for name, fields in one.added.items():
+            store.stage(name)
+            store.check_fields(fields)
             for field, rows in fields.items():
                 add_to(block, name, field, in_bytes(rows))
 
@@ -231,7 +223,6 @@ def _given(store: Store, op: Given, now: float) -> None:
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.having([field]) & gone for field in mine.fields]):
             raise ProtocolError("values of rows that are gone")
-    for block, mine in zip(blocks, split, strict=True):
         if op.stage and mine.fields:
             store.note_progress(block, op.stage, range(block.count), mine)
         elif mine.fields:
@@ -286,18 +277,15 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
         raise ProtocolError(f"there is a block of a number above {op.numbers}")
-    finished = column(op.finished, U8).tolist()
-    lost = {store.stage(name): rows for name, rows in op.lost.items()}
-    acked = {store.stage(name): rows for name, rows in op.acked.items()}
     store.sealed, store.numbers = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    store.leases.remember(finished)
-    for stage, rows in lost.items():
-        stage.lost = rows
-    for stage, rows in acked.items():
-        stage.acked_rows = rows
+    store.leases.remember(column(op.finished, U8).tolist())
+    for name, rows in op.lost.items():
+        store.stage(name).lost = rows
+    for name, rows in op.acked.items():
+        store.stage(name).acked_rows = rows
 
 
 # checks

@@ -11,7 +11,7 @@ from dataplane.metadata.shard.stages import Lane, Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import hash_names
-from dataplane.metadata.tables.tombstones import Tombstones
+from dataplane.metadata.tables.remembered import Tombstones
 
 SEEDS = pytest.mark.parametrize("seed", range(5))
 

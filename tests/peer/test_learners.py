@@ -10,8 +10,7 @@ import pytest
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas

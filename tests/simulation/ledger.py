@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Definition, Name, Owner
 

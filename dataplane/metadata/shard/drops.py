@@ -15,7 +15,7 @@ from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows, names_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import Name, Owner
 

@@ -36,7 +36,7 @@ from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.journal import Wrote
 from dataplane.wire.tables import Column, Name, Rows, Scalar

@@ -25,15 +25,14 @@ from dataplane.metadata.shard.blocks import (
     given,
 )
 from dataplane.metadata.shard.leases import Lease, Leases, Part
-from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import Array, Move
+from dataplane.metadata.tables.remembered import LostNames, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.tombstones import Tombstones, of_group
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire.journal import Leased, Op, Unit

@@ -12,9 +12,8 @@ from dataplane.errors import (
     RowsGone,
 )
 from dataplane.metadata.shard import rows_out, takes
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want

@@ -27,10 +27,9 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans, takes
 from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit, Taken
 from dataplane.wire.messages import Claim, Want
 
 NEAR_CLAIMS = 64

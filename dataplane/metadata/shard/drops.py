@@ -13,10 +13,9 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows, names_of
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.wire import tables as wire
+from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
 
@@ -60,6 +59,7 @@ def lose(state: State, owner: Owner) -> int:
     state.remove(parts)
     state.remove_groups(still_open)
     state.forget_owner(owner)
+    state.tell(Lost(owner))
     return len(keys) // KEY_BYTES
 
 
@@ -119,13 +119,3 @@ def _expect_new(state: State, key: bytes, size: int, name: Name) -> None:
     if state.sealed:
         raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")
     state.add_group(key, name, size)
-
-
-def check_keys(rows: wire.Rows) -> list[bytes]:
-    """The keys of a call that names rows. InvalidRows for one named twice."""
-    if not rows.keys or len(rows.keys) % KEY_BYTES:
-        raise InvalidRows("there are no rows in this call; give at least one key")
-    keys = keys_in(rows.keys)
-    if len(set(keys)) != len(keys):
-        raise InvalidRows("a row is named twice in one call")
-    return keys

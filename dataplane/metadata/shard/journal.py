@@ -57,7 +57,6 @@ from dataplane.wire.journal import (
     OneGroup,
     Op,
     Paced,
-    Parts,
     Permitted,
     Ready,
     Relocated,
@@ -354,7 +353,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         yield from _tags_told(store, Rows([(block, block.live) for block in blocks]))
     for name, stage in store.stages.items():
         for rows in _pieces(list(stage.rows.plain), many):
-            yield Ready(name, parts_told(rows))
+            yield Ready(name, [(block.number, bytes_of(bits)) for block, bits in rows])
         for ready in _pieces([group for group, _ in stage.groups.plain], many):
             yield Ready(name, groups=b"".join([group.key for group in ready]))
     for lease in store.leases:
@@ -378,10 +377,6 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )
-
-
-def parts_told(parts: Sequence[tuple[Block, int]]) -> Parts:
-    return [(block.number, bytes_of(bits)) for block, bits in parts]
 
 
 def _permits_told(store: Store) -> Iterator[Op]:

@@ -37,6 +37,7 @@ from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.incoming import rows_in
 from dataplane.metadata.tables.names import hash_name
 from dataplane.metadata.tables.references import (
     Array,
@@ -54,7 +55,6 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Declared,
     Ended,
-    Lost,
     Paced,
     Permitted,
     Relocated,
@@ -81,8 +81,6 @@ from dataplane.wire.tables import (
     Where,
 )
 
-Tagging = Mapping[str, Sequence[Scalar]]
-
 
 class Store(State):
     """The metadata of one partition: its tables, and the calls that change them."""
@@ -100,6 +98,7 @@ class Store(State):
     put = puts.put
     take = takes.take
     join = plans.join
+    lost = drops.lose
 
     # rows in
 
@@ -114,7 +113,7 @@ class Store(State):
     def tag(
         self,
         rows: wire.Rows,
-        tags: Tagging,
+        tags: dict[str, list[Scalar]],
         expect: Mapping[str, Scalar] | None = None,
         number: int = 0,
     ) -> None:
@@ -122,7 +121,7 @@ class Store(State):
         Where this number was carried out before, nothing happens; 0 is none."""
         if self.leases.was_finished(number):
             return
-        drops.check_keys(rows)
+        rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
         tagging.check(tags, count, self.tag_names)
@@ -147,7 +146,7 @@ class Store(State):
         self.retag([block for block, _ in found.parts])
         self.leases.remember([number] if number else ())
         keys = wire.Rows(rows.keys)
-        self.tell(Tag(self.partition, self.generation, keys, _lists(tags), number=number))
+        self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -221,10 +220,7 @@ class Store(State):
             kept = plans.finish(self, member, asked)
         else:
             kept = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
-        if self.emit is not None:
-            op = Finish(asked.lease, asked.outcome, asked.index, asked.columns, asked.specs)
-            op.tags, op.owners, op.inline = asked.tags, asked.owners, asked.inline
-            self.emit(op)
+        self.tell(asked)
         return kept
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
@@ -264,24 +260,25 @@ class Store(State):
         permits.check(self, count, max_lag, per_version)
         if not permits.fits(self, count, (max_lag + 1) * per_version):
             return False
-        limits = max_lag, per_version
-        if permits.limits is None and self.emit is not None:
-            self.emit(Paced(permits.version, *limits))
-        permits.give(Permit(number, holder, permits.version, count, count), limits, self)
+        if permits.limits is None:
+            self.tell(Paced(permits.version, max_lag, per_version))
+        permits.begin(self)
+        permits.limits = max_lag, per_version
+        permits.enter(Permit(number, holder, permits.version, count, count))
         self.tell(Permitted(number, holder, count, permits.version))
         return True
 
     def take_back(self, numbers: list[int]) -> None:
         """These permits are over; unknown ones were before."""
         back = self.permits.take_back(numbers)
-        if self.emit is not None and back:
-            self.emit(Withdraw(self.partition, self.generation, back))
+        if back:
+            self.tell(Withdraw(self.partition, self.generation, back))
 
     def advance(self, version: int) -> None:
         """The trainer is at this version; groups that it has finished give their places back.
         Nothing for the same version; InvalidCall for an older one."""
-        if self.permits.advance(version, self) and self.emit is not None:
-            self.emit(Advance(self.partition, self.generation, version))
+        if self.permits.advance(version, self):
+            self.tell(Advance(self.partition, self.generation, version))
 
     # rows out
 
@@ -295,15 +292,14 @@ class Store(State):
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
         if rows is not None:
-            dropped = drops.drop_rows(self, drops.check_keys(rows))
+            dropped = drops.drop_rows(self, rows_in(rows).keys)
         elif groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
             found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
-        if self.emit is not None:
-            keys = None if rows is None else wire.Rows(rows.keys)
-            self.emit(Drop(self.partition, self.generation, keys, groups, where))
+        keys = None if rows is None else wire.Rows(rows.keys)
+        self.tell(Drop(self.partition, self.generation, keys, groups, where))
         return dropped
 
     def clear(self) -> int:
@@ -312,12 +308,6 @@ class Store(State):
         self.remove(self.rows.parts)
         self.tell(Ended())
         return rows
-
-    def lost(self, owner: Owner) -> int:
-        """A peer is no more: the rows with bytes there go, and their groups with them. How many."""
-        lost = drops.lose(self, owner)
-        self.tell(Lost(owner))
-        return lost
 
     def relocate(
         self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
@@ -393,10 +383,6 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
     Advance: lambda store, op: store.advance(op.version),
 }
 """What clients ask for in the words in which a backup is told of it."""
-
-
-def _lists(tags: Tagging) -> dict[str, list[Scalar]]:
-    return {name: list(values) for name, values in tags.items()}
 
 
 def check_definition(partition: str, definition: Definition) -> None:

@@ -201,7 +201,7 @@ def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[st
     """Of the first ready units, how many lie at which peer (address)."""
     found, hosts = state.stage(stage), Counter[str]()
     if found.units(unit).ready(where):
-        for one, bits in found.units(unit).lane(where).first(NEAR_UNITS):
+        for one, bits in first_parts(found.units(unit).lane(where), NEAR_UNITS):
             hosts[_host(found, one)] += bits.bit_count()
     del hosts[INLINE.peer]
     return hosts

@@ -209,7 +209,7 @@ class Story:
 
     def do_finish(self) -> None:
         lease = self.any.choice(list(self.store.leases) or [None])
-        if lease is None or lease.plan is not None:
+        if lease is None or not lease.holder:  # a plan has it
             return
         left = [at for part in lease.unfinished() for at in part.at]
         index = None
@@ -230,7 +230,7 @@ class Story:
     def do_join(self) -> None:
         if self.any.random() < 0.7:  # else there is hardly ever a plan
             for lease in list(self.store.leases):
-                if lease.plan is None:
+                if lease.holder:
                     self.store.finish(Finish(lease.number, "release"))
             for key in list(self.store.index):
                 columns, inline = [], bytearray()

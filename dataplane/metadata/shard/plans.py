@@ -79,7 +79,7 @@ def join(
             "all ranks call plan() with the same arguments, but for rank=",
             stage=stage.name,
         )
-    of_rank = plan.of_rank(rank)
+    of_rank = [one for one in plan.members.values() if one.rank == rank]
     if of_rank and all(one.acked for one in of_rank):
         return None
     if any(one.holder == holder and not one.acked for one in of_rank):
@@ -95,7 +95,7 @@ def join(
             limit=MAX_RANKS,
         )
     member = Member(next(state.lease_numbers), plan, rank, holder, claim)
-    state.leases.add_member(member)
+    plan.members[member.number] = member
     state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member
 
@@ -144,7 +144,7 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
 def _leave(state: State, member: Member) -> None:
     """The last one ends the plan."""
     plan = member.plan
-    state.leases.remove_member(member)
+    del plan.members[member.number]
     if plan.members:
         _finish_if_done(state, plan)
         return

@@ -215,11 +215,11 @@ class Store(State):
         ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
         finished before.
         """
-        member = self.leases.member(asked.lease)
-        if member is not None:
+        lease = self.leases.get(asked.lease)
+        if lease is None and (member := self.leases.member(asked.lease)) is not None:
             kept = plans.finish(self, member, asked)
         else:
-            kept = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
+            kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
         self.tell(asked)
         return kept
 

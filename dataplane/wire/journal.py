@@ -27,6 +27,7 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.tables import (
     Column,
+    Definition,
     Laid,
     Name,
     Owner,
@@ -39,6 +40,12 @@ from dataplane.wire.tables import (
 Unit = Literal["rows", "groups"]
 Parts = list[tuple[int, bytes]]
 """Rows in an order: the number of a block, and which of its rows, as bits (little-endian)."""
+
+
+class Begun(Body, tag=209):
+    """A new, empty copy of the partition, as it was declared."""
+
+    definition: Definition
 
 
 class Wrote(Body, tag=200):
@@ -247,7 +254,8 @@ class Summary(Body, tag=217):
 
 
 Op = (
-    Wrote
+    Begun
+    | Wrote
     | Leased
     | Returned
     | Joined

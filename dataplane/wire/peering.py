@@ -50,7 +50,7 @@ from dataplane.wire.messages import (
     Wait,
     Withdraw,
 )
-from dataplane.wire.tables import Definition, Owner, RosterTable
+from dataplane.wire.tables import Owner, RosterTable
 
 
 class PeerHello(Body, tag=100):
@@ -132,13 +132,11 @@ class Rostered(Body, tag=141):
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):
-    """Operations of one partition. definition: the backup makes a new copy first, of the partition
-    as it was declared."""
+    """Operations of one partition."""
 
     partition: str
     generation: int
     ops: Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
-    definition: Definition | None = None
 
 
 class Append(Body, tag=143):

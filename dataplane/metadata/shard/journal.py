@@ -44,6 +44,7 @@ from dataplane.metadata.tables.values import Values, joined, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
+    Begun,
     Blocks,
     Declared,
     Ended,
@@ -99,6 +100,10 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 # what happens to a store while it is used
+
+
+def _begun(store: Store, op: Begun, now: float) -> None:
+    raise ProtocolError("it has begun already")
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -497,6 +502,7 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 
 
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
+    Begun: _begun,
     Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
     Returned: lambda store, op, now: store.release_holder(op.holder),

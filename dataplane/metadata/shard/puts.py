@@ -393,10 +393,8 @@ def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
     rows, new = plan.rows, plan.new
     if not new:
         return []
-    if rows.group is None:
-        return _cut(None, new)
-    if rows.whole:
-        return _cut(plan.groups[0], new)
+    if rows.group is None or rows.whole:
+        return _cut(plan.groups[0] if plan.groups else None, new)
     by_group: dict[int, list[int]] = {}
     for i in new:
         by_group.setdefault(rows.group[i], []).append(i)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,15 +179,15 @@ async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_
     assert all(isinstance(one, Claimed) for one in await asyncio.gather(again, other))
 
 
-@pytest.mark.parametrize("given_back", [Finishing.release, Finishing.unheard])
+@pytest.mark.parametrize("heard", [True, False])
 async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_left(
-    monkeypatch: pytest.MonkeyPatch, given_back: Callable[[Finishing, Any, int], None]
+    monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
     """Also where its answer was not confirmed by the backup in time, and never left this peer."""
     asker = Asker(monkeypatch)
     asker.hears.clear()
-    asker.leases.open(asker.session, 5, "p", 1, "s", 0, claim=3)
-    given_back(asker.finishing, asker.session, 5)
+    asker.leases.open(asker.session, 5, "p", 1, "s", 0, plan=True)
+    asker.finishing.release(asker.session, 5, heard)
     again, other = asker.claim(plan=Shape(1)), asker.claim()
     await asker.until_asked(1)
     assert asker.asked[0][1].plan is None

@@ -118,7 +118,7 @@ class Answers:
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
-                self.finishing.unheard(session, lease)
+                self.finishing.release(session, lease, heard=False)
                 space.unpin(session.id, [pin])
             case m.Admitted(permit, _):
                 self.waits.give_back(session, [permit])

@@ -212,7 +212,7 @@ class Claims:
             body.generation,
             body.stage,
             rows,
-            0 if granted.plan is None else one.number,
+            granted.plan is not None,
         )
         try:
             if body.fields and granted.plan is None:

@@ -24,8 +24,7 @@ from dataplane.memory.device import PoolHandle
 from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Flags, Roster
+from dataplane.metadata.roster.roster import Flags, Heirs, Roster
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store

@@ -32,8 +32,8 @@ from dataplane.wire.messages import (
     Request,
     Stats,
     StatsDone,
-    Unadmit,
     Unpin,
+    Withdraw,
 )
 from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import Laid, Rows, Table
@@ -222,7 +222,7 @@ def test_values_of_a_message_that_was_refused_when_nobody_waited_any_more_are_le
 
 
 def test_a_permit_of_which_nobody_heard_is_given_back() -> None:
-    assert undo(Admitted(31, 7)) == [Unadmit("", 0, [31])]
+    assert undo(Admitted(31, 7)) == [Withdraw("", 0, [31])]
 
 
 def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:

@@ -58,7 +58,7 @@ def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
 def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
     s = store(group_size=8)
     put(s, [1], ["p"])
-    s.drop(groups=[names.hash_name("p")])
+    s.drop(groups=["p"])
     for keys, groups in ([[1], None], [[2], ["p"]]):
         with pytest.raises(RowsDropped) as caught:
             put(s, keys, groups)
@@ -82,7 +82,7 @@ def test_groups_that_were_dropped_do_not_count_as_made() -> None:
     s = store(group_size=2)
     put(s, [1, 2, 3, 4], ["p", "p", "q", "q"])
     assert s.closed_groups == 2
-    s.drop(groups=[names.hash_name("p")])
+    s.drop(groups=["p"])
     assert s.closed_groups == 1
 
 

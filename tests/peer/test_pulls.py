@@ -15,7 +15,7 @@ from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Fetch, Fetched
-from dataplane.wire.peering import Found, Pull, Pulled
+from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner, Rows, Table
 
@@ -166,8 +166,8 @@ async def test_a_fetch_meets_the_loss_of_one_peer_after_another(losses: int) -> 
     lost, whatever their shard knew of them by then."""
     asked = 0
 
-    async def ask(body: Fetch) -> Found:
-        return Found(Table(Rows(b""), []))
+    async def ask(body: Fetch) -> Fetched:
+        return Fetched(0, Table(Rows(b""), []))
 
     async def resolved(table: Table, holder: int) -> tuple[Table, int]:
         nonlocal asked

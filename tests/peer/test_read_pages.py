@@ -13,7 +13,6 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller
 from dataplane.peer.requests.reads import Reading
 from dataplane.wire.messages import Read, ReadDone
-from dataplane.wire.peering import Found
 from tests.metadata.observed import carried_over
 from tests.metadata.stores import named, put, store
 
@@ -33,8 +32,8 @@ class Reader:
         self.reading.resolved = self.resolved  # type: ignore[method-assign]
         self.handler = mesh.handlers[Read]
 
-    async def ask(self, body: Read) -> Found:
-        found: Found = self.handler(NOBODY, body)
+    async def ask(self, body: Read) -> ReadDone:
+        found: ReadDone = self.handler(NOBODY, body)
         return found
 
     async def resolved(self, table: Any, holder: int, **how: Any) -> Any:

@@ -36,7 +36,7 @@ from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.journal import Wrote
 from dataplane.wire.tables import Column, Name, Rows, Scalar
@@ -390,10 +390,8 @@ def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
     rows, new = plan.rows, plan.new
     if not new:
         return []
-    if rows.group is None:
-        return _cut(None, new)
-    if rows.whole:
-        return _cut(plan.groups[0], new)
+    if rows.group is None or rows.whole:
+        return _cut(plan.groups[0] if plan.groups else None, new)
     by_group: dict[int, list[int]] = {}
     for i in new:
         by_group.setdefault(rows.group[i], []).append(i)

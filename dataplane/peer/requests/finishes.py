@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
@@ -20,7 +21,6 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
-from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import U4, column
 
 
@@ -48,7 +48,7 @@ class Finishing:
         try:
             lease = self.leases.of(session, body.lease, self.host.now())
             if body.outcome == "leave":
-                self.unheard(session, body.lease)
+                self.release(session, body.lease, heard=False)
                 return Done()
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
@@ -128,23 +128,12 @@ class Finishing:
         for lease in list(session.leases):
             self.release(session, lease)
 
-    def release(self, session: Session, lease_id: int) -> None:
-        """A lease that nobody holds any more; unknown ones have ended already."""
+    def release(self, session: Session, lease_id: int, heard: bool = True) -> None:
+        """A lease that nobody holds any more; unknown ones have ended already. Of a part in a plan
+        of which its holder never heard, the plan goes on without."""
         lease = self.leases.leave(session, lease_id)
         if lease is not None:
-            self._give_back(lease)
-
-    def unheard(self, session: Session, lease_id: int) -> None:
-        """A lease of which its holder never heard: as released, but that a plan goes on without
-        who was to take part in it."""
-        lease = self.leases.leave(session, lease_id)
-        if lease is None:
-            return
-        if not lease.claim:
-            self._give_back(lease)
-            return
-        of = lease.partition, lease.generation, lease.stage
-        self.leases.leaves(self.router.tell(Withdraw(*of, lease.claim)), (session.id, *of))
+            self._give_back(lease, "release" if heard or not lease.plan else "leave")
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
@@ -154,11 +143,11 @@ class Finishing:
             self._give_back(lease)
         return len(passed)
 
-    def _give_back(self, lease: Lease) -> None:
+    def _give_back(self, lease: Lease, outcome: Literal["release", "leave"] = "release") -> None:
         of = lease.partition, lease.generation
-        body = Finish(lease.number, "release", partition=of[0], generation=of[1])
+        body = Finish(lease.number, outcome, partition=of[0], generation=of[1])
         told = self.router.tell(body)
-        if lease.claim:
+        if lease.plan:
             self.leases.leaves(told, (lease.session.id, *of, lease.stage))
 
 

@@ -31,8 +31,8 @@ class Lease(msgspec.Struct, eq=False):
     deadline: float | None = None
     finished: set[int] = set()
     """rows that left, by their place in the claim"""
-    claim: int = 0
-    """of a part in a plan, the number of its call"""
+    plan: bool = False
+    """it is a part in one"""
     claimed: tuple[int, int] | None = None
     """session and operation that took it, while they may ask again"""
 
@@ -57,9 +57,9 @@ class Leases:
         generation: int,
         stage: str,
         rows: int,
-        claim: int = 0,
+        plan: bool = False,
     ) -> Lease:
-        lease = Lease(number, partition, generation, stage, rows, session, claim=claim)
+        lease = Lease(number, partition, generation, stage, rows, session, plan=plan)
         self._leases[number] = lease
         session.leases.add(number)
         return lease

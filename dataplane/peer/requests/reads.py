@@ -36,7 +36,6 @@ from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.peering import Found
 from dataplane.wire.records import (
     ONE_PLACE,
     ONE_VALUE,
@@ -225,9 +224,10 @@ class Reading:
         except (RowsGone, RowsLost):
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
-    async def _read(self, session: Session, body: Read) -> Body:
-        found: Found = await self.router.ask(body)
-        return ReadDone(*await self.resolved(found.table, session.id), found.cursor)
+    async def _read(self, session: Session, body: Read) -> ReadDone:
+        found: ReadDone = await self.router.ask(body)
+        found.table, found.pin = await self.resolved(found.table, session.id)
+        return found
 
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -240,7 +240,7 @@ class Reading:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
         on = more and body.rows is None
-        return Found(table, rows_out.place_of(rows) if on else b"")
+        return ReadDone(table, 0, rows_out.place_of(rows) if on else b"")
 
     # more fields of leased rows
 
@@ -267,18 +267,18 @@ class Reading:
         await self.host.another_roster(self.host.roster, until)
 
     async def _fetch(self, session: Session, asked: Fetch) -> Body:
-        found: Found = await self.router.ask(asked)
-        table, pin = await self.resolved(found.table, session.id)
-        return Fetched(pin, table, found.index)
+        found: Fetched = await self.router.ask(asked)
+        found.table, found.pin = await self.resolved(found.table, session.id)
+        return found
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")
         if body.index is None:
-            return Found(rows_out.table(entry.store, body.lease, body.fields))
+            return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))
         rows, index = rows_out.leased_at(entry.store, body.lease, body.index)
-        return Found(rows_out.table(entry.store, rows, body.fields), index=index)
+        return Fetched(0, rows_out.table(entry.store, rows, body.fields), index)
 
 
 def _volume(table: Table) -> int:

@@ -85,7 +85,6 @@ class Copying:
             for owner, *mine in named:
                 if owner == self.host.owner:
                     await self._in_time(functools.partial(self.copy_to_backup, entry, *mine))
-            self.host.speak()  # its heir would not know of what this peer did now
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
             self.host.speak()

@@ -101,8 +101,8 @@ class Ledger:
         self.spares: set[Owner] = set()
         """who could be its backup then, and has been there since, without being about to leave"""
         self.undone = 0
-        """up to this generation it is lost as a whole, also what peers that were called lost and have
-        not heard so put into it afterwards"""
+        """up to this generation it is lost as a whole, also what is put into it afterwards at peers
+        that were called lost and have not heard so"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 

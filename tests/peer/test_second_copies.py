@@ -318,26 +318,6 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     assert told == [(leaves, local.tobytes()), (follows, local.tobytes())]
 
 
-async def test_what_waited_for_them_while_its_peer_fell_silent_changes_nothing_there() -> None:
-    """That peer has said that its backup has everything: with its heir, rows were gone of which
-    whoever put them was told that they are in."""
-    peer, entry = Peer(Engine(set())), Entry(stores.store(replicas=2))
-    records = np.zeros(1, VALUE)
-    records["generation"], records["nbytes"] = 1, VALUE_BYTES
-    column = Column("tokens", records.tobytes())
-    put = Put("step-1", 1, stores.named(["k0"]), [column], stores.SPECS, owners=[THERE])
-
-    def speak() -> None:
-        raise StaleEpoch("its shards move")
-
-    entered = False
-    with pytest.raises(StaleEpoch, match="its shards move"):
-        peer.host.speak = speak
-        async with peer.copying.beforehand(entry, put):
-            entered = True
-    assert not entered and not peer.space.stats()["used_bytes"]
-
-
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,8 +24,7 @@ from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Flags, Roster
+from dataplane.metadata.roster.roster import Flags, Heirs, Roster
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
@@ -124,7 +123,7 @@ class Progress:
         """of them, those that the backup has"""
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting = OrderedDict[asyncio.Future[None], int]()
         """with the number of operations that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
@@ -149,8 +148,8 @@ class Progress:
 
     def wake(self) -> None:
         waiting = self._waiting
-        while waiting and (not self.required or self.confirmed >= waiting[0][0]):
-            _, reached = waiting.popleft()
+        while waiting and (not self.required or self.confirmed >= next(iter(waiting.values()))):
+            reached, _ = waiting.popitem(last=False)
             if not reached.done():
                 reached.set_result(None)
 
@@ -161,10 +160,15 @@ class Progress:
         if self.is_settled:
             reached.set_result(None)
         else:
-            self._waiting.append((self.done, reached))
+            self._waiting[reached] = self.done
+            reached.add_done_callback(self._waits_no_more)
             in_time(reached, until, _late)
             self.on_awaited()
         return reached
+
+    def _waits_no_more(self, reached: asyncio.Future[None]) -> None:
+        """Out of time, or given up: a backup that is not there may be awaited again and again."""
+        self._waiting.pop(reached, None)
 
 
 def _late() -> Unavailable:

@@ -14,9 +14,20 @@ import msgspec
 
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.frames import decoded
-from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Drop,
+    Finish,
+    Reset,
+    Seal,
+    Tag,
+    Withdraw,
+)
 from dataplane.wire.tables import (
     Column,
+    Definition,
     Laid,
     Name,
     Owner,
@@ -24,7 +35,6 @@ from dataplane.wire.tables import (
     Scalar,
     Shape,
     Specs,
-    Where,
 )
 
 Unit = Literal["rows", "groups"]
@@ -32,21 +42,28 @@ Parts = list[tuple[int, bytes]]
 """Rows in an order: the number of a block, and which of its rows, as bits (little-endian)."""
 
 
-class Wrote(Body, tag=200):
-    """Rows were put: as new values, over old ones, or with those that are there kept. Those whose
-    names are remembered as freed were passed over, unless `reuse`.
+class Begun(Body, tag=209):
+    """A new, empty copy of the partition, as it was declared."""
 
-    holder: whose permits its new groups use; 0: nobody's."""
+    definition: Definition
+
+
+class Wrote(Body, tag=200):
+    """Rows were put: as new values, or over old ones. Those whose names are remembered as freed
+    were passed over, unless `reuse`.
+
+    holder: whose permits its new groups use; 0: nobody's. number: as in `Tag`."""
 
     rows: Rows
     columns: list[Column]
     specs: Specs
     owners: list[Owner]
     tags: dict[str, list[Scalar]] = {}
-    mode: Literal["new", "replace", "keep"] = "new"
+    mode: Literal["new", "replace"] = "new"
     reuse: bool = False
     inline: bytes = b""
     holder: int = 0
+    number: int = 0
 
 
 class Leased(Body, tag=201):
@@ -62,10 +79,10 @@ class Leased(Body, tag=201):
 
 
 class Returned(Body, tag=202):
-    """Leases ended without an outcome, with their holder; rows of the first come first. Plans end
-    with one of their members, and are named by that."""
+    """A holder is gone. Its leases ended without an outcome, rows of the first come first; so did
+    plans of which it was a member, and its permits."""
 
-    leases: list[int]
+    holder: int
 
 
 class Joined(Body, tag=220):
@@ -83,28 +100,6 @@ class Joined(Body, tag=220):
     claim: int
     laid: Laid | None = None
     acked: bool = False
-
-
-class Left(Body, tag=221):
-    """A process that never heard that it takes part in a plan does not; the last one ends it."""
-
-    member: int
-
-
-class Discarded(Body, tag=203):
-    """Rows were dropped: by KEY records of rows, by KEY records of groups, or by a filter."""
-
-    rows: bytes = b""
-    groups: bytes = b""
-    where: Where | None = None
-
-
-class Expected(Body, tag=204):
-    """A group has n rows. group: its KEY; name None: minted."""
-
-    group: bytes
-    n: int
-    name: Name | None = None
 
 
 class Lost(Body, tag=205):
@@ -130,14 +125,6 @@ class Declared(Body, tag=219):
 
     stage: str
     fields: list[str]
-
-
-class Sealed(Body, tag=207):
-    """No new rows from now on. keep_short: open groups close although groups have a size; else they
-    are dropped. Not told of a partition that has as many groups as it was declared with: it seals
-    itself."""
-
-    keep_short: bool = False
 
 
 class Permitted(Body, tag=222):
@@ -233,7 +220,6 @@ class Held(Body, tag=214):
     finished. Blocks of which nothing is left may be unknown."""
 
     stage: str
-    unit: Unit
     lease: int
     parts: list[tuple[int, bytes, bytes]]
     holder: int
@@ -269,21 +255,21 @@ class Summary(Body, tag=217):
 
 
 Op = (
-    Wrote
+    Begun
+    | Wrote
     | Leased
     | Returned
     | Joined
-    | Left
     | Finish
     | Tag
-    | Discarded
-    | Expected
+    | Drop
+    | Close
     | Reset
     | Declared
-    | Sealed
+    | Seal
     | Ended
     | Permitted
-    | Unadmit
+    | Withdraw
     | Advance
     | Paced
     | Lost

@@ -170,7 +170,7 @@ class Put(Body, tag=30):
     inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
     that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    keep: between peers: values that are there already stay, this is perhaps a repetition.
+    number: between peers, as in `Tag`.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
     """
@@ -189,7 +189,7 @@ class Put(Body, tag=30):
     digest_index: bytes = b""
     want_bytes: int = 0
     owners: list[Owner] = []
-    keep: bool = False
+    number: int = 0
     inline: bytes = b""
     continuing: bool = False
     reuse: bool = False
@@ -248,7 +248,8 @@ class Read(Body, tag=35):
 
 
 class ReadDone(Body, tag=36):
-    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end."""
+    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
+    Between peers the last key, and columns hold VALUE records."""
 
     table: Table
     pin: int
@@ -300,7 +301,8 @@ class Claim(Body, tag=40):
 
 class Claimed(Body, tag=41):
     """Leased rows; columns hold PLACE records. plan: what was asked for is a part in a plan, which
-    `lease` names; the table is empty."""
+    `lease` names; the table is empty. Between peers without a pin, and columns hold VALUE records.
+    """
 
     lease: int
     pin: int
@@ -320,7 +322,7 @@ class Fetch(Body, tag=42):
 
 
 class Fetched(Body, tag=43):
-    """index: where `Fetch` has one, u4: those of it that are there."""
+    """index: where `Fetch` has one, u4: those of it that are there. Between peers as `Claimed`."""
 
     pin: int
     table: Table
@@ -417,12 +419,14 @@ class Admitted(Body, tag=54):
     version: int
 
 
-class Unadmit(Body, tag=55):
-    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`."""
+class Withdraw(Body, tag=55):
+    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`. Between
+    peers also calls that nobody waits for any more: when this is answered they have no lease and no
+    permit, and never will."""
 
     partition: str
     generation: int
-    permits: list[int]
+    numbers: list[int]
 
 
 class Advance(Body, tag=56):
@@ -493,7 +497,7 @@ class Request(msgspec.Struct, array_like=True):
         | Wait
         | Losses
         | Admit
-        | Unadmit
+        | Withdraw
         | Advance
         | Stats
         | Asked

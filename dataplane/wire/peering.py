@@ -25,6 +25,7 @@ from dataplane.wire.messages import (
     Advance,
     Body,
     Claim,
+    Claimed,
     Close,
     Define,
     Defined,
@@ -33,21 +34,23 @@ from dataplane.wire.messages import (
     Dropped,
     Failed,
     Fetch,
+    Fetched,
     Finish,
     Losses,
     LossesDone,
     Put,
     PutDone,
     Read,
+    ReadDone,
     Reset,
     Seal,
     Stats,
     StatsDone,
     Tag,
-    Unadmit,
     Wait,
+    Withdraw,
 )
-from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table
+from dataplane.wire.tables import Owner, RosterTable
 
 
 class PeerHello(Body, tag=100):
@@ -74,25 +77,6 @@ class PeerHello(Body, tag=100):
     stream_secret: bytes = b""
 
 
-class Withdraw(Body, tag=112):
-    """To a claim's shard: nobody waits for it any more. When this is answered it has no lease, and
-    never will."""
-
-    partition: str
-    generation: int
-    stage: str
-    number: int
-
-
-class Granted(Body, tag=115):
-    """The answer to a claim: leased rows, with VALUE columns of the fields that it fetches; or a
-    part in a plan."""
-
-    lease: int
-    table: Table
-    plan: Laid | None = None
-
-
 class Pull(Body, tag=134):
     """To the owner of values: so many bytes from the start of each of these ranges. None of any of
     them asks only which are there.
@@ -116,15 +100,6 @@ class Release(Body, tag=120):
 
     ranges: bytes
     counts: bytes
-
-
-class Found(Body, tag=121):
-    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key.
-    index: as in `Fetched`."""
-
-    table: Table
-    more: bool = False
-    index: bytes = b""
 
 
 class Beat(Body, tag=140):
@@ -157,13 +132,11 @@ class Rostered(Body, tag=141):
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):
-    """Operations of one partition. definition: the backup makes a new copy first, of the partition
-    as it was declared."""
+    """Operations of one partition."""
 
     partition: str
     generation: int
     ops: Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
-    definition: Definition | None = None
 
 
 class Append(Body, tag=143):
@@ -276,7 +249,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | CanFree
         | Void
         | Claim
-        | Withdraw
         | Release
         | Pull
         | Define
@@ -292,7 +264,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Wait
         | Losses
         | Admit
-        | Unadmit
+        | Withdraw
         | Advance
         | Stats
         | Sample
@@ -310,12 +282,13 @@ class PeerReply(msgspec.Struct, array_like=True):
     body: (
         PeerHello
         | Rostered
-        | Granted
+        | Claimed
         | Pulled
         | Defined
         | PutDone
         | Dropped
-        | Found
+        | ReadDone
+        | Fetched
         | Stirring
         | LossesDone
         | Admitted

@@ -421,26 +421,6 @@ def test_reads_come_page_by_page_as_one(peer: ScriptedPeer, put: Put, part: Part
     assert {g.id: len(g) for g in found.groups()} == {"g": 4, "h": 4}
 
 
-def test_pages_of_an_older_roster_are_read_again(
-    peer: ScriptedPeer, part: Partition, put: Put
-) -> None:
-    turned: list[bytes] = []
-
-    def page(request: Any, body: Read) -> ReadDone | Failed:
-        if body.after == b"old":
-            turned.append(body.after)
-            return Failed("StaleEpoch", "the roster changed", {})
-        cursor = b"" if body.after else b"new" if turned else b"old"
-        return ReadDone(peer.table(put, ["a", "b"]), peer.new_pin(), cursor)
-
-    peer.scripts[Read] = page
-    assert len(part.rows()) == 8  # both pages of the second time, none of the first
-    assert [body.after for body in peer.bodies(Read)] == [b"", b"old", b"", b"new"]
-    peer.scripts[Read] = lambda r, b: Failed("StaleEpoch", "the roster changed", {})
-    with pytest.raises(dataplane.StaleEpoch):  # the peer waits for the next one as long as it may
-        part.rows()
-
-
 def test_rows_lists_without_bytes(peer: ScriptedPeer, put: Put, part: Partition) -> None:
     peer.scripts[Read] = lambda r, b: ReadDone(peer.table(put, b.fields), 0)
     listed = part.rows(where=dataplane.tag("v") == 1)

@@ -17,6 +17,8 @@ from dataplane.client.session import extents, housekeeping
 from dataplane.client.session.extents import Leftovers
 from dataplane.client.session.housekeeping import undo
 from dataplane.client.session.session import Bell
+from dataplane.errors import ShardFull
+from dataplane.peer.failures import failed
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Admitted,
@@ -30,8 +32,8 @@ from dataplane.wire.messages import (
     Request,
     Stats,
     StatsDone,
-    Unadmit,
     Unpin,
+    Withdraw,
 )
 from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import Laid, Rows, Table
@@ -211,8 +213,16 @@ def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody()
     assert undo(claimed) == [Finish(31, "leave")]
 
 
+def test_values_of_a_message_that_was_refused_when_nobody_waited_any_more_are_let_go() -> None:
+    """The peer holds them for the message that follows where the shard is full, and none does."""
+    full = failed(ShardFull("no room", values=True, ranges=bytes(8), pin=9))
+    assert undo(full) == [Unpin([9])]
+    assert not undo(failed(ShardFull("no room", values=True, ranges=b"", pin=0)))
+    assert not undo(failed(ShardFull("no room for rows", peer="a")))
+
+
 def test_a_permit_of_which_nobody_heard_is_given_back() -> None:
-    assert undo(Admitted(31, 7)) == [Unadmit("", 0, [31])]
+    assert undo(Admitted(31, 7)) == [Withdraw("", 0, [31])]
 
 
 def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:

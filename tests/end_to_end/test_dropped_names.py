@@ -13,7 +13,7 @@ from tests.end_to_end.conftest import Cluster
 LIMIT = 5_000
 FORGETFUL = f"""
 import sys
-from dataplane.metadata.tables.tombstones import Tombstones
+from dataplane.metadata.tables.remembered import Tombstones
 Tombstones.__init__.__defaults__ = ({LIMIT},)
 from dataplane.cli import main
 sys.exit(main(sys.argv[1:]))

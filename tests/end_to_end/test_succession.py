@@ -52,6 +52,19 @@ def check(batch: Any) -> None:
         assert (np.asarray(value) == int(key[1:])).all() and len(value) == 5000, key
 
 
+def test_a_put_that_meets_a_death_is_refused_at_the_heir_as_anywhere(
+    hosts: Addressed, planes: dict[str, Plane]
+) -> None:
+    """Its first attempt broke off, and might have been carried out: it returned, though the value
+    that was there stayed, and its own was nowhere."""
+    part = planes["a"].partition(hosts.homed("b"), stages={"s": ["x"]})
+    planes["c"].partition(part.name).put({"x": [1]}, key=["k"], tags={"by": ["c"]})
+    hosts.kill("b")
+    assert isinstance(failing(lambda: part.put({"x": [2]}, key=["k"])), dataplane.FieldExists)
+    part.put({"x": [3]}, key=["new"])
+    assert list(part.get(keys=["k", "new"])["x"]) == [1, 3]
+
+
 @pytest.mark.parametrize("dead", ["b", "c"])
 def test_with_two_replicas_no_acknowledged_row_is_lost(
     hosts: Addressed, planes: dict[str, Plane], dead: str

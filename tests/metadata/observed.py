@@ -156,7 +156,7 @@ def _lease(lease: Any) -> Any:
         for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
         for row in rows_of(bits)
     ]
-    return (lease.stage.name, lease.unit, positions, lease.holder, lease.claim)
+    return (lease.stage.name, positions, lease.holder, lease.claim)
 
 
 def _plan(plan: Plan) -> Any:

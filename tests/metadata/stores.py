@@ -84,7 +84,7 @@ def fill(store: Store) -> None:
     put(store, ["three", 4], ["g", 5], fields=("a",), v=[1, 2.5])
     put(store, [f"r{i}" for i in range(3)], ["h"] * 3, fields=fields)
     if store.definition.group_size is None:
-        store.close(names.hash_name("h"), 3, "h")
+        store.close("h", 3)
     store.take("s1", Want("rows", 1, 1), 5, 0.0, 1_500)
     taken = store.take("s2", Want("groups", 1, 1), 6, 0.0)
     finish(store, taken, index=b"\x01\0\0\0")

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from dataplane.metadata.shard.blocks import PENDING, READY
+from dataplane.metadata.shard.blocks import PENDING, READY, first_parts
 from dataplane.metadata.shard.stages import Lane, Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import hash_names
-from dataplane.metadata.tables.tombstones import Tombstones
+from dataplane.metadata.tables.remembered import Tombstones
 
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
@@ -83,7 +83,7 @@ def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
         wanted = rng.choice([1, 1, 4, 120])
         for asked in (None, where):
             expected = order if asked is None else matching()
-            found = single(units.lane(asked).first(wanted))
+            found = single(first_parts(units.lane(asked), wanted))
             if asked is None:
                 assert found == expected[:wanted]
             assert len(set(found)) == min(wanted, len(expected))

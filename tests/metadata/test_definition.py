@@ -15,9 +15,9 @@ from dataplane.errors import (
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.metadata.tables import names
-from dataplane.wire.journal import Op, Sealed, Wrote
+from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.limits import MAX_STAGES
+from dataplane.wire.messages import Seal
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.observed import carried_over, observed
 from tests.metadata.stores import OWNERS, put, store
@@ -63,14 +63,14 @@ def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
     ops: list[Op] = []
     s = Store("step-1", TRAIN, 1, emit=ops.append)
     put(s, [1, 2], ["p", "p"])
-    s.drop(groups=[names.hash_name("p")])
+    s.drop(groups=["p"])
     put(s, [3, 4], ["q", "q"])
     assert s.phase == "open"
     put(s, [5, 6, 7], ["r", "r", "s"])
     assert s.phase == "sealed" and s.closed_groups == 2
     with pytest.raises(PartitionSealed):
         put(s, [8], ["t"])
-    assert not any(isinstance(op, Sealed) for op in ops)
+    assert not any(isinstance(op, Seal) for op in ops)
     copy = Store("step-1", TRAIN, 1)
     carried_over(copy, ops)
     s.freed()
@@ -83,7 +83,7 @@ def test_a_seal_is_one_record_however_often_it_is_asked_for() -> None:
     put(s, [1], ["p"])
     s.seal()
     s.seal()
-    assert [type(op) for op in ops] == [Wrote, Sealed]
+    assert [type(op) for op in ops] == [Wrote, Seal]
 
 
 def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> None:
@@ -114,7 +114,7 @@ def test_groups_that_are_short_at_the_seal_are_dropped_unless_they_are_to_be_kep
         assert inspection.stats(s)["short_groups"] == int(not keep_short)
         assert s.counts("s", "groups").ready == 1 + keep_short
         with pytest.raises(GroupClosed if keep_short else RowsDropped):
-            put(s, [4], ["short"]) if not keep_short else s.close(names.hash_name("short"), 2)
+            put(s, [4], ["short"]) if not keep_short else s.close("short", 2)
         copy = Store("p", s.definition, 1)
         carried_over(copy, ops)
         dumped = Store("p", s.definition, 1)

@@ -156,14 +156,14 @@ class Story:
             )  # fmt: skip
         columns, inline = self.columns(len(keys))
         op = Wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
-        op.mode = self.any.choice(["new", "new", "keep", "replace"])
+        op.mode = self.any.choice(["new", "new", "replace"])
         op.reuse = self.any.random() < 0.2
         op.inline, op.holder = inline, self.any.randint(1, 3)
         self.store.put(op)
 
     def do_close(self) -> None:
         group = self.any.randrange(8)
-        self.store.close(names.hash_name(group), self.any.randint(1, 4), group)
+        self.store.close(group, self.any.randint(1, 4))
 
     def do_tag(self) -> None:
         keys = self.some(self.store.index)
@@ -209,7 +209,7 @@ class Story:
 
     def do_finish(self) -> None:
         lease = self.any.choice(list(self.store.leases) or [None])
-        if lease is None or lease.plan is not None:
+        if lease is None or not lease.holder:  # a plan has it
             return
         left = [at for part in lease.unfinished() for at in part.at]
         index = None
@@ -230,14 +230,14 @@ class Story:
     def do_join(self) -> None:
         if self.any.random() < 0.7:  # else there is hardly ever a plan
             for lease in list(self.store.leases):
-                if lease.plan is None:
+                if lease.holder:
                     self.store.finish(Finish(lease.number, "release"))
             for key in list(self.store.index):
                 columns, inline = [], bytearray()
                 for field in ("a", "b"):
                     raw = np.array([self.value(inline)], VALUE).tobytes()
                     columns.append(Column(field, raw))
-                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "keep")
+                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "replace")
                 op.inline = bytes(inline)
                 self.store.put(op)
             self.store.seal(True)
@@ -251,18 +251,14 @@ class Story:
             return
         member = self.any.choice(members)
         what = self.any.choice(["ack", "ack", "release", "leave"])
-        if what == "leave":
-            self.store.leave(member)
-        else:
-            self.store.finish(Finish(member.number, what))
+        self.store.finish(Finish(member.number, what))
 
     def do_drop(self) -> None:
         how = self.any.randrange(4)
         if how == 0:
             self.store.drop(where=["eq", "v", 3])
         elif how == 1:
-            groups = [names.hash_name(group) for group in self.some(range(8), 1)]
-            self.store.drop(groups=groups)
+            self.store.drop(groups=self.some(range(8), 1))
         else:
             keys = self.some([*self.store.index, self.key()[0]], 2)
             self.store.drop(rows=Rows(b"".join(keys)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.metadata.shard.lost_names import LostNames
+from dataplane.metadata.tables.remembered import LostNames
 from dataplane.wire.limits import MAX_LOST_PER_MESSAGE
 
 

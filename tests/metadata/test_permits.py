@@ -11,7 +11,6 @@ from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.names import hash_name
 from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name, Owner
@@ -48,7 +47,7 @@ def row(s: Store, group: str, at: int, holder: int) -> None:
             SPECS,
             OWNERS,
             {},
-            mode="keep",
+            mode="replace",
             holder=holder,
         )
     )
@@ -221,7 +220,7 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
                         row(s, group, 0, number)
                 if not groups or rng.random() < 0.1:  # it dies, and what it has begun is cancelled
                     s.release_holder(number)
-                    s.drop(groups=[hash_name(group) for group in groups])
+                    s.drop(groups=list(groups))
                     for group in groups:
                         del rolling[group]
         for group in [group for group, until in rolling.items() if step >= until]:

@@ -9,8 +9,8 @@ import pytest
 
 from dataplane.errors import FieldExists, InvalidRows, LeaseExpired, LimitExceeded
 from dataplane.metadata.shard import inspection, rows_out
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.takes import PullCredit
 from dataplane.wire.limits import ABSENT, MAX_FIELDS
 from dataplane.wire.messages import Want
 from dataplane.wire.records import RANGE, VALUE

@@ -74,15 +74,15 @@ def test_a_group_that_is_gone_is_not_opened_by_closing_it_again(closes_first: bo
     put(s, ["a", "b"], ["g", "g"])
     for closes in (closes_first, not closes_first):
         if closes:
-            s.close(names.hash_name("g"), 2, "g")
+            s.close("g", 2)
         else:
             consume(s, 2)
     assert (len(s.groups), s.closed_groups) == (0, 1)
-    assert s.close(names.hash_name("g"), 2, "g") == 0
+    assert s.close("g", 2) == 0
     assert (len(s.groups), s.closed_groups) == (0, 1)
     assert put(s, ["a", "c"], ["g", "g"]).gone == 2
     s.seal()
-    assert s.close(names.hash_name("g"), 2, "g") == 0
+    assert s.close("g", 2) == 0
     s.freed()
     copy = Store("p", ONCE, 1)
     carried_over(copy, ops)
@@ -92,10 +92,10 @@ def test_a_group_that_is_gone_is_not_opened_by_closing_it_again(closes_first: bo
 def test_old_names_may_be_used_for_new_rows_also_those_of_dropped_ones() -> None:
     s = Store("p", ONCE, 1)
     put(s, ["a", "b"], ["g", "g"])
-    s.close(names.hash_name("g"), 2, "g")
+    s.close("g", 2)
     consume(s, 2)
     s.drop(rows=named(["c"]))
-    s.drop(groups=[names.hash_name("h")])
+    s.drop(groups=["h"])
     for keys, groups in ((["c"], None), (["x"], ["h"])):
         with pytest.raises(RowsDropped):
             put(s, keys, groups)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:
     ops: list[Op] = []
     s = Store("p", ONCE, 1, emit=ops.append)
     put(s, ["a", "b", "c"], ["g", "g", None])
-    s.close(names.hash_name("g"), 2, "g")
+    s.close("g", 2)
     consume(s, 3)
     s.drop(rows=named(["d"]))
     put(s, ["b", "e"])

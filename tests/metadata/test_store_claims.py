@@ -12,10 +12,8 @@ from dataplane.errors import (
     RowsGone,
 )
 from dataplane.metadata.shard import rows_out, takes
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
-from dataplane.metadata.tables import names
+from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
@@ -156,8 +154,8 @@ def test_rows_that_have_nothing_but_progress_elsewhere_are_counted_for_the_credi
 def test_groups_of_different_sizes_never_mix() -> None:
     s = store(stages={"train": ["tokens"]})
     put(s, [1, 2, 3, 4, 5], ["p", "q", "p", "q", "q"])
-    s.close(names.hash_name("p"), 2)
-    s.close(names.hash_name("q"), 3)
+    s.close("p", 2)
+    s.close("q", 3)
     assert keys_of(s, take(s, "train", Want("groups", 1, 1))) == [1, 3]
     assert keys_of(s, take(s, "train", Want("groups", 1, 1))) == [2, 4, 5]
 

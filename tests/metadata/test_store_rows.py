@@ -10,6 +10,7 @@ from dataplane.errors import (
     FieldUnknown,
     PartitionConflict,
     PartitionSealed,
+    ProtocolError,
     RowsDropped,
     RowsGone,
     StageUndefined,
@@ -32,6 +33,7 @@ from tests.metadata.stores import (
     take,
     values,
 )
+from tests.metadata.test_journal import copy_of
 
 
 def test_a_row_is_freed_when_all_stages_acked_it_and_not_before() -> None:
@@ -56,7 +58,7 @@ def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
 def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
     s = store(group_size=8)
     put(s, [1], ["p"])
-    s.drop(groups=[names.hash_name("p")])
+    s.drop(groups=["p"])
     for keys, groups in ([[1], None], [[2], ["p"]]):
         with pytest.raises(RowsDropped) as caught:
             put(s, keys, groups)
@@ -80,7 +82,7 @@ def test_groups_that_were_dropped_do_not_count_as_made() -> None:
     s = store(group_size=2)
     put(s, [1, 2, 3, 4], ["p", "p", "q", "q"])
     assert s.closed_groups == 2
-    s.drop(groups=[names.hash_name("p")])
+    s.drop(groups=["p"])
     assert s.closed_groups == 1
 
 
@@ -168,13 +170,35 @@ def test_only_stages_whose_counts_changed_are_told() -> None:
     assert s.dirty() == {"reward", "train"}
 
 
-def test_a_read_goes_on_behind_the_last_key() -> None:
+@pytest.mark.parametrize("gone", [[], [3], [2, 3, 4], list(range(8))])
+def test_a_read_goes_on_behind_the_last_row_also_where_that_has_gone(gone: list[int]) -> None:
+    """It was RowsGone, of a read that names no row."""
+    s = store()
+    for block in (range(6), range(6, 8), range(8, 10)):
+        put(s, list(block))
+    read = rows_out.read(s, limit=4)
+    names, after = rows_out.table(s, read[0]).rows.names or [], rows_out.place_of(read[0])
+    assert read[1] and names == [0, 1, 2, 3]
+    for name in gone:
+        s.drop(rows=named([name]))
+    for copy in (s, copy_of(s)):
+        rest, more = rows_out.read(copy, limit=9, after=after)
+        assert not more
+        assert rows_out.table(copy, rest).rows.names == [n for n in range(4, 10) if n not in gone]
+
+
+def test_a_read_goes_on_behind_nothing_else() -> None:
+    with pytest.raises(ProtocolError, match="goes on behind 10 bytes"):
+        rows_out.read(store(), after=bytes(16))
+
+
+def test_a_read_goes_on_behind_the_last_row() -> None:
     s = store()
     put(s, list(range(10)), odd=[i % 2 for i in range(10)])
     slots, more = rows_out.read(s, limit=4)
     assert more
     first = rows_out.table(s, slots, ["tokens"]).rows
-    rest, more = rows_out.read(s, limit=9, after=first.keys[-16:])
+    rest, more = rows_out.read(s, limit=9, after=rows_out.place_of(slots))
     assert not more
     assert [*(first.names or []), *(rows_out.table(s, rest, []).rows.names or [])] == list(
         range(10)

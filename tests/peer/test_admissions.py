@@ -13,14 +13,14 @@ from dataplane.errors import Unavailable
 from dataplane.peer.host import call_deadline
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Held
-from dataplane.wire.messages import Done, Unadmit
+from dataplane.wire.messages import Done, Withdraw
 
 
 async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call_in_time() -> None:
     """The shard is told all the same, and a repetition has nothing more to say."""
-    told: list[tuple[Unadmit, asyncio.Future[None]]] = []
+    told: list[tuple[Withdraw, asyncio.Future[None]]] = []
 
-    def tell(body: Unadmit) -> asyncio.Future[None]:
+    def tell(body: Withdraw) -> asyncio.Future[None]:
         told.append((body, asyncio.get_running_loop().create_future()))
         return told[-1][1]
 
@@ -28,9 +28,9 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
     host: Any = SimpleNamespace()
     waits = Waits(host, router, [])
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
-    body, request = Unadmit("p", 1, [5]), Any
+    body, request = Withdraw("p", 1, [5]), Any
     call_deadline.set(time.monotonic() + 0.02)
     with pytest.raises(Unavailable, match="does not answer yet"):
-        await asyncio.wait_for(waits.unadmit(session, request, body), 60)
+        await asyncio.wait_for(waits.withdraw(session, request, body), 60)
     assert told[0][0] == body and not told[0][1].cancelled()
-    assert await waits.unadmit(session, request, body) == Done() and len(told) == 1
+    assert await waits.withdraw(session, request, body) == Done() and len(told) == 1

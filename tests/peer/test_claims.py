@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,11 @@ from dataplane.peer.net.router import Router
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
-from dataplane.wire.messages import Body, Claim, Claimed, Want
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.messages import Body, Claim, Claimed, Want, Withdraw
 from dataplane.wire.tables import Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
-GRANTED = Granted(31, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
+GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
 NOTHING = {"ready": 0, "units": 0, "excluded": 0, "alone": 0, "missing": {}, "adders": {}}
 MORE = {"open_groups": 0, "leases": [], "sealed": False, "producers": 0, "before": 0, "plan": ""}
 NOT_YET = ClaimTimeout("not so many yet", **NOTHING, **MORE)
@@ -163,7 +161,7 @@ async def test_a_claim_that_is_given_up_is_withdrawn_where_its_shard_is_then(
     with contextlib.suppress(asyncio.CancelledError):
         await claiming
     await asyncio.sleep(0)
-    assert asker.told == [(ELSEWHERE, Withdraw("p", 1, "s", asker.asked[0][1].number))]
+    assert asker.told == [(ELSEWHERE, Withdraw("p", 1, [asker.asked[0][1].number]))]
     assert asker.session.waiting == asker.claims.waiting == 0
 
 
@@ -184,15 +182,15 @@ async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_
     assert all(isinstance(one, Claimed) for one in await asyncio.gather(again, other))
 
 
-@pytest.mark.parametrize("given_back", [Finishing.release, Finishing.unheard])
+@pytest.mark.parametrize("heard", [True, False])
 async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_left(
-    monkeypatch: pytest.MonkeyPatch, given_back: Callable[[Finishing, Any, int], None]
+    monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
     """Also where its answer was not confirmed by the backup in time, and never left this peer."""
     asker = Asker(monkeypatch)
     asker.hears.clear()
-    asker.leases.open(Lease(5, "p", 1, "s", 0, asker.session, claim=3))
-    given_back(asker.finishing, asker.session, 5)
+    asker.leases.open(Lease(5, "p", 1, "s", 0, asker.session, plan=True))
+    asker.finishing.release(asker.session, 5, heard)
     again, other = asker.claim(plan=Shape(1)), asker.claim()
     await asker.until_asked(1)
     assert asker.asked[0][1].plan is None

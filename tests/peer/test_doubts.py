@@ -14,8 +14,7 @@ from dataplane.errors import DataplaneError, PartitionGone, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.once import Once, Operations

@@ -17,8 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller, Progress
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.references import References

@@ -10,12 +10,11 @@ import pytest
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.roster.heirs import Heirs
-from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas
-from dataplane.wire.journal import Declared, Ended, Op
+from dataplane.wire.journal import Begun, Declared, Ended, Op
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Append, Beat, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
@@ -82,9 +81,9 @@ def test_what_came_twice_is_carried_out_once() -> None:
     backup = Backup(rosters(in_sync=True, misses_that=False)[0])
     caller, definition = Caller(PRIMARY.peer, PRIMARY.incarnation), Definition({"s": ["x"]})
     stage: list[Op] = [Declared(name, ["x"]) for name in ("t", "u", "v")]
-    backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:1], definition)]))
+    backup.append(caller, Append(5, 0, [Shipment("p", 1, [Begun(definition), *stage[:1]])]))
     assert backup.replicas.has(PRIMARY.peer) == (5, 2)
-    backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:2], definition)]))
+    backup.append(caller, Append(5, 0, [Shipment("p", 1, [Begun(definition), *stage[:2]])]))
     backup.append(caller, Append(5, 2, [Shipment("p", 1, stage[1:])]))
     backup.append(caller, Append(5, 1, [Shipment("p", 1, stage[:1])]))
     assert backup.replicas.has(PRIMARY.peer) == (5, 4)
@@ -102,7 +101,7 @@ def test_only_a_copy_that_was_in_sync_is_taken_over(
     """By what the rosters say, also where the backup missed the one that called it in sync."""
     first, *later = rosters(in_sync, misses_that)
     backup = Backup(first)
-    shipped = Append(7, 0, [Shipment("p", 1, [], Definition())])
+    shipped = Append(7, 0, [Shipment("p", 1, [Begun(Definition())])])
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
     for roster in later:
         backup.turn(roster)
@@ -128,7 +127,7 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
         beat(owner, synced=True, leaving=leaves)
     assert len(made.roster.shards_of(PRIMARY.peer)) == made.roster.shards
     assert [one.owner for one in made.roster.takeovers] == [PRIMARY, BACKUP]
-    shipped = Append(7, 0, [Shipment("p", 1, [], Definition())])
+    shipped = Append(7, 0, [Shipment("p", 1, [Begun(Definition())])])
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
     made.lost(PRIMARY)
     backup.turn(made.roster)
@@ -142,7 +141,10 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
     late = Declared("late", ["x"])
     ended = Ended()
-    shipped = [Shipment("p", 1, [late], Definition()), Shipment("q", 2, [ended], Definition())]
+    shipped = [
+        Shipment("p", 1, [Begun(Definition()), late]),
+        Shipment("q", 2, [Begun(Definition()), ended]),
+    ]
     assert backup.append(caller, Append(7, 0, shipped)) == Done()
     for roster in later:
         backup.turn(roster)
@@ -153,7 +155,7 @@ def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
     """The peer that leaves has its shards still."""
     first, *between, last = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
-    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     leaves = last.members + ("tcp://10.0.0.3:7101",)
     primaries = last.primaries.copy()
@@ -176,7 +178,7 @@ def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() ->
         return dataclasses.replace(roster, primaries=primaries)
 
     backup = Backup(here(first))
-    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     for roster in later:
         backup.turn(here(roster))
@@ -193,7 +195,7 @@ def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     shipping.happened = lambda store, op: passed.append(type(op).__name__)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
     another = next(name for name in map(str, range(99)) if first.home(name) == BACKUP.peer)
-    shipped = [Shipment(name, 1, [], Definition()) for name in (another, "p")]
+    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in (another, "p")]
     backup.append(caller, Append(7, 0, shipped))
     assert not passed and backup.replicas.has(PRIMARY.peer)
     backup.turn(dataclasses.replace(first, leaving=frozenset({PRIMARY.peer})))
@@ -209,7 +211,7 @@ def test_a_backup_that_had_forgotten_a_broken_copy_says_that_it_was_lost() -> No
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
+    backup.append(caller, Append(7, 0, [Shipment("p", 1, [Begun(Definition())])]))
     with pytest.raises(ProtocolError):
         backup.append(caller, Append(7, 1, [Shipment("q", 1, [Ended()])]))
     for roster in later:
@@ -222,7 +224,7 @@ def test_the_beginning_of_a_copy_is_not_served() -> None:
     first, *later = rosters(in_sync=True, misses_that=False)
     assert first.bucket("p") != first.bucket("q")
     backup = Backup(first)
-    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     *between, last = later
     lost = last.lost.copy()

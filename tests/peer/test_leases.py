@@ -11,7 +11,6 @@ import pytest
 from dataplane.errors import LeaseExpired
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.wire.messages import Body, Claimed, Done, Finish
-from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Table
 
 
@@ -89,19 +88,19 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     leases, holder = Leases(), client()
     finishing = Finishing(router, leases, writing)
     leases.open(Lease(7, "p", 1, "s", 2, holder))
-    leases.open(Lease(8, "p", 1, "s", 0, holder, claim=500))
-    leases.open(Lease(9, "p", 1, "s", 0, holder, claim=501))
+    leases.open(Lease(8, "p", 1, "s", 0, holder, plan=True))
+    leases.open(Lease(9, "p", 1, "s", 0, holder, plan=True))
     for unheard in (7, 8, 8):
-        finishing.unheard(holder, unheard)
+        finishing.release(holder, unheard, heard=False)
     finishing.release(holder, 9)
-    leases.open(Lease(10, "p", 1, "s", 0, holder, claim=502))
+    leases.open(Lease(10, "p", 1, "s", 0, holder, plan=True))
     request: Any = SimpleNamespace(rid=0)
     assert finishing.finish(holder, request, Finish(10, "leave")) == Done()
     await asyncio.sleep(0)
     assert told == [
         Finish(7, "release", partition="p", generation=1),
-        Withdraw("p", 1, "s", 500),
+        Finish(8, "leave", partition="p", generation=1),
         Finish(9, "release", partition="p", generation=1),
-        Withdraw("p", 1, "s", 502),
+        Finish(10, "leave", partition="p", generation=1),
     ]
     assert not holder.leases

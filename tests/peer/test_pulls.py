@@ -16,8 +16,8 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
-from dataplane.wire.messages import Fetch, Read
-from dataplane.wire.peering import Found, Pull, Pulled
+from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
+from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner, Rows, Table
 
@@ -199,8 +199,9 @@ async def test_a_call_meets_the_loss_of_one_peer_after_another(losses: int, call
     lost, whatever their shard knew of them by then."""
     asked = 0
 
-    async def ask(body: Fetch | Read) -> Found:
-        return Found(Table(Rows(b""), []))
+    async def ask(body: Fetch | Read) -> Fetched | ReadDone:
+        table = Table(Rows(b""), [])
+        return Fetched(0, table) if call == "fetch" else ReadDone(table, 0)
 
     async def resolved(table: Table, holder: int) -> tuple[Table, int]:
         nonlocal asked

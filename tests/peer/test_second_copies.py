@@ -29,7 +29,7 @@ from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Begun, Op
 from dataplane.wire.messages import Done, Put
 from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
@@ -190,7 +190,7 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     caller = Caller(THERE.peer, THERE.incarnation)
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     ranges, ones = np.zeros(2, RANGE), np.ones(2, U4).tobytes()
     ranges["range"], ranges["generation"] = np.arange(2), 1
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
@@ -226,7 +226,7 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     column = Column("tokens", records.tobytes())
     shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
     caller = Caller(THERE.peer, THERE.incarnation)
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, ops, shard.definition)]))
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
     assert not engine.reads
     await asyncio.gather(*spawned)
     assert engine.reads == [[0]]
@@ -245,7 +245,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     names = stores.named(["k0", "k1"])
     shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE, HERE], {}))
     caller = Caller(THERE.peer, THERE.incarnation)
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, ops, shard.definition)]))
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
 
     told: list[Any] = []
 
@@ -267,6 +267,28 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     [[copy]] = [ranges for _, ranges in told[:1]]
     assert told == [(backup_, [copy]), (backup_, [8])]
     assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
+
+
+async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_hand_over() -> None:
+    """A put whose copies took longer than a peer that leaves waits was entered when the heir had
+    the shards, and answered when that peer heard so and had no backup any more."""
+    peer = Peer(engine := Engine(set()))
+    entry = Entry(stores.store(replicas=2))
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    columns = [Column("tokens", records.tobytes())]
+    body = Put("step-1", 1, stores.named(["k"]), columns, stores.SPECS, owners=[THERE])
+    async with peer.copying.beforehand(entry, body):
+        assert engine.reads == [[0]]
+
+    def speak() -> None:
+        raise StaleEpoch("it leaves")
+
+    peer.host.speak = speak
+    with pytest.raises(StaleEpoch):
+        async with peer.copying.beforehand(entry, body):
+            raise AssertionError("it is entered")
+    assert not len(entry.copies or ())
 
 
 async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_own() -> None:
@@ -296,26 +318,6 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     assert told == [(leaves, local.tobytes()), (follows, local.tobytes())]
 
 
-async def test_what_waited_for_them_while_its_peer_fell_silent_changes_nothing_there() -> None:
-    """That peer has said that its backup has everything: with its heir, rows were gone of which
-    whoever put them was told that they are in."""
-    peer, entry = Peer(Engine(set())), Entry(stores.store(replicas=2))
-    records = np.zeros(1, VALUE)
-    records["generation"], records["nbytes"] = 1, VALUE_BYTES
-    column = Column("tokens", records.tobytes())
-    put = Put("step-1", 1, stores.named(["k0"]), [column], stores.SPECS, owners=[THERE])
-
-    def speak() -> None:
-        raise StaleEpoch("its shards move")
-
-    entered = False
-    with pytest.raises(StaleEpoch, match="its shards move"):
-        peer.host.speak = speak
-        async with peer.copying.beforehand(entry, put):
-            entered = True
-    assert not entered and not peer.space.stats()["used_bytes"]
-
-
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)
@@ -339,7 +341,7 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
         record["range"], record["nbytes"] = n, BATCH_BYTES // 4
         column = Column("tokens", record.tobytes())
         shard.put(stores.Wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
-    begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     assert await begun == Done()
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
     answer: Awaitable[Any] | None = None
@@ -365,7 +367,7 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     column = Column("tokens", records.tobytes())
     names = stores.named(["k0", "k1", "k2"])
     shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE], {}))
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     call_deadline.set(peer.host.now() + ATTEMPT_S)
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
     first = asyncio.ensure_future(append(caller, told))

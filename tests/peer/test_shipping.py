@@ -19,12 +19,14 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
-from dataplane.wire.journal import Ended, Sealed, encode, encoded
+from dataplane.wire.journal import Begun, Ended, encode, encoded
+from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+BEGUN = encoded(encode(Begun(Definition({"s": ["tokens"]}))))
 
 
 class Backup:
@@ -121,7 +123,7 @@ async def test_an_answer_to_the_backup_brings_what_that_does_not_have_and_does_n
     again = shipping.carry(asks, b"2")
     assert first and second and again
     assert (first.first, second.first, again.first) == (0, 1, 0)
-    assert [len(one.ops) for one in (*first.shipments, *second.shipments)] == [0, 1]
+    assert [len(one.ops) for one in (*first.shipments, *second.shipments)] == [1, 1]
     assert shipping.carry(primary.roster.owners[0], b"3") is None
     shipping.heard(asks, second.stream, 2)
     assert primary.host.progress.is_settled and len(backup.got) == 1
@@ -172,20 +174,20 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     primary.shipping.pass_on(copy.store)
     primary.shipping.turned(primary.roster)
     assert primary.shipping.has_all is None
-    primary.shipping.happened(copy.store, Sealed(True))
+    primary.shipping.happened(copy.store, Seal("q", 1, True))
     another = Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))
-    primary.shipping.happened(another, Sealed(True))  # which was not passed on
+    primary.shipping.happened(another, Seal("q", 1, True))  # which was not passed on
     whole = len(backup.got)
     while not primary.shipping.has_all:
         await asyncio.sleep(0)
     shipped = [one for body in backup.got[whole:] for one in body.shipments]
-    assert {one.partition for one in shipped} == {"q"} and shipped[0].definition
-    assert shipped[-1].ops[-1] == encoded(encode(Sealed(True)))
+    assert {one.partition for one in shipped} == {"q"} and shipped[0].ops[0] == BEGUN
+    assert shipped[-1].ops[-1] == encoded(encode(Seal("q", 1, True)))
     primary.host.entries["q"] = copy
     primary.shipping.take_over(copy)
     assert primary.shipping.has_all and not primary.shipping.passed_on
     put(copy.store, ["b"])
-    assert primary.shipping._end == sum(len(one.ops) for one in shipped) + 2
+    assert primary.shipping._end == sum(len(one.ops) for one in shipped) + 1
     await primary.end()
 
 
@@ -206,7 +208,7 @@ async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> No
     while not primary.shipping.has_all:
         await asyncio.sleep(0)
     shipped = [one for body in backup.got[1:] for one in body.shipments]
-    assert [one.definition is not None for one in shipped] == [True, True]
+    assert [one.ops[0] == BEGUN for one in shipped] == [True, True]
     assert shipped[0].ops[-1] == encoded(encode(Ended()))
     await primary.end()
 

@@ -29,8 +29,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.waiting_calls import WaitingCalls
-from dataplane.wire.messages import Admit, Body, Claim, Done, Finish, Unadmit, Wait, Want
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import named, put
 
@@ -102,13 +101,8 @@ class Shard:
         body = Admit(NAME, 1, count, 1, 1, number=number, label="it", **more)
         return self.mesh.handlers[Admit](CLAIMANT, body)
 
-    def unadmit(self, *numbers: int) -> None:
-        assert isinstance(
-            self.mesh.handlers[Unadmit](CLAIMANT, Unadmit(NAME, 1, list(numbers))), Done
-        )
-
     def withdraw(self, number: int) -> None:
-        body = Withdraw(NAME, 1, "s", number)
+        body = Withdraw(NAME, 1, [number])
         assert isinstance(self.mesh.handlers[Withdraw](CLAIMANT, body), Done)
 
     @property
@@ -116,7 +110,7 @@ class Shard:
         return self.entry.store.counts("s").ready
 
     def keys(self, answer: Body) -> list[Any]:
-        assert isinstance(answer, Granted) and answer.table.rows.names is not None
+        assert isinstance(answer, Claimed) and answer.table.rows.names is not None
         return list(answer.table.rows.names)
 
 
@@ -206,11 +200,11 @@ async def test_producers_are_let_in_one_after_the_other_whatever_they_want() -> 
     shard = Shard(GROUPED)
     assert shard.admit(5, 2).permit == 5  # two places: a lag of 1, one group a version
     both, one = shard.admit(6, 2), shard.admit(7)
-    shard.unadmit(5)
+    shard.withdraw(5)
     assert both.result().permit == 6 and not one.done()
     again = shard.admit(7, waited_ms=50)
     assert isinstance(one.exception(), StaleEpoch) and len(shard.calls) == 1
-    shard.unadmit(6)
+    shard.withdraw(6)
     assert again.result().permit == 7 and not len(shard.calls)
     assert shard.admit(7) == again.result()
 
@@ -230,7 +224,7 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
     shard.settle(shard.entry)
     assert not younger.done()
     assert shard.admit(6, 2).permit == 6  # it was let in while it was about to ask again
-    shard.unadmit(6)
+    shard.withdraw(6)
     assert younger.result().permit == 7
     with pytest.raises(LeaseExpired, match="given up"):
         shard.admit(6, 2)

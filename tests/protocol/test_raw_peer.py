@@ -303,7 +303,7 @@ def test_a_life_sign_is_answered_by_the_roster(link: Link, addresses: list[str])
     assert [len(column) for column in columns] == [8192, 8192, 512, 0, 0, 0, 0]
 
 
-GIVEN_UP = {"@": "Withdraw", "partition": "p", "generation": 1, "stage": "s", "number": 7}
+GIVEN_UP = {"@": "Withdraw", "partition": "p", "generation": 1, "numbers": [7]}
 
 
 def test_a_request_counts_under_the_roster_in_force_only(link: Link) -> None:

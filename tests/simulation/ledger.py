@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Definition, Name, Owner
 
@@ -101,8 +101,8 @@ class Ledger:
         self.spares: set[Owner] = set()
         """who could be its backup then, and has been there since, without being about to leave"""
         self.undone = 0
-        """up to this generation it is lost as a whole, also what peers that were called lost and have
-        not heard so put into it afterwards"""
+        """up to this generation it is lost as a whole, also what is put into it afterwards at peers
+        that were called lost and have not heard so"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 

@@ -255,7 +255,7 @@ class Producer(Role):
         """What was not used goes back, unless it is left to the end of the session."""
         mine, self.permits = self.permits, []
         if mine and self.rng.random() < 0.7:
-            body = m.Unadmit(self.partition, self.generation, mine)
+            body = m.Withdraw(self.partition, self.generation, mine)
             await self.client.call(body, m.Done, 10.0)
 
     def _group(self, number: int, given: bool) -> Group:

@@ -43,7 +43,7 @@ from dataplane.wire.messages import (
     Losses,
     LossesDone,
     Tag,
-    Unadmit,
+    Withdraw,
 )
 from dataplane.wire.tables import Name, Scalar
 
@@ -120,7 +120,7 @@ class Admitting:
         self._max_lag = arguments.whole(max_lag, "max_lag")
         self._per_version = arguments.count(per_version, "per_version")
         self._timeout = arguments.seconds(timeout, "timeout")
-        self._held: Unadmit | None = None
+        self._held: Withdraw | None = None
         """what is to be said at the end"""
 
     def _admit(self) -> Operation[None]:
@@ -141,12 +141,12 @@ class Admitting:
         admitted = yield from wait_for(body, Admitted, self._timeout)
         self.version = admitted.version
         permits.add(admitted.permit, name)
-        self._held = Unadmit(name, generation, [admitted.permit])
+        self._held = Withdraw(name, generation, [admitted.permit])
 
     def _give_back(self) -> Operation[None]:
         held, self._held = self._held, None
         assert held is not None
-        self._handle.session.permits.discard(held.permits[0])
+        self._handle.session.permits.discard(held.numbers[0])
         yield from ask(held, Done, Deadline(DEFAULT_TIMEOUT_S))
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from dataplane.client.write.rows import (
     row_names,
     tag_values,
 )
-from dataplane.errors import FrameTooLarge, InvalidCall, StaleEpoch
+from dataplane.errors import FrameTooLarge, InvalidCall
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import NO_GROUP
@@ -138,13 +138,10 @@ def _pages(
                 )
             size = count // 2
             continue
-        except BaseException as exc:
+        except BaseException:
             # The pages before this one are pinned; their pins go with an object nobody keeps.
             session.pinned(*(p.pin for p in pages))
-            if not (after and isinstance(exc, StaleEpoch)):
-                raise
-            pages, after = [], b""  # rows moved: some would come twice, others not at all
-            continue
+            raise
         pages.append(page)
         if not page.cursor:
             return pages

@@ -34,8 +34,8 @@ from dataplane.wire.messages import (
     ReadDone,
     Request,
     Reserved,
-    Unadmit,
     Unpin,
+    Withdraw,
 )
 
 log = logging.getLogger(__name__)
@@ -245,11 +245,13 @@ def undo(body: Body) -> list[Body]:
     if isinstance(body, Claimed):
         due.append(Finish(body.lease, "release" if body.plan is None else "leave"))
     if isinstance(body, Admitted):
-        due.append(Unadmit("", 0, [body.permit]))  # the peer knows of which partition it is
+        due.append(Withdraw("", 0, [body.permit]))  # the peer knows of which partition it is
     if isinstance(body, Reserved | PutDone) and body.extents:
         due.append(GiveBack(body.extents))
     if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:
         due.append(Unpin([body.pin]))
+    if isinstance(body, Failed) and (pin := body.details.get("pin")):  # values of a refused message
+        due.append(Unpin([pin]))
     return due
 
 

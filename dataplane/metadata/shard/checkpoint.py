@@ -30,8 +30,8 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_in
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.records import U4, column

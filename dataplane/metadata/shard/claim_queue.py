@@ -11,9 +11,7 @@ for that.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import takewhile
 
 import msgspec
 
@@ -27,10 +25,9 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans, takes
 from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit, Taken
 from dataplane.wire.messages import Claim, Want
 
 NEAR_CLAIMS = 64
@@ -78,7 +75,7 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: dict[Lane, OrderedDict[int, WaitingClaim]] = {}
+        self._lanes: dict[Lane, dict[int, WaitingClaim]] = {}
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
@@ -116,14 +113,11 @@ class ClaimQueue:
         if before is not None:
             self.withdraw(claim.number)
         self._claims[claim.number] = claim
-        lane = self._lanes.setdefault(claim.lane, OrderedDict())
-        if not lane or next(reversed(lane.values())).since <= claim.since:
-            lane[claim.number] = claim
-            return
-        younger = list(takewhile(lambda one: one.since > claim.since, reversed(lane.values())))
+        lane = self._lanes.setdefault(claim.lane, {})
+        last = next(reversed(lane.values()), claim)
         lane[claim.number] = claim
-        for one in reversed(younger):
-            lane.move_to_end(one.number)
+        if last.since > claim.since:
+            self._lanes[claim.lane] = dict(sorted(lane.items(), key=lambda one: one[1].since))
 
     def withdraw(self, number: int) -> bool:
         """The claim was given up. Whether it waited here."""
@@ -283,7 +277,7 @@ class ClaimQueue:
     # who goes before whom
 
     def _near(
-        self, head: WaitingClaim, queue: OrderedDict[int, WaitingClaim], counts: Counts
+        self, head: WaitingClaim, queue: dict[int, WaitingClaim], counts: Counts
     ) -> WaitingClaim | None:
         """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
         head's."""

@@ -8,16 +8,14 @@ from dataplane.errors import (
     GroupClosed,
     InvalidRows,
     PartitionSealed,
-    ProtocolError,
     RowsDropped,
     counted,
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows, names_of
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
-from dataplane.metadata.tables.tombstones import of_group
-from dataplane.wire import tables as wire
+from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
+from dataplane.metadata.tables.remembered import of_group
+from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
 
@@ -30,10 +28,6 @@ def drop_rows(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
 
 def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     """Drop groups with all their rows, and refuse later rows of them. Returns (rows, bytes)."""
-    if any(len(key) != KEY_BYTES for key in keys):
-        raise ProtocolError(f"a group's key has {KEY_BYTES} bytes")
-    if not keys:
-        return 0, 0
     keys = list(dict.fromkeys(keys))
     groups = [state.groups[key] for key in keys if key in state.groups]
     state.tombstones.add(map(of_group, keys))
@@ -65,33 +59,32 @@ def lose(state: State, owner: Owner) -> int:
     state.remove(parts)
     state.remove_groups(still_open)
     state.forget_owner(owner)
+    state.tell(Lost(owner))
     return len(keys) // KEY_BYTES
 
 
-def close(state: State, key: bytes, size: int, name: Name | None) -> int:
+def close(state: State, name: Name, size: int) -> int:
     """Say how many rows a group has. Returns 1 when it closes with that, else 0."""
-    if len(key) != KEY_BYTES:
-        raise ProtocolError(f"a group's key has {KEY_BYTES} bytes")
-    shown = format_minted(key) if name is None else name
+    key = hash_name(name)
     group = state.groups.get(key)
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"the group {shown!r} cannot close with {counted(size, 'row')}; give 1 to {limit}"
+            f"the group {name!r} cannot close with {counted(size, 'row')}; give 1 to {limit}"
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
-            _expect_new(state, key, size, name, shown)
+            _expect_new(state, key, size, name)
         return 0
     if group.closed:
         if size != group.seen:
             raise GroupClosed(
-                f"the group {shown!r} is closed with {counted(group.seen, 'row')}", rows=group.seen
+                f"the group {name!r} is closed with {counted(group.seen, 'row')}", rows=group.seen
             )
         return 0
     if size < group.seen:
         raise InvalidRows(
-            f"the group {shown!r} has had {counted(group.seen, 'row')}; close it with as many",
+            f"the group {name!r} has had {counted(group.seen, 'row')}; close it with as many",
             rows=group.seen,
         )
     group.expected = size
@@ -120,19 +113,9 @@ def seal(state: State, keep: bool = False) -> int:
     return 0
 
 
-def _expect_new(state: State, key: bytes, size: int, name: Name | None, shown: Name) -> None:
+def _expect_new(state: State, key: bytes, size: int, name: Name) -> None:
     if state.tombstones.dropped(of_group(key)):
-        raise RowsDropped(f"the group {shown!r} was dropped; it is cancelled", groups=[shown])
+        raise RowsDropped(f"the group {name!r} was dropped; it is cancelled", groups=[name])
     if state.sealed:
         raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")
     state.add_group(key, name, size)
-
-
-def check_keys(rows: wire.Rows) -> list[bytes]:
-    """The keys of a call that names rows. InvalidRows for one named twice."""
-    if not rows.keys or len(rows.keys) % KEY_BYTES:
-        raise InvalidRows("there are no rows in this call; give at least one key")
-    keys = keys_in(rows.keys)
-    if len(set(keys)) != len(keys):
-        raise InvalidRows("a row is named twice in one call")
-    return keys

@@ -103,11 +103,6 @@ def give_back(state: State, lease: Lease) -> int:
     return count
 
 
-def give_back_all(state: State, leases: Sequence[Lease]) -> int:
-    """Several leases end; the rows of the oldest come first."""
-    return sum(give_back(state, lease) for lease in reversed(leases))
-
-
 def positions_of(lease: Lease, index: bytes) -> list[int]:
     """InvalidRows for a position that the lease does not have."""
     positions: list[int] = column(index, U4).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,24 +57,20 @@ def missing(
 
 def holders(state: State, now: float) -> list[Holder]:
     """Who has rows leased, of which stage, how many and for how many seconds."""
-    return _holders(((lease, lease.many_left) for lease in state.leases), now)
+    return _holders(state, lambda lease: lease.many_left, now)
 
 
-def _holders(leases: Iterable[tuple[Lease, int]], now: float) -> list[Holder]:
-    """leases: each with its rows that count."""
+def _holders(state: State, counted: Callable[[Lease], int], now: float) -> list[Holder]:
+    """counted: how many rows of a lease count. Of a plan's, one that has yet to ack has them."""
     held: dict[tuple[int, str], tuple[int, float]] = {}
-    for lease, many in leases:
-        if many:
-            one = _holder(lease), lease.stage.name
+    for lease in state.leases:
+        if many := counted(lease):
+            plan = None if lease.holder else state.leases.plan(lease.stage.name)
+            working = [] if plan is None else plan.working
+            one = working[0].holder if working else lease.holder, lease.stage.name
             rows, age = held.get(one, (0, 0.0))
             held[one] = rows + many, max(age, now - lease.started)
     return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
-
-
-def _holder(lease: Lease) -> int:
-    """Of a plan, one that has yet to ack."""
-    working = [] if lease.plan is None else lease.plan.working
-    return working[0].holder if working else lease.holder
 
 
 def _adder(state: State, field: str) -> str:
@@ -97,7 +93,7 @@ def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float)
         parts = lease.held.parts
         return sum([(bits & pending.get(block.number, 0)).bit_count() for block, bits in parts])
 
-    found = _holders(((lease, wanted(lease)) for lease in state.leases), now)
+    found = _holders(state, wanted, now)
     return sorted(found, key=lambda one: -one[3])
 
 

@@ -2,9 +2,9 @@
 store as the operations that rebuild it, for a learner, a promotion, a drain.
 
 Nothing here waits for time or asks a lane: the operation says which rows. What does not fit the
-store is a typed error, raised before anything changes in what this operation is about. Carried out
-on an empty store a dump makes an equal one. What was freed and not yet told is left out of it: who
-takes over tells owners what it holds.
+store is a typed error, and the store of no use any more. Carried out on an empty store a dump makes
+an equal one. What was freed and not yet told is left out of it: who takes over tells owners what it
+holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.puts import add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.store import CHANGES, Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
@@ -44,35 +44,31 @@ from dataplane.metadata.tables.values import Values, joined, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
+    Begun,
     Blocks,
     Declared,
-    Discarded,
     Ended,
-    Expected,
     Given,
     Groups,
     Held,
     Joined,
     Leased,
-    Left,
     Lost,
     OneBlock,
     OneGroup,
     Op,
     Paced,
-    Parts,
     Permitted,
     Ready,
     Relocated,
     Remembered,
     Returned,
-    Sealed,
     Summary,
     Wrote,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
-from dataplane.wire.records import KEY, RANGE, U8, column
+from dataplane.wire.messages import Finish, Tag, Withdraw
+from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
 MAX_OP_BYTES = 8 << 20
@@ -91,7 +87,10 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
     """
     assert store.emit is None
     try:
-        _HOW[type(op)](store, op, now)
+        if type(op) in CHANGES:
+            CHANGES[type(op)](store, op)
+        else:
+            _HOW[type(op)](store, op, now)
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
@@ -101,6 +100,10 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 # what happens to a store while it is used
+
+
+def _begun(store: Store, op: Begun, now: float) -> None:
+    raise ProtocolError("it has begun already")
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -135,24 +138,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
             column(weights, _F8, lease.count)
         plan = Plan(lease, shape, op.laid or plans.laid(lease, shape))
         leases.add_plan(plan)
-    leases.add_member(Member(op.member, plan, op.rank, op.holder, op.claim, op.acked))
-
-
-def _left(store: Store, op: Left, now: float) -> None:
-    member = store.leases.member(op.member)
-    if member is None:
-        raise ProtocolError(f"nobody takes part in a plan as {op.member}")
-    plans.leave(store, member)
-
-
-def _discarded(store: Store, op: Discarded, now: float) -> None:
-    if op.where is not None:
-        store.drop(where=op.where)
-    elif op.rows:
-        store.drop(rows=wire.Rows(op.rows))
-    else:
-        keys = column(op.groups, KEY)
-        store.drop(groups=[key.tobytes() for key in keys])
+    plan.members[op.member] = Member(op.member, plan, op.rank, op.holder, op.claim, op.acked)
 
 
 def _permitted(store: Store, op: Permitted, now: float) -> None:
@@ -187,13 +173,12 @@ def _paced(store: Store, op: Paced, now: float) -> None:
 
 def _groups(store: Store, op: Groups, now: float) -> None:
     permits = store.permits
-    _new(store.groups, [one.key for one in op.groups], "group")
     for one in op.groups:
+        _new(store.groups, [one.key], "group")
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
             raise ProtocolError(f"a group that stands as none does: {one}")
-    for one in op.groups:
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -205,33 +190,26 @@ def _groups(store: Store, op: Groups, now: float) -> None:
 
 
 def _blocks(store: Store, op: Blocks, now: float) -> None:
-    if len({one.number for one in op.blocks} - store.blocks.keys()) < len(op.blocks):
-        raise ProtocolError("a block is here already")
-    keys = [keys_in(one.keys) for one in op.blocks]
-    live = [in_bytes(one.live) for one in op.blocks]
-    there = list[bytes]()
-    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+    for one in op.blocks:
+        keys, live = keys_in(one.keys), in_bytes(one.live)
         sets = [*one.acked, *chain.from_iterable(of.values() for of in one.added.values())]
-        sound = one.number > 0 and len(mine) <= MAX_BLOCK_ROWS and 0 < bits < 1 << len(mine)
-        if not sound or any([in_bytes(some) & ~bits for some in sets]):
-            raise ProtocolError(f"block {one.number} of {len(mine)} rows has none left, or others")
-        if len(one.names or mine) != len(mine) or len(one.acked) != len(store.stages):
-            raise ProtocolError(f"a block of {len(mine)} rows with other names, or stages")
-        if one.group and one.group not in store.groups:
-            raise ProtocolError("rows of a group that was not told before")
-        for name, fields in one.added.items():
-            store.stage(name)
-            store.check_fields(fields)
-        there += [mine[row] for row in rows_of(bits)]
-    _new(store.index, there, "row")
-    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+        sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
+        if not sound or any([in_bytes(some) & ~live for some in sets]):
+            raise ProtocolError(f"block {one.number} of {len(keys)} rows has none left, or others")
+        if len(one.names or keys) != len(keys) or len(one.acked) != len(store.stages):
+            raise ProtocolError(f"a block of {len(keys)} rows with other names, or stages")
+        if one.number in store.blocks or (one.group and one.group not in store.groups):
+            raise ProtocolError("a block that is here, or of a group that was not told before")
+        _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
-        block = store.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
+        block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
         store.numbers = max(store.numbers, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)
         for name, fields in one.added.items():
+            store.stage(name)
+            store.check_fields(fields)
             for field, rows in fields.items():
                 add_to(block, name, field, in_bytes(rows))
 
@@ -249,7 +227,6 @@ def _given(store: Store, op: Given, now: float) -> None:
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.having([field]) & gone for field in mine.fields]):
             raise ProtocolError("values of rows that are gone")
-    for block, mine in zip(blocks, split, strict=True):
         if op.stage and mine.fields:
             store.note_progress(block, op.stage, range(block.count), mine)
         elif mine.fields:
@@ -283,7 +260,7 @@ def _held(store: Store, op: Held, now: float) -> None:
             raise ProtocolError(f"lease {op.lease} has rows that its blocks do not have")
         parts.append((block, bits))
         left.append(rest)
-    lease = Lease(op.lease, stage, op.unit, Rows(parts), left, op.holder, now, op.claim)
+    lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
     if lease.is_done:
         raise ProtocolError(f"lease {op.lease} has no rows")
     for block, bits in _pending(stage, lease.held.parts).parts:
@@ -304,18 +281,15 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
         raise ProtocolError(f"there is a block of a number above {op.numbers}")
-    finished = column(op.finished, U8).tolist()
-    lost = {store.stage(name): rows for name, rows in op.lost.items()}
-    acked = {store.stage(name): rows for name, rows in op.acked.items()}
     store.sealed, store.numbers = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    store.leases.remember(finished)
-    for stage, rows in lost.items():
-        stage.lost = rows
-    for stage, rows in acked.items():
-        stage.acked_rows = rows
+    store.leases.remember(column(op.finished, U8).tolist())
+    for name, rows in op.lost.items():
+        store.stage(name).lost = rows
+    for name, rows in op.acked.items():
+        store.stage(name).acked_rows = rows
 
 
 # checks
@@ -384,7 +358,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         yield from _tags_told(store, Rows([(block, block.live) for block in blocks]))
     for name, stage in store.stages.items():
         for rows in _pieces(list(stage.rows.plain), many):
-            yield Ready(name, parts_told(rows))
+            yield Ready(name, [(block.number, bytes_of(bits)) for block, bits in rows])
         for ready in _pieces([group for group, _ in stage.groups.plain], many):
             yield Ready(name, groups=b"".join([group.key for group in ready]))
     for lease in store.leases:
@@ -408,10 +382,6 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )
-
-
-def parts_told(parts: Sequence[tuple[Block, int]]) -> Parts:
-    return [(block.number, bytes_of(bits)) for block, bits in parts]
 
 
 def _permits_told(store: Store) -> Iterator[Op]:
@@ -509,7 +479,6 @@ def _tags_told(store: Store, rows: Rows) -> Iterator[Tag]:
 def _lease_told(lease: Lease) -> Held:
     return Held(
         lease.stage.name,
-        lease.unit,  # type: ignore[arg-type]
         lease.number,
         [
             (block.number, bytes_of(bits), bytes_of(left))
@@ -533,22 +502,16 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 
 
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
+    Begun: _begun,
     Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
-    Returned: lambda store, op, now: plans.give_back_all(store, op.leases),
+    Returned: lambda store, op, now: store.release_holder(op.holder),
     Joined: _joined,
-    Left: _left,
     Finish: lambda store, op, now: store.finish(op),
-    Tag: lambda store, op, now: store.tag(op.rows, op.tags, number=op.number),
-    Discarded: _discarded,
-    Expected: lambda store, op, now: store.close(op.group, op.n, op.name),
-    Reset: lambda store, op, now: store.reset(op.stage, op.number),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
-    Sealed: lambda store, op, now: store.seal(op.keep_short),
     Ended: lambda store, op, now: store.clear(),
     Permitted: _permitted,
-    Unadmit: lambda store, op, now: store.take_back(op.permits),
-    Advance: lambda store, op, now: store.advance(op.version),
+    Withdraw: lambda store, op, now: store.take_back(op.numbers),
     Paced: _paced,
     Lost: lambda store, op, now: store.lost(op.owner),
     Relocated: _relocated,

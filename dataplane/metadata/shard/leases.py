@@ -57,13 +57,11 @@ class Lease(msgspec.Struct, eq=False):
 
     number: int
     stage: Stage
-    unit: str
     rows: Rows
     left: list[int]
     holder: int
     started: float
     claim: int = 0
-    plan: Plan | None = None
     _ends: list[int] = []
     """how many rows there are up to each part"""
 
@@ -127,9 +125,6 @@ class Plan(msgspec.Struct, eq=False):
         """Those that have not acked yet."""
         return [one for one in self.members.values() if not one.acked]
 
-    def of_rank(self, rank: int) -> list[Member]:
-        return [one for one in self.members.values() if one.rank == rank]
-
 
 class Member(msgspec.Struct, eq=False):
     """A process that takes part in a plan. number: as of a lease. claim: the number of its call."""
@@ -149,7 +144,7 @@ class Leases:
         self._over: OrderedDict[int, str] = OrderedDict()
         """finished, or of members of a plan that ended before its time, with why it did"""
         self._plans: dict[str, Plan] = {}
-        self._members: dict[int, Member] = {}
+        """by stage"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -208,37 +203,36 @@ class Leases:
     def plans(self) -> Iterable[Plan]:
         return self._plans.values()
 
+    @property
+    def members(self) -> Iterator[Member]:
+        """Of all plans."""
+        return (one for plan in self._plans.values() for one in plan.members.values())
+
     def member(self, number: int) -> Member | None:
-        return self._members.get(number)
+        for plan in self._plans.values():
+            if number in plan.members:
+                return plan.members[number]
+        return None
 
     def member_of_claim(self, number: int) -> Member | None:
         """Who came by this call."""
-        return next((one for one in self._members.values() if one.claim == number), None)
+        return next((one for one in self.members if one.claim == number), None)
 
     def members_of(self, holder: int) -> list[Member]:
         """Of a holder, one for each plan in which it has yet to ack."""
         found = {
             one.plan.lease.number: one
-            for one in self._members.values()
+            for one in self.members
             if one.holder == holder and not one.acked
         }
         return list(found.values())
 
     def add_plan(self, plan: Plan) -> None:
-        plan.lease.plan = plan
         self._plans[plan.lease.stage.name] = plan
-
-    def add_member(self, member: Member) -> None:
-        self._members[member.number] = member.plan.members[member.number] = member
-
-    def remove_member(self, member: Member) -> None:
-        del self._members[member.number], member.plan.members[member.number]
 
     def end_plan(self, plan: Plan, why: str = "") -> None:
         """It is no more; its lease is the caller's to end. why: what its members are told."""
         del self._plans[plan.lease.stage.name]
-        for number in plan.members:
-            del self._members[number]
         if why:
             self.remember(plan.members, why)
 
@@ -249,5 +243,5 @@ class Leases:
     @property
     def holders(self) -> set[int]:
         """All who have rows in hand. A plan's lease is nobody's: its members have it."""
-        members = {one.holder for one in self._members.values() if not one.acked}
+        members = {one.holder for one in self.members if not one.acked}
         return {one.holder for one in self._leases.values()} - {0} | members

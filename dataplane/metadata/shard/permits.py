@@ -224,11 +224,6 @@ class Permits:
 
     # what is told
 
-    def give(self, permit: Permit, limits: tuple[int, int], state: State) -> None:
-        self.begin(state)
-        self.limits = limits
-        self.enter(permit)
-
     def enter(self, permit: Permit) -> None:
         self.given[permit.number] = permit
         self._of.setdefault(permit.holder, {})[permit.number] = permit

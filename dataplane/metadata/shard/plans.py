@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.wire.journal import Joined, Left
+from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4
@@ -80,7 +79,7 @@ def join(
             "all ranks call plan() with the same arguments, but for rank=",
             stage=stage.name,
         )
-    of_rank = plan.of_rank(rank)
+    of_rank = [one for one in plan.members.values() if one.rank == rank]
     if of_rank and all(one.acked for one in of_rank):
         return None
     if any(one.holder == holder and not one.acked for one in of_rank):
@@ -96,7 +95,7 @@ def join(
             limit=MAX_RANKS,
         )
     member = Member(next(state.lease_numbers), plan, rank, holder, claim)
-    state.leases.add_member(member)
+    plan.members[member.number] = member
     state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member
 
@@ -119,8 +118,12 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
 
 def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     """`Store.finish` of one who takes part in a plan: fields for some of its rows (`keep`), the ack
-    of all that its rank has to do, or the end of the plan for everybody (`release`)."""
+    of all that its rank has to do, the end of the plan for everybody (`release`), or that it never
+    heard that it takes part, and does not (`leave`)."""
     plan = member.plan
+    if asked.outcome == "leave":
+        _leave(state, member)
+        return {}
     if member.acked:
         raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
     if asked.outcome == "keep":
@@ -138,11 +141,10 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     return _finish_if_done(state, plan)
 
 
-def leave(state: State, member: Member) -> None:
-    """It never heard that it takes part in a plan, and does not."""
+def _leave(state: State, member: Member) -> None:
+    """The last one ends the plan."""
     plan = member.plan
-    state.tell(Left(member.number))
-    state.leases.remove_member(member)
+    del plan.members[member.number]
     if plan.members:
         _finish_if_done(state, plan)
         return
@@ -161,18 +163,6 @@ def end(state: State, member: Member) -> int:
         "rank and call part.plan(…) again",
     )
     return finishes.give_back(state, plan.lease)
-
-
-def give_back_all(state: State, numbers: Iterable[int]) -> int:
-    """Leases, and plans by one of their members, end without an outcome. Returns the rows."""
-    leases, rows = [], 0
-    for number in numbers:
-        member = state.leases.member(number)
-        if member is None:
-            leases.append(finishes.lease_of(state, number))
-        else:
-            rows += end(state, member)
-    return rows + finishes.give_back_all(state, leases)
 
 
 def laid(lease: Lease, shape: Shape) -> Laid:

@@ -36,7 +36,7 @@ from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.tombstones import of_group
+from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.journal import Wrote
 from dataplane.wire.tables import Column, Name, Rows, Scalar
@@ -48,10 +48,8 @@ Tagging = Mapping[str, Sequence[Scalar]]
 
 
 class PutOutcome(msgspec.Struct):
-    """kept: per field, rows whose value was there already and stayed. gone: rows that were passed
-    over, because they were here before and have been freed."""
+    """gone: rows that were passed over, because they were here before and have been freed."""
 
-    kept: dict[str, int] = {}
     closed_groups: int = 0
     gone: int = 0
 
@@ -117,7 +115,7 @@ def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
     and have been freed are passed over, unless their names may be used again (`reuse`).
 
     plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
-    left as they are. Mode "keep": a redelivery, values that are there stay and are counted.
+    left as they are. Its number is remembered, so that it is not carried out again.
     Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
     LimitExceeded.
     """
@@ -128,6 +126,7 @@ def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
     outcome = _apply(state, plan, op)
     if outcome.closed_groups:
         seal_if_full(state)
+    state.leases.remember([op.number] if op.number else ())
     state.tell(op)
     return outcome
 
@@ -146,13 +145,11 @@ def _apply(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     _enter_groups(state, plan, op.holder)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, values)
-    kept: dict[str, int] = {}
     known: list[Block] = []
     for part in _known_parts(plan):
         known.append(part.block)
         mine = values if len(part.at) == values.count else values.split([part.at])[0]
-        for name, stayed in state.merge(part.block, part.rows, mine, op.mode == "keep").items():
-            kept[name] = kept.get(name, 0) + stayed
+        state.merge(part.block, part.rows, mine, keep=False)
         if plan.tags:
             tags = tagging.only(plan.tags, part.at, rows.count)
             state.set_tags(part.block, part.rows, tags)
@@ -161,7 +158,7 @@ def _apply(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     closed = state.written([*blocks, *known], touched.values())
     if plan.tags and known:
         state.retag([block for block in known if block.live])
-    return PutOutcome(kept, closed, gone)
+    return PutOutcome(closed, gone)
 
 
 def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:
@@ -393,10 +390,8 @@ def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
     rows, new = plan.rows, plan.new
     if not new:
         return []
-    if rows.group is None:
-        return _cut(None, new)
-    if rows.whole:
-        return _cut(plan.groups[0], new)
+    if rows.group is None or rows.whole:
+        return _cut(plan.groups[0] if plan.groups else None, new)
     by_group: dict[int, list[int]] = {}
     for i in new:
         by_group.setdefault(rows.group[i], []).append(i)

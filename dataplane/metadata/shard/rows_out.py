@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 
-from dataplane.errors import FieldUnknown, RowsGone, counted
+from dataplane.errors import FieldUnknown, ProtocolError, RowsGone, counted
 from dataplane.metadata.shard import blocks
 from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.finishes import lease_of, positions_of
@@ -22,6 +24,9 @@ from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Scalar, Table, Where
+
+_PLACE = Struct("<QH")
+"""the number of a block, and a row of it"""
 
 
 def _leased_rows(state: State, number: int) -> Rows:
@@ -193,12 +198,13 @@ def read(
     limit: int = 0,
     after: bytes = b"",
 ) -> tuple[Rows, bool]:
-    """(the rows a read means, whether there are more). They hold until the next change."""
+    """(the rows a read means, whether there are more). They hold until the next change. after:
+    what `place_of` says of the rows before these; of all rows, or those that a filter matches."""
     wanted = None if where is None else checked(where)
     most = min(limit, MAX_ROWS_PER_MESSAGE) if limit > 0 else MAX_ROWS_PER_MESSAGE
     parts = state.rows.parts if rows is None else find_rows(state, rows.keys, rows.names).parts
     if after:
-        parts = _behind(parts, *next(iter(find_rows(state, after))))
+        parts = _behind(parts, after)
     found, left = [], most + 1
     for block, bits in parts:
         if wanted is not None:
@@ -212,9 +218,21 @@ def read(
     return all_of_them.first(most), len(all_of_them) > most
 
 
-def _behind(parts: Sequence[tuple[Block, int]], block: Block, row: int) -> list[tuple[Block, int]]:
-    """What follows a row, if it is among them; else all."""
-    for at, (one, bits) in enumerate(parts):
-        if one is block and bits >> row & 1:
-            return [(one, bits >> row + 1 << row + 1), *parts[at + 1 :]]
-    return list(parts)
+def place_of(rows: Rows) -> bytes:
+    """Where the last of these rows is: every copy of the store has it there, and nothing else comes
+    there when it goes."""
+    block, bits = rows.parts[-1]
+    return _PLACE.pack(block.number, bits.bit_length() - 1)
+
+
+def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
+    """What follows a place. Blocks are numbered as they come."""
+    if len(place) != _PLACE.size:
+        raise ProtocolError(f"a read goes on behind {_PLACE.size} bytes, not {len(place)}")
+    number, row = _PLACE.unpack(place)
+    first = bisect_left(parts, number, key=lambda part: part[0].number)
+    rest = list(parts[first:])
+    if rest and rest[0][0].number == number:
+        block, bits = rest[0]
+        rest[0] = block, bits >> row + 1 << row + 1
+    return rest

@@ -22,7 +22,6 @@ from dataplane.metadata.shard.blocks import (
     Block,
     Group,
     Standing,
-    first_parts,
 )
 from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
@@ -122,10 +121,6 @@ class Lane:
             self.leave(unit, held & ~match)
         if match & ~held:
             self.enter(unit, match & ~held)
-
-    def first(self, count: int) -> Picked:
-        """The first `count` units, fewer where there are not so many."""
-        return first_parts(self, count)
 
 
 class Counts(NamedTuple):

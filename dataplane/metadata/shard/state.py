@@ -25,15 +25,14 @@ from dataplane.metadata.shard.blocks import (
     given,
 )
 from dataplane.metadata.shard.leases import Lease, Leases, Part
-from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import Array, Move
+from dataplane.metadata.tables.remembered import LostNames, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.tombstones import Tombstones, of_group
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire.journal import Leased, Op, Unit
@@ -361,13 +360,10 @@ class State:
         """Values of rows that are here; per field how many stayed that were there (`keep`).
         `written` follows."""
         if not keep and block.wrote is not None:  # another writer's now
-            gone = bits_of(rows)
             for fields in block.wrote.values():
-                for field in values.fields:
-                    if field in fields:
-                        came = values.having([field])
-                        over = gone if came == all_of(len(rows)) else _those(rows, came)
-                        fields[field] &= ~over
+                for field in fields.keys() & values.fields:
+                    came = rows_of(values.having([field]))
+                    fields[field] &= ~bits_of(rows[place] for place in came)
         merged, kept, lost = block.values.merged(values, rows, keep)
         self.change(block, values=self.shared(merged))
         if lost is not None:
@@ -485,12 +481,14 @@ class State:
         for block, bits in parts:
             by_block[block.number] = by_block.get(block.number, 0) | bits
         groups: dict[bytes, Group] = {}
-        buried = []
+        buried = list[bytes]()
         for number, bits in by_block.items():
             block = self.blocks[number]
             keys = block.keys_of(bits)
-            if dropped or (freed and block.names is not None):
-                buried.append(keys if dropped else _given_keys(block, bits))
+            if dropped:
+                buried += keys_in(keys)
+            elif freed and (names := block.names) is not None:
+                buried += [block.key(row) for row in rows_of(bits) if given([names[row]])]
             self._take_out(block, bits, keys)
             if block.group:
                 group = groups[block.group] = self.groups[block.group]
@@ -501,7 +499,7 @@ class State:
                 if not block.live:
                     group.blocks = tuple([one for one in group.blocks if one is not block])
         if buried:
-            self.tombstones.add(keys_in(b"".join(buried)), freed=not dropped)
+            self.tombstones.add(buried, freed=not dropped)
         if groups:
             self._leave(list(groups.values()), dropped, freed)
         if not dropped:
@@ -574,7 +572,7 @@ class State:
         found. number: what it has elsewhere; 0: it is new everywhere."""
         left = [bits for _, bits in rows.parts]
         number = number or next(self.lease_numbers)
-        lease = Lease(number, stage, unit, rows, left, holder, now, claim)
+        lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
@@ -625,13 +623,3 @@ def _rows_at(values: Values, owner: Owner, field: str | None = None) -> int:
         if field is None or name == field:
             mask[rows[records["owner"] == number]] = True
     return bits_of(mask.nonzero()[0].tolist())
-
-
-def _those(rows: Sequence[int], places: int) -> int:
-    return bits_of(rows[place] for place in rows_of(places))
-
-
-def _given_keys(block: Block, bits: int) -> bytes:
-    """Of these rows those whose names were given."""
-    assert block.names is not None
-    return b"".join([block.key(row) for row in rows_of(bits) if given([block.names[row]])])

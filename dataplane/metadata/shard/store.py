@@ -7,8 +7,8 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,12 +32,13 @@ from dataplane.metadata.shard import (
     takes,
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
-from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.permits import Permit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.incoming import rows_in
+from dataplane.metadata.tables.names import hash_name
 from dataplane.metadata.tables.references import (
     Array,
     Move,
@@ -53,18 +54,24 @@ from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Declared,
-    Discarded,
     Ended,
-    Expected,
-    Lost,
     Paced,
     Permitted,
     Relocated,
     Returned,
-    Sealed,
 )
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Drop,
+    Finish,
+    Reset,
+    Seal,
+    Tag,
+    Withdraw,
+)
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
     Definition,
@@ -73,8 +80,6 @@ from dataplane.wire.tables import (
     Scalar,
     Where,
 )
-
-Tagging = Mapping[str, Sequence[Scalar]]
 
 
 class Store(State):
@@ -93,22 +98,22 @@ class Store(State):
     put = puts.put
     take = takes.take
     join = plans.join
-    leave = plans.leave
+    lost = drops.lose
 
     # rows in
 
-    def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
+    def close(self, group: Name, n: int) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
-        closed = drops.close(self, group_key, n, name)
+        closed = drops.close(self, group, n)
         if closed:
             drops.seal_if_full(self)
-        self.tell(Expected(group_key, n, name))
+        self.tell(Close(self.partition, self.generation, group, n))
         return closed
 
     def tag(
         self,
         rows: wire.Rows,
-        tags: Tagging,
+        tags: dict[str, list[Scalar]],
         expect: Mapping[str, Scalar] | None = None,
         number: int = 0,
     ) -> None:
@@ -116,7 +121,7 @@ class Store(State):
         Where this number was carried out before, nothing happens; 0 is none."""
         if self.leases.was_finished(number):
             return
-        drops.check_keys(rows)
+        rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
         tagging.check(tags, count, self.tag_names)
@@ -141,7 +146,7 @@ class Store(State):
         self.retag([block for block, _ in found.parts])
         self.leases.remember([number] if number else ())
         keys = wire.Rows(rows.keys)
-        self.tell(Tag(self.partition, self.generation, keys, _lists(tags), number=number))
+        self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -149,7 +154,7 @@ class Store(State):
         Returns how many closed; asking again changes nothing."""
         if self.sealed:
             return 0
-        self.tell(Sealed(keep_short))
+        self.tell(Seal(self.partition, self.generation, keep_short))
         return drops.seal(self, keep_short)
 
     # definition and stages
@@ -210,15 +215,12 @@ class Store(State):
         ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
         finished before.
         """
-        member = self.leases.member(asked.lease)
-        if member is not None:
+        lease = self.leases.get(asked.lease)
+        if lease is None and (member := self.leases.member(asked.lease)) is not None:
             kept = plans.finish(self, member, asked)
         else:
-            kept = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
-        if self.emit is not None:
-            op = Finish(asked.lease, asked.outcome, asked.index, asked.columns, asked.specs)
-            op.tags, op.owners, op.inline = asked.tags, asked.owners, asked.inline
-            self.emit(op)
+            kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
+        self.tell(asked)
         return kept
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
@@ -234,6 +236,10 @@ class Store(State):
         parts = lease.at(finishes.positions_of(lease, index))
         return not any(part.bits & lease.left[part.number] for part in parts)
 
+    def was_carried_out(self, number: int) -> bool:
+        """Whether a change with this number was. 0 is none."""
+        return self.leases.was_finished(number)
+
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""
         leases = self.leases
@@ -242,12 +248,12 @@ class Store(State):
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others, and its permits. Returns how
         many rows."""
-        self.take_back(self.permits.of(holder))
-        held: list[Lease | Member] = [*self.leases.of(holder), *self.leases.members_of(holder)]
-        numbers = [one.number for one in held]
-        rows = plans.give_back_all(self, numbers)
-        if self.emit is not None and numbers:
-            self.emit(Returned(numbers))
+        if holder not in self.lessees:
+            return 0
+        self.permits.take_back(self.permits.of(holder))
+        rows = sum([plans.end(self, one) for one in self.leases.members_of(holder)])
+        rows += sum([finishes.give_back(self, one) for one in reversed(self.leases.of(holder))])
+        self.tell(Returned(holder))
         return rows
 
     # how far producers run ahead
@@ -258,46 +264,46 @@ class Store(State):
         permits.check(self, count, max_lag, per_version)
         if not permits.fits(self, count, (max_lag + 1) * per_version):
             return False
-        limits = max_lag, per_version
-        if permits.limits is None and self.emit is not None:
-            self.emit(Paced(permits.version, *limits))
-        permits.give(Permit(number, holder, permits.version, count, count), limits, self)
+        if permits.limits is None:
+            self.tell(Paced(permits.version, max_lag, per_version))
+        permits.begin(self)
+        permits.limits = max_lag, per_version
+        permits.enter(Permit(number, holder, permits.version, count, count))
         self.tell(Permitted(number, holder, count, permits.version))
         return True
 
     def take_back(self, numbers: list[int]) -> None:
         """These permits are over; unknown ones were before."""
         back = self.permits.take_back(numbers)
-        if self.emit is not None and back:
-            self.emit(Unadmit(self.partition, self.generation, back))
+        if back:
+            self.tell(Withdraw(self.partition, self.generation, back))
 
     def advance(self, version: int) -> None:
         """The trainer is at this version; groups that it has finished give their places back.
         Nothing for the same version; InvalidCall for an older one."""
-        if self.permits.advance(version, self) and self.emit is not None:
-            self.emit(Advance(self.partition, self.generation, version))
+        if self.permits.advance(version, self):
+            self.tell(Advance(self.partition, self.generation, version))
 
     # rows out
 
     def drop(
         self,
         rows: wire.Rows | None = None,
-        groups: Sequence[bytes] | None = None,
+        groups: list[Name] | None = None,
         where: Where | None = None,
     ) -> tuple[int, int]:
-        """Drop rows by key, by group key or by filter, leased ones too. Returns (rows, bytes)."""
+        """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
         if rows is not None:
-            dropped = drops.drop_rows(self, drops.check_keys(rows))
+            dropped = drops.drop_rows(self, rows_in(rows).keys)
         elif groups is not None:
-            dropped = drops.drop_groups(self, groups)
+            dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
             found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
-        if self.emit is not None:
-            keys = b"" if rows is None else rows.keys
-            self.emit(Discarded(keys, b"".join(groups or ()), where))
+        keys = None if rows is None else wire.Rows(rows.keys)
+        self.tell(Drop(self.partition, self.generation, keys, groups, where))
         return dropped
 
     def clear(self) -> int:
@@ -306,12 +312,6 @@ class Store(State):
         self.remove(self.rows.parts)
         self.tell(Ended())
         return rows
-
-    def lost(self, owner: Owner) -> int:
-        """A peer is no more: the rows with bytes there go, and their groups with them. How many."""
-        lost = drops.lose(self, owner)
-        self.tell(Lost(owner))
-        return lost
 
     def relocate(
         self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
@@ -378,8 +378,15 @@ class Store(State):
         return self.permits.holders | self.leases.holders
 
 
-def _lists(tags: Tagging) -> dict[str, list[Scalar]]:
-    return {name: list(values) for name, values in tags.items()}
+CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
+    Tag: lambda store, op: store.tag(op.rows, op.tags, op.expect, op.number),
+    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where),
+    Close: lambda store, op: store.close(op.group, op.n),
+    Seal: lambda store, op: store.seal(op.keep_short),
+    Reset: lambda store, op: store.reset(op.stage, op.number),
+    Advance: lambda store, op: store.advance(op.version),
+}
+"""What clients ask for in the words in which a backup is told of it."""
 
 
 def check_definition(partition: str, definition: Definition) -> None:

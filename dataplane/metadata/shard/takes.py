@@ -18,10 +18,10 @@ import numpy as np
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.blocks import Block, Group, Rows, first_parts
-from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.references import far_owners, pulled
 from dataplane.metadata.tables.values import Values
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
@@ -35,10 +35,25 @@ NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
 before its head."""
 
-_ANY = PullCredit()
-
 Kept = tuple[str, Where | None]
 """Unit and filter of units that are kept for a claim of theirs."""
+
+
+class PullCredit(msgspec.Struct, frozen=True):
+    """How much a claim's peer, at `address`, can bring to itself. most_bytes: what it can have
+    pulled at once, 0 where nothing bounds that. fields: what it fetches; None: all."""
+
+    address: str = ""
+    most_bytes: int = 0
+    fields: list[str] | None = None
+
+    def pulled(self, values: Values) -> int:
+        """Bytes that it brings to itself for these."""
+        far = far_owners(self.address, values.owners)
+        return pulled(far, values.blob) if far else 0
+
+
+_ANY = PullCredit()
 
 
 class Taken(msgspec.Struct):
@@ -186,7 +201,7 @@ def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[st
     """Of the first ready units, how many lie at which peer (address)."""
     found, hosts = state.stage(stage), Counter[str]()
     if found.units(unit).ready(where):
-        for one, bits in found.units(unit).lane(where).first(NEAR_UNITS):
+        for one, bits in first_parts(found.units(unit).lane(where), NEAR_UNITS):
             hosts[_host(found, one)] += bits.bit_count()
     del hosts[INLINE.peer]
     return hosts

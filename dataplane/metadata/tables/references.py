@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.memory.extents import every
-from dataplane.wire.records import RANGE, U4, U8
+from dataplane.memory.extents import PAGE_BYTES, every, padded
+from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import INLINE, Owner
 
 Array = npt.NDArray[Any]
@@ -65,6 +65,24 @@ def extents_of(records: Array) -> tuple[Array, Array, Array]:
     reach = np.zeros(len(ids), np.uint64)
     np.maximum.at(reach, inverse, records["nbytes"] + records["delta"])
     return ranges_of(ids), counts.astype(U4), reach
+
+
+def far_owners(address: str, owners: Sequence[Owner]) -> list[int]:
+    """Those of these owners that are other peers, by their places."""
+    return [n for n, owner in enumerate(owners) if owner.peer not in (address, INLINE.peer)]
+
+
+def pulled(far: Sequence[int], raw: bytes) -> int:
+    """Bytes that a peer brings to itself for VALUE records, of which those of these owners are
+    elsewhere. Counted as they are pulled: a range once however many rows name it, up to the last
+    byte that is read, padded; and a page for every owner that is read from, and for what rides in
+    the answer."""
+    records, sizes = np.frombuffer(raw, VALUE), []
+    for number in far:
+        mine = records[records["owner"] == number]
+        if len(mine):
+            sizes.append(PAGE_BYTES + int(padded(extents_of(mine)[2]).sum()))
+    return PAGE_BYTES + sum(sizes) if sizes else 0
 
 
 class Move:

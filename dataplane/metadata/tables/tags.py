@@ -14,7 +14,7 @@ from dataplane.metadata.tables.bits import all_of, bits_of
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_TAGS
 from dataplane.wire.tables import Scalar
 
-_MISSING: Any = ...
+MISSING: Any = ...
 """In place of a tag that a row lacks; None is a value."""
 _NUMBERS = {bool, int, float}
 _SCALARS = {bool, int, float, str, type(None)}
@@ -109,9 +109,9 @@ class Tags:
         values = self._values.get(name)
         if values is None:
             return 0
-        if _MISSING not in values:
+        if MISSING not in values:
             return self.rows
-        return bits_of(row for row, value in enumerate(values) if value is not _MISSING)
+        return bits_of(row for row, value in enumerate(values) if value is not MISSING)
 
     def compare(self, name: str, how: Callable[[Any, Any], Any], value: Scalar) -> int:
         """The rows that have the tag, and for which `how(tag, value)`; no order holds between kinds
@@ -123,7 +123,7 @@ class Tags:
         if type(value) in _NUMBERS and kinds <= _NUMBERS:
             hit = [how(one, value) for one in values]
         else:
-            hit = [one is not _MISSING and _compared(how, one, value) for one in values]
+            hit = [one is not MISSING and _compared(how, one, value) for one in values]
         if len(hit) == 1:
             return self.rows if hit[0] else 0
         return int("".join(["1" if one else "0" for one in reversed(hit)]), 2)
@@ -157,16 +157,13 @@ class Tags:
         return [
             (name, values)
             for name, values in found
-            if any(value is not _MISSING for value in values)
+            if any(value is not MISSING for value in values)
         ]
 
     def _of(self, name: str) -> list[Scalar]:
         """One value a row."""
-        values = self._values.get(name, [_MISSING])
+        values = self._values.get(name, [MISSING])
         return list(values) * self.count if len(values) == 1 else list(values)
-
-
-MISSING = _MISSING
 
 
 def _compared(how: Callable[[Any, Any], Any], one: Scalar, other: Scalar) -> bool:

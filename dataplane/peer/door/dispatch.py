@@ -47,7 +47,7 @@ class Answers:
             m.Finish: peer.finishing.finish,
             m.Wait: peer.waits.wait,
             m.Admit: peer.waits.admit,
-            m.Unadmit: peer.waits.unadmit,
+            m.Withdraw: peer.waits.withdraw,
             m.Advance: peer.changes.change,
             m.Losses: peer.partitions.losses,
             c.Census: peer.checkpoints.census,
@@ -114,7 +114,7 @@ class Answers:
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
-                self.peer.finishing.unheard(session, lease)
+                self.peer.finishing.release(session, lease, heard=False)
                 space.unpin(session.id, [pin])
             case m.Admitted(permit, _):
                 self.peer.waits.give_back(session, [permit])

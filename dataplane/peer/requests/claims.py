@@ -37,8 +37,7 @@ from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claim, Claimed, Request
-from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.messages import Body, Claim, Claimed, Request, Withdraw
 from dataplane.wire.tables import Table
 
 
@@ -120,7 +119,7 @@ class Claims:
             answer = handed = None
             one.number = next(self.host.lease_numbers)
 
-    async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Granted:
+    async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Claimed:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
         ClaimTimeout, of which the shard is told."""
         session, settled = one.session, False  # the shard has answered, and knows that
@@ -137,7 +136,7 @@ class Claims:
             while True:
                 asked, first, answer = self._asked(one), answer, None
                 try:
-                    granted: Granted = await self.waits.until_met(session, one, asked, first)
+                    granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_deadline.get():  # who asked has gone by now
                         raise ClaimTimeout(f"{one} was met too late: this peer was stopped or busy")
                     settled = True
@@ -176,18 +175,18 @@ class Claims:
     def _withdraw(self, one: _Claiming) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         of = one.body
-        told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
+        told = self.router.tell(Withdraw(of.partition, of.generation, [one.number]))
         if of.plan is not None:
             self.leases.leaves(told, one.part)
 
     # handed out
 
-    def _hand_out(self, one: _Claiming, granted: Granted) -> Body | Awaitable[Body]:
+    def _hand_out(self, one: _Claiming, granted: Claimed) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         body, table = one.body, granted.table
         of, rows = (body.partition, body.generation, body.stage), rowset.count(table.rows)
-        claim = 0 if granted.plan is None else one.number
-        self.leases.open(Lease(granted.lease, *of, rows, one.session, claim=claim))
+        plan = granted.plan is not None
+        self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan))
         try:
             if body.fields and granted.plan is None:
                 _check_fields(table, body.fields)
@@ -203,7 +202,7 @@ class Claims:
     async def _pulled(
         self,
         one: _Claiming,
-        granted: Granted,
+        granted: Claimed,
         needed_bytes: int,
         resolved: Awaitable[Resolved] | None,
     ) -> Body:
@@ -240,7 +239,7 @@ class Claims:
         finally:
             one.session.waiting -= 1
 
-    def _claimed(self, one: _Claiming, granted: Granted, table: Table, pin: int) -> Claimed:
+    def _claimed(self, one: _Claiming, granted: Claimed, table: Table, pin: int) -> Claimed:
         """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
         if one.body.lease_ms:
             self.leases.limit(granted.lease, self.host.now() + one.body.lease_ms / 1000)

@@ -12,21 +12,17 @@ import asyncio
 import heapq
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
-from dataplane.metadata.tables.references import by_owner
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import NONE, Committed, Writing
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
-from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import U4, column
 
 Part = tuple[int, str, int, str]
@@ -43,8 +39,8 @@ class Lease(msgspec.Struct, eq=False):
     deadline: float | None = None
     finished: set[int] = set()
     """rows that left, by their place in the claim"""
-    claim: int = 0
-    """of a part in a plan, the number of its call"""
+    plan: bool = False
+    """it is a part in one"""
     claimed: tuple[int, int] | None = None
     """session and operation that took it, while they may ask again"""
 
@@ -154,7 +150,7 @@ class Finishing:
         try:
             lease = self.leases.of(session, body.lease, self.host.now())
             if body.outcome == "leave":
-                self.unheard(session, body.lease)
+                self.release(session, body.lease, heard=False)
                 return Done()
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
@@ -208,9 +204,7 @@ class Finishing:
         merely = body.outcome == "release" and not (body.columns or body.tags)
         released = merely and not entry.store.is_leased(body.lease)
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
-            flat = rowset.flat_values(body.columns)
-            for named in by_owner([(body.owners, flat[flat["owner"] != ABSENT])]):
-                self.writing.references.let_go(*named)  # the first time they were taken
+            self.writing.references.passed_over(body)
             return PutDone()
         self.writing.share.check_values(body.inline)
         kept = entry.store.finish(body)
@@ -235,23 +229,17 @@ class Finishing:
         for lease in list(session.leases):
             self.release(session, lease)
 
-    def release(self, session: Session, lease_id: int) -> None:
-        """A lease that nobody holds any more; unknown ones have ended already."""
-        lease = self.leases.leave(session, lease_id)
-        if lease is not None:
-            self._give_back(lease)
-
-    def unheard(self, session: Session, lease_id: int) -> None:
-        """A lease of which its holder never heard: as released, but that a plan goes on without
-        who was to take part in it."""
+    def release(self, session: Session, lease_id: int, heard: bool = True) -> None:
+        """A lease that nobody holds any more; unknown ones have ended already. Of a part in a plan
+        of which its holder never heard, the plan goes on without."""
         lease = self.leases.leave(session, lease_id)
         if lease is None:
             return
-        if not lease.claim:
-            self._give_back(lease)
-            return
-        of = lease.partition, lease.generation, lease.stage
-        self.leases.leaves(self.router.tell(Withdraw(*of, lease.claim)), (session.id, *of))
+        of = lease.partition, lease.generation
+        outcome: Literal["release", "leave"] = "release" if heard or not lease.plan else "leave"
+        told = self.router.tell(Finish(lease.number, outcome, partition=of[0], generation=of[1]))
+        if lease.plan:
+            self.leases.leaves(told, (lease.session.id, *of, lease.stage))
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
@@ -259,13 +247,6 @@ class Finishing:
         for lease in passed:
             self.release(lease.session, lease.number)
         return len(passed)
-
-    def _give_back(self, lease: Lease) -> None:
-        of = lease.partition, lease.generation
-        body = Finish(lease.number, "release", partition=of[0], generation=of[1])
-        told = self.router.tell(body)
-        if lease.claim:
-            self.leases.leaves(told, (lease.session.id, *of, lease.stage))
 
 
 def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:

@@ -50,7 +50,7 @@ from dataplane.wire.tables import INLINE, Column, Owner
 
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
-Mode = Literal["new", "replace", "keep"]
+Mode = Literal["new", "replace"]
 
 
 class Committed(msgspec.Struct, eq=False):
@@ -242,6 +242,7 @@ class Writing:
     async def _put_carried(
         self, session: Session, request: Request, body: Put, asked: Put, committed: Committed
     ) -> Body:
+        asked.number = next(self.host.lease_numbers)
         done = await self.carry(session, request, asked, committed)
         return self._put_done(session, body, committed, done.gone)
 
@@ -276,6 +277,9 @@ class Writing:
 
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
+        if entry.store.was_carried_out(body.number):
+            self.references.passed_over(body)
+            return PutDone()
         if entry.copies is not None:
             return self._put_with_copies(caller, body)
         return self._put_into(entry, caller.session, body)
@@ -287,19 +291,16 @@ class Writing:
             return self._put_into(entry, caller.session, body)
 
     def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:
-        if body.replace and body.keep:
-            raise ProtocolError("a put either replaces values or keeps them")
-        mode: Mode = "replace" if body.replace else "keep" if body.keep else "new"
+        mode: Mode = "replace" if body.replace else "new"
         plan = plan_put(entry.store, body.rows, body.columns, body.tags, mode, body.reuse)
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.inline)
         op = Wrote(body.rows, body.columns, body.specs, body.owners, body.tags, mode, body.reuse)
-        op.inline, op.holder = body.inline, holder
+        op.inline, op.holder, op.number = body.inline, holder, body.number
         outcome = entry.store.put(op, plan)
         self.settle(entry)
-        # What is perhaps a repetition may pass over the rows of its own first time.
-        return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)
+        return PutDone(gone=outcome.gone)
 
 
 def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:

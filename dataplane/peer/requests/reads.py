@@ -11,11 +11,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import LeaseExpired, RowsGone, RowsLost, StaleEpoch, Unavailable
+from dataplane.errors import LeaseExpired, RowsGone, RowsLost, Unavailable
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out
@@ -27,9 +26,8 @@ from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.peering import Found
 from dataplane.wire.records import (
     ONE_PLACE,
     ONE_VALUE,
@@ -201,29 +199,19 @@ class Reading:
     # reads
 
     async def read(self, session: Session, request: Request, body: Read) -> Body:
-        """Rows without a lease, wherever they are, or a page of all. The cursor is the roster's
-        number (u8) and a key; StaleEpoch where the roster changed since the page before."""
-        if body.rows is not None:
-            found, pin = await self.found(body, session, "read")
-            return ReadDone(found.table, pin, b"")
-        number = self.host.roster.epoch[1].to_bytes(8, "little")
-        if body.after and body.after[:8] != number:
-            raise StaleEpoch("the roster changed in the middle of this read: read again")
-        limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
-        asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found, pin = await self.found(asked, session, "read")
-        cursor = number + found.table.rows.keys[-16:] if found.more else b""
-        return ReadDone(found.table, pin, cursor)
+        """Rows without a lease, wherever they are; one page of them where there are many."""
+        done: ReadDone = await self._found(body, session, "read")
+        return done
 
-    async def found(self, body: Any, session: Session, call: str) -> tuple[Any, int]:
-        """What the shard answers, with places here in its table, and the pin that holds them. A
-        place is a hint: it is asked again where values went before they were here."""
+    async def _found(self, body: Any, session: Session, call: str) -> Any:
+        """What the shard answers, with places here in its table, and pinned. A place is a hint: it
+        is asked again where values went before they were here."""
         failed = 0
         while True:
-            found = await self.router.ask(body)
+            found: ReadDone | Fetched = await self.router.ask(body)
             try:
-                found.table, pin = await self.resolved(found.table, session.id)
-                return found, pin
+                found.table, found.pin = await self.resolved(found.table, session.id)
+                return found
             except (RowsGone, RowsLost) as exc:
                 failed += 1
                 await self.went(exc, failed, body.partition, call)
@@ -254,7 +242,8 @@ class Reading:
         while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
-        return Found(table, more)
+        on = more and body.rows is None
+        return ReadDone(table, 0, rows_out.place_of(rows) if on else b"")
 
     # more fields of leased rows
 
@@ -263,20 +252,20 @@ class Reading:
         call_stage.set(lease.stage)
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
         try:
-            found, pin = await self.found(asked, session, "fetch")
+            found: Fetched = await self._found(asked, session, "fetch")
+            return found
         except LeaseExpired:
             self.leases.close(lease)
             raise
-        return Fetched(pin, found.table, found.index)
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")
         if body.index is None:
-            return Found(rows_out.table(entry.store, body.lease, body.fields))
+            return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))
         rows, index = rows_out.leased_at(entry.store, body.lease, body.index)
-        return Found(rows_out.table(entry.store, rows, body.fields), index=index)
+        return Fetched(0, rows_out.table(entry.store, rows, body.fields), index)
 
 
 def _volume(table: Table) -> int:

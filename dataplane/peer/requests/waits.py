@@ -28,7 +28,7 @@ from dataplane.peer.host import Caller, Host, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
-from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Unadmit, Wait
+from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Wait, Withdraw
 
 MAX_PERMITS = 65_536
 """that one client has at a time"""
@@ -116,7 +116,7 @@ class Waits:
         try:
             admitted: Admitted = await self.until_met(session, what, one)
         except BaseException:  # until the shard hears this it keeps its place, or has a permit
-            self.router.tell(Unadmit(body.partition, body.generation, [number]))
+            self.router.tell(Withdraw(body.partition, body.generation, [number]))
             raise
         finally:
             session.waiting -= 1
@@ -124,9 +124,9 @@ class Waits:
         session.permits[number] = Held(*of, request.op, admitted.version)
         return admitted
 
-    async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
+    async def withdraw(self, session: Session, request: Request, body: Withdraw) -> Body:
         """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
-        if told := self.give_back(session, body.permits):
+        if told := self.give_back(session, body.numbers):
             left_s = waits_s(-1)
             await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
             if not all(one.done() for one in told):
@@ -143,7 +143,7 @@ class Waits:
         for number in permits:
             held = session.permits.pop(number, None)
             if held is not None:
-                told.append(self.router.tell(Unadmit(held.partition, held.generation, [number])))
+                told.append(self.router.tell(Withdraw(held.partition, held.generation, [number])))
         return told
 
 

@@ -20,9 +20,8 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure, few
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
-from dataplane.metadata.shard.pull_credit import far_owners, pulled
 from dataplane.metadata.shard.reasons import Subject
-from dataplane.metadata.tables.references import Array
+from dataplane.metadata.tables.references import Array, far_owners, pulled
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values

@@ -27,10 +27,10 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.journal import Ended, Op, encode, encoded
+from dataplane.wire.journal import Begun, Ended, Op, encode, encoded
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, Shipment
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ RETRY_S = 0.5
 class _Pending:
     entry: Entry
     op: bytes
-    definition: Definition | None = None
 
 
 class Shipping:
@@ -93,19 +92,15 @@ class Shipping:
     def watch(self, entry: Entry) -> None:
         """A partition is new here: from now on its operations are shipped."""
         self._record(entry)
-        self._declare(entry)
+        self._ship_op(entry, Begun(entry.store.declared))
 
     def _record(self, entry: Entry) -> None:
         if self.backup is not None or entry.copies is not None:
             entry.store.emit = functools.partial(self._emit, entry)
 
-    def _declare(self, entry: Entry) -> None:
-        if self.backup is not None:
-            self._push(_Pending(entry, b"", entry.store.declared))
-
     def _ship_all(self, entry: Entry) -> None:
         """With all its rows."""
-        self._declare(entry)
+        self._ship_op(entry, Begun(entry.store.declared))
         for op in dump(entry.store) if self.backup is not None else ():
             self._ship_op(entry, op)
 
@@ -309,12 +304,10 @@ class Shipping:
                 break
             nbytes += len(one.op)
             count += 1
-            entry = one.entry
-            if entry is not last or one.definition is not None:
-                shipments.append(Shipment(entry.name, entry.generation, [], one.definition))
-                last = entry
-            if one.definition is None:
-                shipments[-1].ops.append(encoded(one.op))
+            if one.entry is not last:
+                last = one.entry
+                shipments.append(Shipment(last.name, last.generation, []))
+            shipments[-1].ops.append(encoded(one.op))
         return Append(self._stream, first, shipments), first + count
 
     def _confirmed(self, end: int) -> None:

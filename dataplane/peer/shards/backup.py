@@ -29,7 +29,7 @@ from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
-from dataplane.wire.journal import Ended, Op, Relocated
+from dataplane.wire.journal import Begun, Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Append, Duplicate, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, U8, column
@@ -216,29 +216,24 @@ class Replicas:
                 self.shipping.pass_on(copy.store)
 
     def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
-        key = shipment.partition, shipment.generation
-        if shipment.definition is not None:
-            self.partitions.heard(shipment.generation)
-            store = Store(
-                shipment.partition,
-                shipment.definition,
-                shipment.generation,
-                self.host.lease_numbers,
-            )
-            values = Copies() if shipment.definition.replicas == 2 else None
-            origin.copies[key] = _Copy(store, values)
-            origin.valued += values is not None
-            origin.next += 1
+        name, generation = key = shipment.partition, shipment.generation
         copy = origin.copies.get(key)
-        if copy is None:
-            raise ProtocolError(f"operations of a partition {key} that was not declared")
         for op in shipment.ops:
-            apply(copy.store, op, self.host.now())
-            self.shipping.happened(copy.store, op)
-            self._follow(owner, origin, copy, op)
-            if isinstance(op, Ended):
-                del origin.copies[key]
-                origin.valued -= copy.values is not None
+            if isinstance(op, Begun):
+                self.partitions.heard(generation)
+                store = Store(name, op.definition, generation, self.host.lease_numbers)
+                values = Copies() if op.definition.replicas == 2 else None
+                copy = origin.copies[key] = _Copy(store, values)
+                origin.valued += values is not None
+            elif copy is None:
+                raise ProtocolError(f"operations of a partition {key} that was not declared")
+            else:
+                apply(copy.store, op, self.host.now())
+                self.shipping.happened(copy.store, op)
+                self._follow(owner, origin, copy, op)
+                if isinstance(op, Ended):
+                    del origin.copies[key]
+                    origin.valued -= copy.values is not None
             origin.next += 1
 
     def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, op: Op) -> None:
@@ -390,18 +385,10 @@ def _new(origin: _Origin, body: Append) -> Append:
         raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
     passed, rest = origin.next - body.first, []
     for one in body.shipments:
-        count = len(one.ops) + (one.definition is not None)
-        if passed < count:
-            rest.append(_behind(one, passed))
-        passed = max(0, passed - count)
+        if passed < len(one.ops):
+            rest.append(Shipment(one.partition, one.generation, one.ops[passed:]))
+        passed = max(0, passed - len(one.ops))
     return Append(body.stream, origin.next, rest)
-
-
-def _behind(one: Shipment, passed: int) -> Shipment:
-    """The shipment without its first operations, of which its definition is one."""
-    if passed and one.definition is not None:
-        one, passed = Shipment(one.partition, one.generation, one.ops), passed - 1
-    return Shipment(one.partition, one.generation, one.ops[passed:], one.definition)
 
 
 def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]]]:
@@ -424,7 +411,6 @@ def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]
 
 def _brings_values(origin: _Origin, body: Append) -> bool:
     """Whether second copies of values may have to be made."""
-    if origin.valued:
-        return True
-    defined = [one.definition for one in body.shipments if one.definition is not None]
-    return any(definition.replicas == 2 for definition in defined)
+    first = [one.ops[0] for one in body.shipments if one.ops]
+    begun = [op.definition for op in first if isinstance(op, Begun)]
+    return origin.valued > 0 or any(one.replicas == 2 for one in begun)

@@ -150,7 +150,7 @@ class Partitions:
             for tell in self.on_phase:
                 tell(entry, "sealed")
 
-    # lost rows: their names are kept at the shard (`metadata.shard.lost_names`), and who subscribes
+    # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
     # waits there, in turns, until there are some, or until no row can be lost any more
 
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:

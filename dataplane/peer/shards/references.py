@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, Unavailable
 from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline
@@ -77,14 +78,13 @@ class References:
         carried: all ranges that the message names, once each."""
 
         def again(why: DataplaneError) -> None:
-            # Who could not be reached may have taken it, or who took over from it has it then.
+            # Who could not be reached may have taken it, or who took over has it then, where a put
+            # is known by its number.
             if isinstance(why, Unavailable):
                 if isinstance(body, Restore):
                     raise why
                 if isinstance(body, Finish):
                     body.again = True
-                else:
-                    body.keep = not body.replace
 
         end = min(self.host.now() + CALL_S, call_deadline.get())
         return await self.router.reach(
@@ -108,6 +108,12 @@ class References:
         return done
 
     # at the peer of the shards: of values anywhere
+
+    def passed_over(self, body: Put | Finish) -> None:
+        """What was carried out before brought its values once more: the first time they were
+        taken."""
+        for owner, ranges, counts, _ in named_by(body):
+            self.let_go(owner, ranges, counts)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
         """Values that a shard here no longer holds; their bytes may be another peer's. Whether any

@@ -71,7 +71,8 @@ class Copying:
     @contextlib.asynccontextmanager
     async def beforehand(self, entry: Entry, body: Put | Finish | Restore) -> AsyncIterator[None]:
         """Second copies of what is written are where they belong while its message is carried out.
-        BackPressure, RowsLost; StaleEpoch where the roster changed meanwhile."""
+        BackPressure, RowsLost; StaleEpoch where the roster changed meanwhile, or is about to: this
+        peer leaves, and its heir may have the shards already."""
         copies, roster = entry.copies, self.host.roster
         named = named_by(body) if copies is not None else []
         if copies is None or not named:
@@ -84,9 +85,9 @@ class Copying:
             for owner, *mine in named:
                 if owner == self.host.owner:
                     await self._in_time(functools.partial(self.copy_to_backup, entry, *mine))
-            self.host.speak()  # its heir would not know of what this peer did now
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
+            self.host.speak()
             yield
 
     async def _in_time(self, copy: Callable[[], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -44,13 +44,13 @@ from dataplane.wire.messages import (
     Admitted,
     Body,
     Claim,
+    Claimed,
     Done,
     Finish,
-    Unadmit,
     Wait,
     Want,
+    Withdraw,
 )
-from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,6 @@ class WaitingCalls:
             Withdraw: self._withdraw,
             Wait: self._wait,
             Admit: self._admit,
-            Unadmit: self._unadmit,
         }
 
     def __len__(self) -> int:
@@ -187,7 +186,7 @@ class WaitingCalls:
         in_time(answer, self.host.now() + waits_s(body.timeout_ms), late)
         return answer
 
-    def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
+    def _repeated(self, entry: Entry, body: Claim) -> Claimed | None:
         """The answer to a claim that has a lease already."""
         leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
@@ -196,9 +195,9 @@ class WaitingCalls:
         if lease is not None:
             try:
                 table = rows_out.table(entry.store, lease.number, body.fields, body.stage)
-                return Granted(lease.number, table)
+                return Claimed(lease.number, 0, table)
             except RowsGone:  # some were dropped: nobody has had it, so it may have others
-                self._release(entry, lease.number)
+                self._finish(entry, lease.number, "release")
                 return None
         if body.number in self._past:
             raise LeaseExpired("this claim was given up, or its lease has ended: claim again")
@@ -207,41 +206,28 @@ class WaitingCalls:
     # claims go
 
     def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
-        """It waits no more, has no lease, and will never get one."""
-        self._remember(body.number)
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
-            return Done()
-        stage = self._stages.get((entry.name, entry.generation, body.stage))
-        if stage is not None and body.number in stage.queue:
-            self._end(stage, body.number)
-            self._serve(stage)
-        leases = entry.store.leases
-        lease, member = leases.of_claim(body.number), leases.member_of_claim(body.number)
-        if lease is not None:
-            self._release(entry, lease.number)
-        if member is not None:
-            entry.store.leave(member)
-            self.settle(entry)
-        return Done()
-
-    def _unadmit(self, caller: Caller, body: Unadmit) -> Body:
-        """What waits of them waits no more, and what is left of them is nobody's."""
-        for number in body.permits:
+        """They wait no more, have no lease and no permit, and will never get one."""
+        for number in body.numbers:
             self._remember(number)
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             return Done()
-        entry.store.take_back(body.permits)
-        stage = self._stages.get((*entry.key, ADMISSION))
-        if stage is not None:
-            for number in body.permits:
-                self._end(stage, number)
+        entry.store.take_back(body.numbers)
+        for stage in [one for one in self._stages.values() if one.entry is entry]:
+            for number in body.numbers:
+                if number in stage.queue:
+                    self._end(stage, number)
             self._serve(stage)
+        leases = entry.store.leases
+        for number in body.numbers:
+            if (lease := leases.of_claim(number)) is not None:
+                self._finish(entry, lease.number, "release")
+            if (member := leases.member_of_claim(number)) is not None:
+                self._finish(entry, member.number, "leave")
         return Done()
 
-    def _release(self, entry: Entry, lease: int) -> None:
-        entry.store.finish(Finish(lease, "release"))
+    def _finish(self, entry: Entry, lease: int, outcome: Literal["release", "leave"]) -> None:
+        entry.store.finish(Finish(lease, outcome))
         self.settle(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
@@ -322,7 +308,7 @@ class WaitingCalls:
             assert outcome.lease is not None
             assert outcome.rows is not None and outcome.values is not None
             table = rows_out.table_of(entry.store, outcome.rows, outcome.values)
-            return Granted(outcome.lease, table)
+            return Claimed(outcome.lease, 0, table)
         return _part(outcome) if isinstance(outcome, Member) else outcome
 
     # waiting without claiming
@@ -426,9 +412,9 @@ class WaitingCalls:
             self.changed(entry, set(entry.definition.stages))
 
 
-def _part(member: Member) -> Granted:
+def _part(member: Member) -> Claimed:
     """A part in a plan, with what all ranks lay it out by."""
-    return Granted(member.number, Table(Rows(b"")), member.plan.laid)
+    return Claimed(member.number, 0, Table(Rows(b"")), member.plan.laid)
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:

@@ -1,0 +1,94 @@
+"""What a partition remembers of rows and groups that are gone, within bounds. Sans-I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from dataplane.wire.limits import MAX_LOST_PER_MESSAGE
+from dataplane.wire.tables import Name
+
+MAX_TOMBSTONES = 1_000_000
+MAX_LOST = 65_536
+BYTES_EACH = 172
+"""Measured with a million of them."""
+_FLIPPED = bytes(range(255, -1, -1))
+
+
+def of_group(key: bytes) -> bytes:
+    """The key of a group as it is kept here: a row may have the same name, and is another."""
+    return key.translate(_FLIPPED)
+
+
+class Tombstones:
+    """Keys of rows and groups that are no more, so that a late or repeated put does not make them
+    anew: dropped ones, which are cancelled, and freed ones that had given names, which have been
+    everywhere. The oldest go first and are counted."""
+
+    def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
+        self._limit = limit
+        self._freed: OrderedDict[bytes, bool] = OrderedDict()
+        """oldest first; False: it was dropped"""
+        self.forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._freed)
+
+    @property
+    def nbytes(self) -> int:
+        return BYTES_EACH * len(self._freed)
+
+    def add(self, keys: Iterable[bytes], freed: bool = False) -> None:
+        """Those known keep their age, and what was dropped stays so."""
+        for key in keys:
+            self._freed[key] = freed and self._freed.get(key, True)
+        while len(self._freed) > self._limit:
+            self._freed.popitem(last=False)
+            self.forgotten += 1
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """These names are used again."""
+        for key in keys:
+            self._freed.pop(key, None)
+
+    def all(self) -> list[tuple[bytes, bool]]:
+        """Each with whether it was freed, oldest first."""
+        return list(self._freed.items())
+
+    def dropped(self, key: bytes) -> bool:
+        return self._freed.get(key) is False
+
+    def freed(self, key: bytes) -> bool:
+        """It had a given name, and went when all had acked it."""
+        return self._freed.get(key) is True
+
+
+class LostNames:
+    """Names of rows that went with a peer, numbered as their shard lost them; for producers, who
+    make such rows again. The oldest names go first, and whoever asks for them is told how many
+    those were. `total`: how many rows were lost."""
+
+    def __init__(self, max_kept: int = MAX_LOST) -> None:
+        self.total = 0
+        self._names: deque[Name] = deque(maxlen=max_kept)
+
+    def note(self, names: Sequence[Name]) -> None:
+        self.total += len(names)
+        self._names.extend(names)
+
+    def after(self, number: int) -> tuple[list[Name], int, int]:
+        """What follows the first `number` rows, as much as one message takes.
+
+        Returns (names, the number to ask with next, how many names were forgotten in between)."""
+        first = self.total - len(self._names)
+        start = min(max(number, first), self.total)
+        names = list(islice(self._names, start - first, start - first + MAX_LOST_PER_MESSAGE))
+        return names, start + len(names), max(0, start - number)
+
+    def latest(self) -> list[Name]:
+        """The names of those lost last, as many as one message takes."""
+        return self.after(self.total - MAX_LOST_PER_MESSAGE)[0]
+
+    def __repr__(self) -> str:
+        return f"<LostNames {self.total} rows, {len(self._names)} kept>"

@@ -1,0 +1,35 @@
+"""Who waits for the backup, which may not come back for as long as nobody makes another roster."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from dataplane.errors import Unavailable
+from dataplane.peer.host import Progress
+
+TRIES = 100
+
+
+async def test_who_is_out_of_time_or_gave_up_is_kept_no_longer() -> None:
+    """What is asked again and again until the backup is there was kept each time, with the error
+    that it ended with: a megabyte a second."""
+    progress = Progress()
+    progress.done, progress.required = 1, True
+    late = [progress.reached(0.0) for _ in range(TRIES)]
+    given_up = [progress.reached(math.inf) for _ in range(TRIES)]
+    progress.done = 2
+    stays = progress.reached(math.inf)
+    for one in given_up:
+        one.cancel()
+    for one in late:
+        with pytest.raises(Unavailable):
+            await one
+    await asyncio.sleep(0)
+    assert len(progress._waiting) == 1
+    progress.move(1)
+    assert progress.is_awaited and not stays.done()
+    progress.move(2)
+    assert stays.done() and not progress.is_awaited

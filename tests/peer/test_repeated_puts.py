@@ -1,0 +1,135 @@
+"""A put that is asked for again at an heir: the peer of its shard died before it answered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dataplane.errors import DataplaneError, FieldExists, Unavailable
+from dataplane.metadata.shard import rows_out
+from dataplane.metadata.shard.journal import apply
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.references import Array
+from dataplane.peer.host import Caller, Entry
+from dataplane.peer.requests.puts import NONE, Writing
+from dataplane.peer.shards.references import References
+from dataplane.wire.journal import Op
+from dataplane.wire.messages import Body, Put, PutDone, Request, Want
+from dataplane.wire.tables import Column, Definition, Owner, Rows
+from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
+from tests.peer.test_router import ELSEWHERE, Asked
+
+ONCE = Definition(stages={"s": ["x"]}, free="acked")
+
+
+class Shard:
+    """A peer that has a partition, and what it lets go of at others."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.freed: list[tuple[Owner, list[int]]] = []
+        entry = Entry(store)
+        host: Any = SimpleNamespace(shard=lambda *of: entry, lent=None)
+        mesh: Any = SimpleNamespace(handlers={})
+        nothing: Any = None
+        references = References(host, mesh, nothing, nothing)
+        references.let_go = self._let_go  # type: ignore[method-assign]
+        share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
+        settle = nothing, references, nothing, share, lambda entry: None
+        Writing(host, mesh, *settle)
+        self._put = mesh.handlers[Put]
+
+    def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
+        self.freed.append((owner, ranges["range"].tolist()))
+        return False
+
+    def put(self, body: Put) -> Body:
+        answer: Body = self._put(Caller("tcp://c", 1, 5, 6, 6), msgspec.structs.replace(body))
+        return answer
+
+
+def died(definition: Definition, body: Put) -> Shard:
+    """The heir of a peer that has carried this out and told its backup, and answered nobody."""
+    dead, heir, told = Store("p", definition, 1), Store("p", definition, 1), list[Op]()
+    dead.emit = told.append
+    assert Shard(dead).put(body) == PutDone()
+    for op in told:
+        apply(heir, op)
+    return Shard(heir)
+
+
+def body(rows: Rows, number: int = 7, **how: Any) -> Put:
+    columns = [Column("x", values(len(rows.keys) // 16))]
+    return Put("p", 1, rows, columns, SPECS, owners=OWNERS, number=number, **how)
+
+
+async def test_it_has_its_number_there_and_another_put_another() -> None:
+    shards = Asked(Unavailable("went away"), PutDone())
+    shards.moves_to = ELSEWHERE
+    shards.host.entry = lambda *of: None
+    shards.host.lent = None
+    shards.host.space = SimpleNamespace(hold=lambda ranges: None, release=lambda ranges: None)
+    grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
+    share: Any = SimpleNamespace(until_taken=lambda session, attempt: attempt(), is_full=False)
+    room: Any = None
+    references = References(shards.host, shards.mesh, shards.router, room)
+    shared = grants, references, room, share, lambda entry: None
+    writing = Writing(shards.host, shards.mesh, *shared)
+    session: Any = SimpleNamespace(id=5)
+    for _ in range(2):
+        asked = Put("p", 1, named(["k"]), [], [])
+        outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
+        assert not isinstance(outcome, Body) and await outcome == PutDone()
+    assert [body.number for _, body, _ in shards.asked] == [7, 7, 8]
+
+
+def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
+    """Not what others have set since; nor do rows come again that were consumed since."""
+    first = body(named(["a", "b"]), tags={"status": ["new", "new"]})
+    heir = died(ONCE, first)
+    heir.store.tag(named(["b"]), {"status": ["mine"]})
+    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
+    assert heir.put(first) == PutDone()
+    assert heir.freed == [(OWNERS[0], [0, 1])]
+    table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
+    assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
+    assert [ranges["range"].tolist() for _, ranges, _ in heir.store.freed()] == [[0]], "consumed"
+
+
+@pytest.mark.parametrize("how", [{}, {"replace": True}])
+def test_a_value_that_it_replaced_and_another_put_since_stays(how: dict[str, bool]) -> None:
+    first = body(named(["a"]), **how)
+    heir = died(Definition(free="drop"), first)
+    later = body(named(["a"]), 8, replace=True)
+    later.owners = [Owner("b", 8)]
+    assert heir.put(later) == PutDone()
+    assert heir.put(first) == PutDone()
+    assert [owner for owner, _, _ in heir.store.holdings()] == [Owner("b", 8)]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_it_is_no_failure_where_rows_of_its_group_were_consumed_singly(sealed: bool) -> None:
+    """Nobody gave them names by which they would be known: it seemed to add to a full group, or to
+    a partition that takes no new rows."""
+    rows = named(["a", "b"], ["g", "g"])
+    rows.names = None
+    first = body(rows)
+    heir = died(Definition(stages={"s": ["x"]}, free="acked", group_size=2), first)
+    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
+    if sealed:
+        heir.store.seal()
+    assert heir.put(first) == PutDone()
+    assert len(heir.store) == 1
+
+
+def test_who_was_not_carried_out_is_refused_there_as_anywhere() -> None:
+    """It was taken for a repetition: the value that was there stayed, its own went, and its
+    producer heard that all was well."""
+    heir = died(Definition(free="drop"), body(named(["a"])))
+    other = body(named(["a"]), 8)
+    with pytest.raises(DataplaneError) as told:
+        heir.put(other)
+    assert isinstance(told.value, FieldExists)

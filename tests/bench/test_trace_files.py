@@ -247,6 +247,17 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
             load([tmp_path / name], "video")
 
 
+def test_a_trace_in_which_a_value_may_be_missing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(path, "math", 3, generate(TASKS["math"], 2, seed=3))
+    table = pyarrow.parquet.read_table(path)
+    turns = table.column_names.index("turns")
+    missing = pyarrow.nulls(len(table), table.schema.types[turns])
+    pyarrow.parquet.write_table(table.set_column(turns, "turns", missing), path)
+    with pytest.raises(TraceError, match="its columns, or their types"):
+        load([path], None)
+
+
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     lengths = lines(tmp_path / "p.jsonl", prompt_line())
     prompts = generate(TASKS["math"], 1, 0)

@@ -190,7 +190,8 @@ class ClaimQueue:
         self, head: WaitingClaim, now: float, sealed: bool, kept: list[Kept]
     ) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
-        queue, counts = self._lanes[head.lane], self._counts(head)
+        queue, want = self._lanes[head.lane], head.want
+        counts = self.store.counts(self.stage, want.unit, want.where)
         if sealed and not counts.to_come:
             return self._ended(head)
         if not counts.ready:
@@ -291,6 +292,3 @@ class ClaimQueue:
             if enough and other.want.budget_tag is None:
                 return other
         return None
-
-    def _counts(self, claim: WaitingClaim) -> Counts:
-        return self.store.counts(self.stage, claim.want.unit, claim.want.where)

@@ -113,7 +113,7 @@ class Partitions:
             )
         if body.definition is not None:
             entry.store.check_same(body.definition)
-        return _defined(entry)
+        return Defined(entry.generation, entry.definition, entry.store.phase)
 
     def _open(self, partition: str, definition: Definition) -> Entry:
         """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
@@ -205,10 +205,6 @@ class Partitions:
         for name in self.host.entries:
             spare[roster.bucket(name)] = False
         return spare
-
-
-def _defined(entry: Entry) -> Defined:
-    return Defined(entry.generation, entry.definition, entry.store.phase)
 
 
 def _over(entry: Entry) -> bool:

@@ -13,11 +13,10 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
-from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS
 from dataplane.wire.journal import Wrote
-from dataplane.wire.messages import Finish, Want
+from dataplane.wire.messages import Claimed, Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
 from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values, waiting
 
@@ -66,7 +65,7 @@ class Shard:
         claim, what = outcome
         if isinstance(what, DataplaneError):
             return claim.number, type(what)
-        assert isinstance(what, Taken)
+        assert isinstance(what, Claimed)
         return claim.number, keys_of(self.store, what)
 
 
@@ -328,7 +327,7 @@ def test_finished_rows_leave_the_queue_as_it_is() -> None:
     shard.put(0, 2)
     shard.queue.add(waiting(1, rows(1)))
     ((_, met),) = shard.queue.serve(0.0, False)
-    assert isinstance(met, Taken)
+    assert isinstance(met, Claimed)
     shard.claim(2, rows(2))
     finish(shard.store, met, "release")
     assert shard.serve() == [(2, [0, 1])]
@@ -366,7 +365,9 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     for rank in range(3):
         shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
     joined = shard.queue.serve(0.0, True)
-    assert [what.rank for _, what in joined if isinstance(what, Member)] == [0, 1, 2]
+    numbers = [what.lease for _, what in joined if isinstance(what, Claimed)]
+    ranks = [shard.store.leases.member(number) for number in numbers]
+    assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
     with pytest.raises(ProtocolError, match="mini-batches, whose product"):

@@ -23,12 +23,11 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.metadata.shard import plans, takes
-from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit, Taken
-from dataplane.wire.messages import Claim, Want
+from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
+from dataplane.wire.messages import Claim, Claimed, Want
 
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
@@ -67,7 +66,7 @@ class WaitingClaim(msgspec.Struct, eq=False):
         return want.minimum if 0 < want.minimum < want.count else want.count
 
 
-Outcome = tuple[WaitingClaim, Taken | Member | DataplaneError]
+Outcome = tuple[WaitingClaim, Claimed | DataplaneError]
 """A claim with its rows, or its part in the plan, or why it never can be met."""
 
 
@@ -183,7 +182,7 @@ class ClaimQueue:
                 continue
             if member is not None:
                 self.withdraw(claim.number)
-                outcomes.append((claim, member))
+                outcomes.append((claim, plans.part(member)))
         return outcomes
 
     def _advance(
@@ -225,8 +224,10 @@ class ClaimQueue:
         except DataplaneError as exc:  # it would at every turn, and whoever put something be told
             return self._over(claim, exc)
         if taken.lease is not None:
+            assert taken.rows is not None and taken.values is not None
             self.withdraw(claim.number)
-            return claim, taken
+            table = rows_out.table_of(self.store, taken.rows, taken.values)
+            return claim, Claimed(taken.lease, 0, table)
         if taken.needed_bytes:
             return self._too_large(claim, taken.needed_bytes)
         return None

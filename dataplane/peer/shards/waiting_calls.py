@@ -27,11 +27,9 @@ from dataplane.errors import (
     StaleEpoch,
     StreamEnd,
 )
-from dataplane.metadata.shard import inspection, reasons, rows_out
+from dataplane.metadata.shard import inspection, plans, reasons, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, WaitingClaim
-from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.shard.permits import AdmitQueue, Permit, WaitingAdmit
-from dataplane.metadata.shard.takes import Taken
+from dataplane.metadata.shard.permits import AdmitQueue, WaitingAdmit
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
@@ -51,7 +49,7 @@ from dataplane.wire.messages import (
     Want,
     Withdraw,
 )
-from dataplane.wire.tables import Owner, Rows, Table
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +188,7 @@ class WaitingCalls:
         """The answer to a claim that has a lease already."""
         leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
-            return _part(member)
+            return plans.part(member)
         lease = leases.of_claim(body.number)
         if lease is not None:
             try:
@@ -290,26 +288,13 @@ class WaitingCalls:
         mine: Body | DataplaneError | None = None
         now, sealed = self.host.now(), stage.entry.sealed
         keep = now >= self._yields_until and not self.producers()
-        for claim, outcome in stage.queue.serve(now, sealed, keep):
+        for claim, told in stage.queue.serve(now, sealed, keep):
             self._remember(claim.number)
-            told = self._told(stage.entry, outcome)
             if claim.number == number:
                 mine = told
             else:
                 self._answer(claim.number, told)
         return mine
-
-    def _told(
-        self, entry: Entry, outcome: Taken | Member | Permit | DataplaneError
-    ) -> Body | DataplaneError:
-        if isinstance(outcome, Permit):
-            return Admitted(outcome.number, outcome.version)
-        if isinstance(outcome, Taken):
-            assert outcome.lease is not None
-            assert outcome.rows is not None and outcome.values is not None
-            table = rows_out.table_of(entry.store, outcome.rows, outcome.values)
-            return Claimed(outcome.lease, 0, table)
-        return _part(outcome) if isinstance(outcome, Member) else outcome
 
     # waiting without claiming
 
@@ -410,11 +395,6 @@ class WaitingCalls:
                 self.host.lost_rows += lost
             self.settle(entry)
             self.changed(entry, set(entry.definition.stages))
-
-
-def _part(member: Member) -> Claimed:
-    """A part in a plan, with what all ranks lay it out by."""
-    return Claimed(member.number, 0, Table(Rows(b"")), member.plan.laid)
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:

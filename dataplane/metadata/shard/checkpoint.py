@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -220,7 +220,10 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
         (told.split, len(group_keys), state.stage),
         (told.tagged, len(keys), None),
     ):
-        _check_marks(marks, count, known)
+        for name, raw in marks.items():
+            column(raw, _BYTE, count)
+            if known is not None:
+                known(name)
     live = Counter(rows.group if rows is not None and rows.group is not None else [])
     sizes = _sizes_in(told, len(group_keys))
     for at, (expected, gone, _, closed) in enumerate(sizes):
@@ -240,12 +243,3 @@ def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -
             partition=partition,
         )
     return keys
-
-
-def _check_marks(
-    marks: dict[str, bytes], count: int, known: Callable[[str], object] | None
-) -> None:
-    for name, raw in marks.items():
-        column(raw, _BYTE, count)
-        if known is not None:
-            known(name)

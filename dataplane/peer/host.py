@@ -88,8 +88,6 @@ class Entry:
     store: Store
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
-    seal_told: bool = False
-    """all here that follow its phase know that it is sealed"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
@@ -98,7 +96,6 @@ class Entry:
         self.name, self.generation = self.key = self.store.partition, self.store.generation
         if self.definition.replicas == 2:
             self.copies = Copies()
-        self.seal_told = self.sealed
 
     @property
     def definition(self) -> Definition:

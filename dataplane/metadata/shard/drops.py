@@ -102,6 +102,8 @@ def seal(state: State, keep: bool = False) -> int:
     """Open groups close at the size they have, empty ones go. Where groups have a size these are
     short, and are dropped unless they are to be kept. Returns how many closed."""
     state.sealed = True
+    for stage in state.stages.values():
+        stage.rows.changed = True  # what is left is all that comes
     groups = [group for group in state.groups.values() if not group.closed]
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]

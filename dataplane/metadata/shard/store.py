@@ -371,7 +371,7 @@ class Store(State):
         return self.stage(stage).units(unit).count(where)
 
     def dirty(self) -> set[str]:
-        """Drain the stages whose counts changed."""
+        """Drain the stages whose counts changed, or may not grow any more."""
         return {name for name, stage in self.stages.items() if stage.drain_changed()}
 
     @property

@@ -94,7 +94,7 @@ class WaitingCalls:
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
-        self.partitions.on_phase.append(self._on_phase)
+        self.partitions.on_drop = self._dropped
         self.mesh.handlers |= {
             Claim: self.claim,
             Withdraw: self._withdraw,
@@ -353,12 +353,9 @@ class WaitingCalls:
 
     # whoever waits must go
 
-    def _on_phase(self, entry: Entry, phase: str) -> None:
+    def _dropped(self, entry: Entry) -> None:
         for key in [k for k in self._stages if k[:2] == entry.key]:
-            if phase == "dropped":
-                self._close(key, self.host.gone(entry.name, entry.generation))
-            else:
-                self._look(self._stages[key])
+            self._close(key, self.host.gone(entry.name, entry.generation))
 
     def turned(self) -> None:
         """A new roster: who waits for what is served elsewhere now asks there."""

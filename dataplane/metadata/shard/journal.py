@@ -87,10 +87,11 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
     """
     assert store.emit is None
     try:
-        if type(op) in CHANGES:
-            CHANGES[type(op)](store, op)
+        how = _HOW.get(type(op))
+        if how is not None:
+            how(store, op, now)
         else:
-            _HOW[type(op)](store, op, now)
+            CHANGES[type(op)](store, op)
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "

@@ -31,7 +31,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
 MAX_SUMS = 64
@@ -94,16 +94,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.name, self.generation = self.key = self.store.partition, self.store.generation
-        if self.definition.replicas == 2:
+        if self.store.definition.replicas == 2:
             self.copies = Copies()
-
-    @property
-    def definition(self) -> Definition:
-        return self.store.definition
-
-    @property
-    def sealed(self) -> bool:
-        return self.store.sealed
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class Queue(RuleBasedStateMachine):
     def serve(self, keep: bool = True) -> None:
         """Both do, and agree."""
         told: list[tuple[int, Any]] = []
-        for claim, what in self.queue.serve(0.0, self.naive.sealed, keep):
+        for claim, what in self.queue.serve(0.0, keep):
             if isinstance(what, StreamEnd):
                 told.append((claim.number, "ended"))
                 continue

@@ -336,9 +336,7 @@ class AdmitQueue:
         """How many calls one that waits is behind."""
         return list(self._waiting).index(number) if number in self._waiting else 0
 
-    def serve(
-        self, now: float, sealed: bool, keep: bool
-    ) -> list[tuple[WaitingAdmit, Admitted | DataplaneError]]:
+    def serve(self, now: float, keep: bool) -> list[tuple[WaitingAdmit, Admitted | DataplaneError]]:
         """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
         nobody goes before another."""
         outcomes: list[tuple[WaitingAdmit, Admitted | DataplaneError]] = []

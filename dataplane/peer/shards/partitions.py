@@ -113,7 +113,7 @@ class Partitions:
             )
         if body.definition is not None:
             entry.store.check_same(body.definition)
-        return Defined(entry.generation, entry.definition, entry.store.phase)
+        return Defined(entry.generation, entry.store.definition, entry.store.phase)
 
     def _open(self, partition: str, definition: Definition) -> Entry:
         """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
@@ -201,9 +201,9 @@ class Partitions:
 
 def _over(entry: Entry) -> bool:
     """Whether every stage has had every row that is left."""
-    stages = entry.definition.stages
+    stages = entry.store.stages
     return (
-        entry.sealed
+        entry.store.sealed
         and bool(stages)
         and not any(entry.store.counts(stage).outstanding for stage in stages)
     )

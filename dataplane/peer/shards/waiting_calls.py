@@ -115,7 +115,7 @@ class WaitingCalls:
         LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait, and
         at the end of its turn for one that does, which keeps its place until it is withdrawn."""
         entry = self.host.shard(body.partition, body.generation)
-        if body.declare is not None and body.stage not in entry.definition.stages:
+        if body.declare is not None and body.stage not in entry.store.stages:
             entry.store.declare_stage(body.stage, body.declare)
             self.settle(entry)
         if body.fields is None:
@@ -286,9 +286,9 @@ class WaitingCalls:
         if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
             return None
         mine: Body | DataplaneError | None = None
-        now, sealed = self.host.now(), stage.entry.sealed
+        now = self.host.now()
         keep = now >= self._yields_until and not self.producers()
-        for claim, told in stage.queue.serve(now, sealed, keep):
+        for claim, told in stage.queue.serve(now, keep):
             self._remember(claim.number)
             if claim.number == number:
                 mine = told
@@ -338,7 +338,7 @@ class WaitingCalls:
         found["leases"] = [
             [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]
-        return found | {"sealed": entry.sealed}
+        return found | {"sealed": entry.store.sealed}
 
     def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
         """With what it waits for."""
@@ -391,7 +391,7 @@ class WaitingCalls:
                 )
                 self.host.lost_rows += lost
             self.settle(entry)
-            self.changed(entry, set(entry.definition.stages))
+            self.changed(entry, set(entry.store.stages))
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
@@ -399,7 +399,7 @@ def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
     enough = body.count and counts.ready >= body.count
     if enough or (body.below and counts.outstanding < body.below):
         answer.set_result(Done())
-    elif body.count and entry.sealed and counts.to_come < body.count:
+    elif body.count and entry.store.sealed and counts.to_come < body.count:
         fail(
             answer,
             StreamEnd(

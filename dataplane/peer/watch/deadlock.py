@@ -122,7 +122,7 @@ class Standstill:
 
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
-        drop = any(entry.definition.free == "drop" for entry in entries)
+        drop = any(entry.store.definition.free == "drop" for entry in entries)
         leased = any(len(entry.store.leases) for entry in entries)
         busy = set[str]().union(*(s.partitions for s in self.sessions if not s.waiting))
         return Stirring(

@@ -92,7 +92,7 @@ class Janitor:
         of which none is left. It stays so: nobody is let in any more."""
         if self._brief and not self._over and self.peer.sessions.came:
             entries = self.host.entries.values()
-            finished = bool(entries) and all(e.sealed and not len(e.store) for e in entries)
+            finished = bool(entries) and all(e.store.sealed and not len(e.store) for e in entries)
             self._over = finished and self.peer.door.is_deserted
             if self._over:
                 self.peer.door.shut()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from tests.end_to_end import conftest
 
 ROOT = Path(__file__).parents[1]
 LEAKS = """
@@ -114,3 +115,24 @@ def test_what_a_slow_collection_leaves_to_the_next_is_no_leak(
     monkeypatch.setattr(leaks, "PATIENCE_S", 0.2)
     monkeypatch.setattr(leaks.gc, "collect", slowly)
     assert not leaks.settled(lambda: [] if len(collected) > 1 else ["a plane"])
+
+
+def test_a_peer_that_hangs_as_it_is_told_to_end_fails_its_test_and_says_where(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "END_S", 0.2)
+    hangs = """
+        import signal, time
+
+        def hang():
+            print("runs", flush=True)
+            time.sleep(60)
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        hang()
+    """
+    cluster = conftest.Cluster(run_dir)
+    cluster._run("a", [sys.executable, "-c", textwrap.dedent(hangs)])
+    conftest.until(lambda: "runs" in cluster.log("a"), "it runs")
+    with pytest.raises(AssertionError, match=r"had not ended (?s:.*) in hang"):
+        cluster.stop()

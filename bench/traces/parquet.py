@@ -21,36 +21,47 @@ from bench.outputs import replacing
 from bench.traces.sample import Medium, Prompt, Sample, Turn
 from bench.traces.tasks import TASKS
 
-_FORMAT = b"1"
+_FORMAT = b"2"
 _GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
 MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
+
+
+def _whole(**columns: pyarrow.DataType) -> list[pyarrow.Field]:
+    """Fields of which no value is missing: a file of these has no way to say that one is."""
+    return [pyarrow.field(name, values, nullable=False) for name, values in columns.items()]
+
+
+def _several(values: pyarrow.DataType) -> pyarrow.DataType:
+    return pyarrow.list_(*_whole(element=values))
+
+
 _TURN = pyarrow.struct(
-    [
-        ("tokens", pyarrow.int64()),
-        ("seconds", pyarrow.float64()),
-        ("tool_seconds", pyarrow.float64()),
-        ("tool_tokens", pyarrow.int64()),
-    ]
+    _whole(
+        tokens=pyarrow.int64(),
+        seconds=pyarrow.float64(),
+        tool_seconds=pyarrow.float64(),
+        tool_tokens=pyarrow.int64(),
+    )
 )
 _MEDIUM = pyarrow.struct(
-    [
-        ("content", pyarrow.int64()),
-        ("grid", pyarrow.list_(pyarrow.int64())),
-        ("frames", pyarrow.list_(pyarrow.int64())),
-    ]
+    _whole(
+        content=pyarrow.int64(),
+        grid=_several(pyarrow.int64()),
+        frames=_several(pyarrow.int64()),
+    )
 )
 SCHEMA = pyarrow.schema(
-    [
-        ("step", pyarrow.int64()),
-        ("group", pyarrow.int64()),
-        ("sample", pyarrow.int64()),
-        ("prompt_tokens", pyarrow.int64()),
-        ("response_tokens", pyarrow.int64()),
-        ("turns", pyarrow.list_(_TURN)),
-        ("media", pyarrow.list_(_MEDIUM)),
-        ("reward", pyarrow.float64()),
-        ("reward_seconds", pyarrow.float64()),
-    ]
+    _whole(
+        step=pyarrow.int64(),
+        group=pyarrow.int64(),
+        sample=pyarrow.int64(),
+        prompt_tokens=pyarrow.int64(),
+        response_tokens=pyarrow.int64(),
+        turns=_several(_TURN),
+        media=_several(_MEDIUM),
+        reward=pyarrow.float64(),
+        reward_seconds=pyarrow.float64(),
+    )
 )
 
 
@@ -113,7 +124,10 @@ def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
 def read(path: Path) -> tuple[str, list[Prompt]]:
     """The task's name and the prompts. Raises TraceError for any other file."""
     try:
-        rows = pyarrow.parquet.read_metadata(path).num_rows
+        told = pyarrow.parquet.read_metadata(path)
+        # Of its row groups, as pyarrow makes room for so many before it reads any; what the file
+        # says of all of them together it does not follow.
+        rows = sum(told.row_group(number).num_rows for number in range(told.num_row_groups))
         if rows > MOST_ROWS:
             raise TraceError(path, f"its {rows} rows are more than {MOST_ROWS:,}, and all are held")
         table = pyarrow.parquet.read_table(path)
@@ -122,9 +136,11 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
-        raise TraceError(path, "this Parquet file was not written by `python -m bench trace`")
+        raise TraceError(
+            path, "this Parquet file was not written by this version of `python -m bench trace`"
+        )
     if not table.schema.equals(SCHEMA):
-        raise TraceError(path, f"its columns are {table.schema.names}, not {SCHEMA.names}")
+        raise TraceError(path, f"its columns, or their types, are not a trace's: {SCHEMA.names}")
     rows = table.to_pylist()
     if not rows:
         raise TraceError(path, "it holds no rows")

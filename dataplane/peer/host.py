@@ -31,7 +31,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
 from dataplane.peer.tasks import Threads, in_time
 from dataplane.wire.messages import Body
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
 MAX_SUMS = 64
@@ -92,25 +92,14 @@ class Entry:
     store: Store
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
-    seal_told: bool = False
-    """all here that follow its phase know that it is sealed"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, self.generation = self.key = self.store.partition, self.store.generation
-        if self.definition.replicas == 2:
+        if self.store.definition.replicas == 2:
             self.copies = Copies()
-        self.seal_told = self.sealed
-
-    @property
-    def definition(self) -> Definition:
-        return self.store.definition
-
-    @property
-    def sealed(self) -> bool:
-        return self.store.sealed
 
 
 class Progress:

@@ -235,7 +235,6 @@ class Peer:
         if freed:
             self.room.pump()
         self.calls.changed(entry, entry.store.dirty())
-        self.partitions.follow_phase(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

@@ -11,7 +11,7 @@ from tests import leaks
 MIB = 1 << 20
 OTHERS = [name for name in CONTENDERS if name != "dataplane"]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # longer than a tree waits for any one answer
 
 
 def silent(done: int, whole: int) -> None:

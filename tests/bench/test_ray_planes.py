@@ -17,6 +17,7 @@ from bench.run import Settings, execute, job_of
 
 TOGETHER = (("reward", "reference"), ("train",))
 FILTERED = (("reward",), ("reference",), ("train",))
+LIMIT_S = 200
 OPTIONAL = [name for name, plane in PLANES.items() if plane.packages]
 
 
@@ -123,26 +124,26 @@ def test_a_plane_that_is_not_installed_is_a_result_of_its_own(
 
 
 @pytest.mark.compare
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("name", OPTIONAL)
 @pytest.mark.parametrize("trace", ["math_open", "video"])
 def test_every_row_reaches_a_trainer_through_another_plane(name: str, trace: str) -> None:
     if missing := PLANES[name].missing():
         pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
     for dedup in PLANES[name].dedup_variants if trace == "video" else (False,):
-        settings = Settings(trace=trace, planes=(name,), prompts=2, steps=2, timeout_s=200)
+        settings = Settings(trace=trace, planes=(name,), prompts=2, steps=2, timeout_s=LIMIT_S)
         run = execute(settings, name, dedup, silent)
         assert (run["status"], run["error"]) == ("ok", "")
         assert run["moved"]["copied_in"] > 0
 
 
 @pytest.mark.compare
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_all_ranks_of_a_trainer_read_every_row_of_its_batches(name: str) -> None:
     if missing := PLANES[name].missing():
         pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
-    settings = Settings(trace="math", planes=(name,), prompts=4, tp=2, timeout_s=200)
+    settings = Settings(trace="math", planes=(name,), prompts=4, tp=2, timeout_s=LIMIT_S)
     run = execute(settings, name, False, silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"]

@@ -71,6 +71,21 @@ def test_a_trace_that_no_process_could_hold_is_refused(
         load([tmp_path / "t.parquet"], None)
 
 
+def test_a_row_group_that_says_it_has_too_many_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(path, "math", 3, generate(TASKS["math"], 2, seed=3))
+    written = path.read_bytes()
+    # Thrift's compact form: num_rows is 32, and behind it the row group's file_offset is 4.
+    right, wrong = b"\x16\x40\x26\x08", b"\x16\x80\x80\x80\x80\x08\x26\x08"
+    assert written.count(right) == 1
+    body, footer_bytes = written[:-8], int.from_bytes(written[-8:-4], "little")
+    longer = (footer_bytes + len(wrong) - len(right)).to_bytes(4, "little")
+    path.write_bytes(body.replace(right, wrong) + longer + written[-4:])
+    assert pyarrow.parquet.read_metadata(path).num_rows == 32
+    with pytest.raises(TraceError, match="1073741824 rows are more than"):
+        load([path], None)
+
+
 def test_trace_info_shows_the_distributions_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +245,17 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     for name in (*names, "absent.jsonl"):
         with pytest.raises(TraceError, match=name):
             load([tmp_path / name], "video")
+
+
+def test_a_trace_in_which_a_value_may_be_missing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(path, "math", 3, generate(TASKS["math"], 2, seed=3))
+    table = pyarrow.parquet.read_table(path)
+    turns = table.column_names.index("turns")
+    missing = pyarrow.nulls(len(table), table.schema.types[turns])
+    pyarrow.parquet.write_table(table.set_column(turns, "turns", missing), path)
+    with pytest.raises(TraceError, match="its columns, or their types"):
+        load([path], None)
 
 
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

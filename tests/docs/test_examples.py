@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 100
 
 
 def run(command: list[str]) -> str:
     """As a shell starts it: a launch of its own, and so a run of its own."""
     environment = {**os.environ, "DATAPLANE_LINGER": "1", "DATAPLANE_ARENA": "256MiB"}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    told = {"capture_output": True, "text": True, "timeout": 100, "start_new_session": True}
-    done = subprocess.run(command, env=environment, check=False, **told)
+    told = {"capture_output": True, "text": True, "timeout": LIMIT_S, "start_new_session": True}
+    try:
+        done = subprocess.run(command, env=environment, check=False, **told)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"{late}: {(late.stderr or b'').decode()}") from late
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,6 +45,7 @@ EXAMPLES = pytest.mark.parametrize(
 
 
 @EXAMPLES
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_an_example_runs_twice_at_once_and_then_again(example: Path, run_dir: Path) -> None:
     launch = command(example)
     with ThreadPoolExecutor() as both:

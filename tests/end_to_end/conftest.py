@@ -21,6 +21,8 @@ from bench.ports import free_addresses
 
 __all__ = ["free_addresses"]
 PLANE = "test"
+END_S = 40
+"""A peer that has not ended so long after SIGINT hangs, however busy the machine is."""
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
@@ -76,8 +78,9 @@ class Cluster:
         self._await(name)
 
     def _run(self, name: str, command: list[str]) -> None:
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
         with open(self.run_dir / f"{name}.log", "ab") as log:
-            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def _await(self, name: str) -> None:
         path = self.run_dir / PLANE / f"{name}.sock"
@@ -119,14 +122,14 @@ class Cluster:
     def stop(self) -> None:
         self.end_workers()
         for peer in self.peers.values():
+            peer.send_signal(signal.SIGCONT)
             peer.send_signal(signal.SIGINT)  # at once; SIGTERM would hand everything over first
         for name, peer in self.peers.items():
             try:
-                code = peer.wait(15)
+                code = peer.wait(END_S)
             except subprocess.TimeoutExpired:
-                peer.kill()
-                peer.wait()
-                code = "it did not end on SIGINT"
+                peer.send_signal(signal.SIGABRT)  # its log says where each of its threads was
+                code = f"{peer.wait()}, it had not ended {END_S} s after SIGINT"
             if peer.returncode not in (0, -signal.SIGKILL):
                 raise AssertionError(f"peer {name}: {code}\n{self.log(name)}")
             assert "Traceback" not in self.log(name), self.log(name)

@@ -71,7 +71,7 @@ def ours() -> dict[str, Any]:
         return play(OURS, DATAPLANE_RUN_DIR=folder, DATAPLANE_ARENA="64MiB")
 
 
-@pytest.mark.timeout(USED_S)
+@pytest.mark.timeout(2 * USED_S)
 @pytest.mark.parametrize("name", transfer_queue_calls.SCENARIOS)
 def test_the_same_calls_give_the_same(name: str, ours: dict[str, Any]) -> None:
     theirs = json.loads(RECORD.read_text())
@@ -83,7 +83,7 @@ def test_the_same_calls_give_the_same(name: str, ours: dict[str, Any]) -> None:
 
 
 @pytest.mark.compare
-@pytest.mark.timeout(USED_S)
+@pytest.mark.timeout(2 * USED_S)
 def test_the_record_is_what_transfer_queue_gives() -> None:
     try:
         installed = importlib.metadata.version("TransferQueue")

@@ -13,7 +13,7 @@ from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.messages import Claim, Finish, Want
+from dataplane.wire.messages import Claim, Claimed, Finish, Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
 
@@ -63,14 +63,14 @@ def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:
     return from_.take(stage, want, 1, 0.0, **options)
 
 
-def keys_of(from_: Store, taken: Taken) -> list[Name]:
+def keys_of(from_: Store, taken: Taken | Claimed) -> list[Name]:
     assert taken.lease is not None
     found = rows_out.table(from_, taken.lease).rows.names
     assert found is not None
     return found
 
 
-def finish(at: Store, taken: Taken, outcome: str = "ack", **options: Any) -> Any:
+def finish(at: Store, taken: Taken | Claimed, outcome: str = "ack", **options: Any) -> Any:
     assert taken.lease is not None
     given = {"specs": SPECS, "owners": OWNERS} | options
     return at.finish(Finish(taken.lease, outcome, **given))

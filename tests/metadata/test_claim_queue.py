@@ -13,11 +13,10 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
-from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS
 from dataplane.wire.journal import Wrote
-from dataplane.wire.messages import Finish, Want
+from dataplane.wire.messages import Claimed, Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
 from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values, waiting
 
@@ -38,7 +37,6 @@ class Shard:
     def __init__(self, **definition: object) -> None:
         self.store: Store = store(**({"stages": {"s": ["tokens"]}} | definition))
         self.queue = ClaimQueue(self.store, "s")
-        self.sealed = False
         self.keep = True
 
     def put(self, first: int, count: int = 1, peer: str = "a", **tags: object) -> list[object]:
@@ -55,18 +53,18 @@ class Shard:
         return self.serve()
 
     def seal(self) -> list[object]:
-        self.sealed = True
+        self.store.seal()
         return self.serve()
 
     def serve(self) -> list[object]:
         """(claim, keys) of each that was met, (claim, why) of each that is over."""
-        return [self.shown(one) for one in self.queue.serve(0.0, self.sealed, self.keep)]
+        return [self.shown(one) for one in self.queue.serve(0.0, self.keep)]
 
     def shown(self, outcome: Outcome) -> object:
         claim, what = outcome
         if isinstance(what, DataplaneError):
             return claim.number, type(what)
-        assert isinstance(what, Taken)
+        assert isinstance(what, Claimed)
         return claim.number, keys_of(self.store, what)
 
 
@@ -252,7 +250,7 @@ def test_a_near_claim_never_keeps_the_head_from_rows_that_it_does_not_get() -> N
     shard = Shard()
     shard.claim(1, rows(1), "a")
     shard.claim(2, rows(2), "b", most_bytes=1)
-    shard.queue.serve(0.0, False)
+    shard.queue.serve(0.0)
     assert shard.put(0, 1, "c") == [(1, [0])]
 
 
@@ -327,8 +325,8 @@ def test_finished_rows_leave_the_queue_as_it_is() -> None:
     shard = Shard()
     shard.put(0, 2)
     shard.queue.add(waiting(1, rows(1)))
-    ((_, met),) = shard.queue.serve(0.0, False)
-    assert isinstance(met, Taken)
+    ((_, met),) = shard.queue.serve(0.0)
+    assert isinstance(met, Claimed)
     shard.claim(2, rows(2))
     finish(shard.store, met, "release")
     assert shard.serve() == [(2, [0, 1])]
@@ -358,15 +356,16 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
         shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
     assert shard.put(0, 4) == [] and not asked
     shard.store.seal()
-    shard.sealed = True
     with monkeypatch.context() as small:
         small.setattr(plans, "MAX_PLAN_ROWS", 3)
-        told = shard.queue.serve(0.0, True)
+        told = shard.queue.serve(0.0)
         assert [type(what) for _, what in told] == [LimitExceeded] * 3
     for rank in range(3):
         shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
-    joined = shard.queue.serve(0.0, True)
-    assert [what.rank for _, what in joined if isinstance(what, Member)] == [0, 1, 2]
+    joined = shard.queue.serve(0.0)
+    numbers = [what.lease for _, what in joined if isinstance(what, Claimed)]
+    ranks = [shard.store.leases.member(number) for number in numbers]
+    assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
     with pytest.raises(ProtocolError, match="mini-batches, whose product"):

@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dataplane.errors import StreamEnd
 from dataplane.metadata.shard.claim_queue import ClaimQueue
-from dataplane.metadata.shard.takes import Taken
 from dataplane.wire.journal import Wrote
-from dataplane.wire.messages import Finish, Want
+from dataplane.wire.messages import Claimed, Finish, Want
 from dataplane.wire.tables import Column, Owner
 from tests.metadata.stores import SPECS, keys_of, named, store, values, waiting
 
@@ -115,11 +114,11 @@ class Queue(RuleBasedStateMachine):
     def serve(self, keep: bool = True) -> None:
         """Both do, and agree."""
         told: list[tuple[int, Any]] = []
-        for claim, what in self.queue.serve(0.0, self.naive.sealed, keep):
+        for claim, what in self.queue.serve(0.0, keep):
             if isinstance(what, StreamEnd):
                 told.append((claim.number, "ended"))
                 continue
-            assert isinstance(what, Taken) and what.lease is not None
+            assert isinstance(what, Claimed)
             self.numbered[claim.number] = what.lease
             told.append((claim.number, keys_of(self.store, what)))
         assert told == self.naive.serve(keep)

@@ -125,6 +125,14 @@ def test_it_is_no_failure_where_rows_of_its_group_were_consumed_singly(sealed: b
     assert len(heir.store) == 1
 
 
+def test_it_is_told_once_more_that_all_of_it_was_consumed_before() -> None:
+    shard = Shard(Store("p", ONCE, 1))
+    shard.put(body(named(["a"])))
+    finish(shard.store, take(shard.store, "s", Want("rows", 1, 1)))
+    for _ in range(2):
+        assert shard.put(body(named(["a"]), 8)) == PutDone(gone=1)
+
+
 def test_who_was_not_carried_out_is_refused_there_as_anywhere() -> None:
     """It was taken for a repetition: the value that was there stayed, its own went, and its
     producer heard that all was well."""

@@ -20,6 +20,7 @@ class OneRow:
 
     leases = ()
     stages: ClassVar[dict[str, Any]] = {}
+    definition = SimpleNamespace(free="acked")
 
     def __len__(self) -> int:
         return 1
@@ -61,7 +62,7 @@ def test_clients_of_other_partitions_are_nobodys_hope() -> None:
 
 def test_who_waits_after_others_were_told_is_told_of_what_is_seen_from_then_on() -> None:
     """Whoever could free rows may have come in between."""
-    entry = SimpleNamespace(name="p", definition=SimpleNamespace(free="acked"), store=OneRow())
+    entry = SimpleNamespace(name="p", store=OneRow())
     host: Any = SimpleNamespace(
         solo=True, entries={"p": entry}, progress=SimpleNamespace(done=7), now=lambda: 0.0
     )

@@ -69,7 +69,7 @@ class Shard:
 
     def make(self) -> None:
         self.mesh: Any = SimpleNamespace(handlers={})
-        self.partitions: Any = SimpleNamespace(on_phase=[])
+        self.partitions: Any = SimpleNamespace()
         copying: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
         self.calls = WaitingCalls(
             self.host,
@@ -306,8 +306,7 @@ async def test_a_wait_for_groups_ends_where_those_that_are_left_are_taken_row_by
     waits = shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "groups", 1))
     assert not waits.done()
     shard.entry.store.seal()
-    for tell in shard.partitions.on_phase:
-        tell(shard.entry, "sealed")
+    shard.settle(shard.entry)
     assert isinstance(waits.exception(), StreamEnd)
 
 
@@ -315,8 +314,7 @@ async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
     shard = Shard()
     waits, far = shard.claim(5), shard.claim(6)
     shard.entry.store.seal()
-    for tell in shard.partitions.on_phase:
-        tell(shard.entry, "sealed")
+    shard.settle(shard.entry)
     assert isinstance(waits.exception(), StreamEnd) and isinstance(far.exception(), StreamEnd)
     shard.entry.store.stage("s").lost = 2
     shard.entry.store.losses.note(["a", "b"])
@@ -327,8 +325,7 @@ async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
 async def test_a_dropped_partition_ends_all_that_wait() -> None:
     shard = Shard()
     waits = shard.claim(5)
-    for tell in shard.partitions.on_phase:
-        tell(shard.entry, "dropped")
+    shard.partitions.on_drop(shard.entry)
     assert isinstance(waits.exception(), PartitionGone)
 
 

@@ -108,7 +108,7 @@ def _is_due(
     want = body if isinstance(body, Wait) else body.want
     ready, remaining, to_come, outstanding = entry.store.counts(body.stage, want.unit, want.where)
     if isinstance(body, Wait):
-        enough = ready >= body.count or (entry.sealed and to_come < body.count)
+        enough = ready >= body.count or (entry.store.sealed and to_come < body.count)
         return enough if body.count else outstanding < body.below
     stage = peer.calls._stages.get((body.partition, body.generation, body.stage))
     queue = stage.queue if stage is not None else ClaimQueue(entry.store, body.stage)
@@ -117,11 +117,11 @@ def _is_due(
     if body.plan is None and not is_known and client.session not in entry.store.lessees:
         return True  # others get what comes before it
     if body.plan is not None or _is_behind(queue, client.session, claimants):
-        return entry.sealed and not to_come
+        return entry.store.sealed and not to_come
     if body.want.budget_tag is not None:
-        return entry.sealed and (not to_come or 0 < ready == remaining)
+        return entry.store.sealed and (not to_come or 0 < ready == remaining)
     least = body.want.minimum or body.want.count
-    if entry.sealed:
+    if entry.store.sealed:
         return not to_come or 0 < min(least, remaining) <= ready
     return ready >= least
 

@@ -317,5 +317,5 @@ class Ledger:
     def _standing(self, peers: Iterable[Peer]) -> tuple[int, bool]:
         """The newest generation that they know, and whether it takes no more rows."""
         entries = (peer.host.entries.get(self.partition) for peer in peers)
-        known = [(one.generation, one.sealed) for one in entries if one is not None]
+        known = [(one.generation, one.store.sealed) for one in entries if one is not None]
         return max(known, default=(0, False))

@@ -125,7 +125,7 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
     roster = mock.Mock(epoch=(1, 1), owners=[owner])
     roster.home.return_value = owner.peer
     store = Store("p", Definition({"train": ["x"]}), 1)
-    entry = SimpleNamespace(store=store, generation=1, sealed=False)
+    entry = SimpleNamespace(store=store, generation=1)
     stage = SimpleNamespace(queue=ClaimQueue(store, "train"))
     if known:
         stage.queue.add(waiting(1, Want("rows", 1, 1), holder=7))
@@ -142,7 +142,7 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
     watch = Watch(cluster)
     for now in (10.0, 12.0, 14.0, 15.5):
         cluster.loop.now = now
-        entry.sealed = now > 10.0  # from then on nothing can come
+        store.sealed = now > 10.0  # from then on nothing can come
         machine.disturbed_at = 14.0 if amiss and now >= 14.0 else 0.0
         since = 12.0 if known else 10.0
         assert len(watch._overdue([peer])) == (now > since + MET_S and not amiss)

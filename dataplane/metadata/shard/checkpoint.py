@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,6 +42,8 @@ MAX_ROWS_PER_SAVE = 4096
 
 _U4_MAX = (1 << 32) - 1
 _BYTE = np.dtype("u1")
+_Sizes = tuple[int, int, int, int]
+"""Of a group: the rows that it expects, that are gone, that were dropped, and whether it closed."""
 
 
 # out
@@ -131,7 +132,7 @@ def _sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
     )
 
 
-def _sizes_in(told: Progress, count: int) -> list[tuple[int, int, int, int]]:
+def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     """The same, group by group. ProtocolError where they contradict each other."""
     columns = [
         column(raw, U4, count).astype(np.int32).tolist()
@@ -147,33 +148,22 @@ def _sizes_in(told: Progress, count: int) -> list[tuple[int, int, int, int]]:
 # in
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What a Restore brings, checked."""
-
-    rows: RowsIn | None
-    values: Values
-    groups: list[bytes]
-    sizes: list[tuple[int, int, int, int]]
-    """expected, gone, dropped, closed"""
-
-
 def restore(state: State, op: Restore) -> None:
     """Enter rows and groups that are new here. PartitionConflict where some are not.
 
     Readiness and the states of groups follow from what is there, so nothing that a file says can
     make the groups contradict each other.
     """
-    plan = _checked(state, op)
+    rows, values, sizes = _checked(state, op)
     names, groups = op.rows.group_names, []
-    for at, (key, sizes) in enumerate(zip(plan.groups, plan.sizes, strict=True)):
+    for at, (key, told) in enumerate(zip(keys_in(op.rows.group_keys), sizes, strict=True)):
         group = state.add_group(key, None if names is None else names[at], UNKNOWN_SIZE)
-        group.expected, group.seen, group.dropped = sizes[:3]
+        group.expected, group.seen, group.dropped = told[:3]
         groups.append(group)
     blocks: list[Block] = []
-    if plan.rows is not None:
-        blocks = _enter_rows(state, op, plan.rows, plan.values, groups)
-    closed = [group for group, sizes in zip(groups, plan.sizes, strict=True) if sizes[3]]
+    if rows is not None:
+        blocks = _enter_rows(state, op, rows, values, groups)
+    closed = [group for group, told in zip(groups, sizes, strict=True) if told[3]]
     for group in closed:
         group.closed, group.expected = True, group.seen
     for name, raw in op.progress.split.items():
@@ -212,7 +202,7 @@ def _enter_rows(
     return blocks
 
 
-def _checked(state: State, op: Restore) -> _Plan:
+def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Sizes]]:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
@@ -230,14 +220,17 @@ def _checked(state: State, op: Restore) -> _Plan:
         (told.split, len(group_keys), state.stage),
         (told.tagged, len(keys), None),
     ):
-        _check_marks(marks, count, known)
+        for name, raw in marks.items():
+            column(raw, _BYTE, count)
+            if known is not None:
+                known(name)
     live = Counter(rows.group if rows is not None and rows.group is not None else [])
     sizes = _sizes_in(told, len(group_keys))
     for at, (expected, gone, _, closed) in enumerate(sizes):
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if (closed and not live[at]) or (full and not closed):
             raise ProtocolError("a group whose sizes contradict each other")
-    return _Plan(rows, values, group_keys, sizes)
+    return rows, values, sizes
 
 
 def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -> list[bytes]:
@@ -250,12 +243,3 @@ def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -
             partition=partition,
         )
     return keys
-
-
-def _check_marks(
-    marks: dict[str, bytes], count: int, known: Callable[[str], object] | None
-) -> None:
-    for name, raw in marks.items():
-        column(raw, _BYTE, count)
-        if known is not None:
-            known(name)

@@ -23,12 +23,11 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.metadata.shard import plans, takes
-from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit, Taken
-from dataplane.wire.messages import Claim, Want
+from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
+from dataplane.wire.messages import Claim, Claimed, Want
 
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
@@ -67,7 +66,7 @@ class WaitingClaim(msgspec.Struct, eq=False):
         return want.minimum if 0 < want.minimum < want.count else want.count
 
 
-Outcome = tuple[WaitingClaim, Taken | Member | DataplaneError]
+Outcome = tuple[WaitingClaim, Claimed | DataplaneError]
 """A claim with its rows, or its part in the plan, or why it never can be met."""
 
 
@@ -146,29 +145,29 @@ class ClaimQueue:
             return ""
         return plans.waits_for(self.store, self.stage, claim.asked.rank, now)
 
-    def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
-        """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
-        what older heads match is not for younger ones."""
-        outcomes = self._joined(now, sealed) if self._joining else []
-        while (outcome := self._next(now, sealed, keep)) is not None:
+    def serve(self, now: float, keep: bool = True) -> list[Outcome]:
+        """Meet all that can be met, and say what became of whom. keep: what older heads match is
+        not for younger ones."""
+        outcomes = self._joined(now) if self._joining else []
+        while (outcome := self._next(now, keep)) is not None:
             outcomes.append(outcome)
         return outcomes
 
-    def _next(self, now: float, sealed: bool, keep: bool) -> Outcome | None:
+    def _next(self, now: float, keep: bool) -> Outcome | None:
         """What becomes of the first who can be met."""
         kept: list[Kept] = []
         heads = [next(iter(queue.values())) for queue in self._lanes.values()]
         for head in sorted(heads, key=lambda one: one.since) if len(heads) > 1 else heads:
-            outcome = self._advance(head, now, sealed, kept)
+            outcome = self._advance(head, now, kept)
             if outcome is not None:
                 return outcome
             if keep:
                 kept.append((head.want.unit, head.want.where))
         return None
 
-    def _joined(self, now: float, sealed: bool) -> list[Outcome]:
+    def _joined(self, now: float) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
-        if sealed and not self.store.counts(self.stage).outstanding:
+        if self.store.sealed and not self.store.counts(self.stage).outstanding:
             return [self._ended(claim) for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
         if not plans.may_join(self.store, self.stage):  # as at every put, however many wait
@@ -183,21 +182,20 @@ class ClaimQueue:
                 continue
             if member is not None:
                 self.withdraw(claim.number)
-                outcomes.append((claim, member))
+                outcomes.append((claim, plans.part(member)))
         return outcomes
 
-    def _advance(
-        self, head: WaitingClaim, now: float, sealed: bool, kept: list[Kept]
-    ) -> Outcome | None:
+    def _advance(self, head: WaitingClaim, now: float, kept: list[Kept]) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
-        queue, counts = self._lanes[head.lane], self._counts(head)
-        if sealed and not counts.to_come:
+        queue, want = self._lanes[head.lane], head.want
+        counts = self.store.counts(self.stage, want.unit, want.where)
+        if self.store.sealed and not counts.to_come:
             return self._ended(head)
         if not counts.ready:
             return None
         near = self._near(head, queue, counts) if len(queue) > 1 else None
         for claim in (near, head):
-            outcome = self._meet(claim, counts, now, sealed, kept) if claim is not None else None
+            outcome = self._meet(claim, counts, now, kept) if claim is not None else None
             if outcome is not None:
                 if claim is not head:
                     head.let_by += 1
@@ -205,9 +203,9 @@ class ClaimQueue:
         return None
 
     def _meet(
-        self, claim: WaitingClaim, counts: Counts, now: float, sealed: bool, kept: list[Kept]
+        self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Kept]
     ) -> Outcome | None:
-        want = claim.want
+        want, sealed = claim.want, self.store.sealed
         all_there = sealed and counts.remaining == counts.ready
         if want.budget_tag is None:
             least = min(claim.least, counts.remaining) if sealed else claim.least
@@ -224,8 +222,10 @@ class ClaimQueue:
         except DataplaneError as exc:  # it would at every turn, and whoever put something be told
             return self._over(claim, exc)
         if taken.lease is not None:
+            assert taken.rows is not None and taken.values is not None
             self.withdraw(claim.number)
-            return claim, taken
+            table = rows_out.table_of(self.store, taken.rows, taken.values)
+            return claim, Claimed(taken.lease, 0, table)
         if taken.needed_bytes:
             return self._too_large(claim, taken.needed_bytes)
         return None
@@ -291,6 +291,3 @@ class ClaimQueue:
             if enough and other.want.budget_tag is None:
                 return other
         return None
-
-    def _counts(self, claim: WaitingClaim) -> Counts:
-        return self.store.counts(self.stage, claim.want.unit, claim.want.where)

@@ -19,13 +19,6 @@ from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
 
-def drop_rows(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
-    """Drop rows by key; unknown ones leave a tombstone as well. Returns (rows, bytes)."""
-    state.tombstones.add(key for key in keys if key not in state.index)
-    rows = state.find(b"".join(keys))
-    return len(rows), state.remove(rows.parts, dropped=True)
-
-
 def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     """Drop groups with all their rows, and refuse later rows of them. Returns (rows, bytes)."""
     keys = list(dict.fromkeys(keys))
@@ -74,7 +67,13 @@ def close(state: State, name: Name, size: int) -> int:
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
-            _expect_new(state, key, size, name)
+            if state.tombstones.dropped(of_group(key)):
+                raise RowsDropped(f"the group {name!r} was dropped; it is cancelled", groups=[name])
+            if state.sealed:
+                raise PartitionSealed(
+                    f"partition {state.partition!r} is sealed and takes no new groups"
+                )
+            state.add_group(key, name, size)
         return 0
     if group.closed:
         if size != group.seen:
@@ -103,6 +102,8 @@ def seal(state: State, keep: bool = False) -> int:
     """Open groups close at the size they have, empty ones go. Where groups have a size these are
     short, and are dropped unless they are to be kept. Returns how many closed."""
     state.sealed = True
+    for stage in state.stages.values():
+        stage.rows.changed = True  # what is left is all that comes
     groups = [group for group in state.groups.values() if not group.closed]
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]
@@ -111,11 +112,3 @@ def seal(state: State, keep: bool = False) -> int:
     state.short_groups += len(rest)
     drop_groups(state, [group.key for group in rest])
     return 0
-
-
-def _expect_new(state: State, key: bytes, size: int, name: Name) -> None:
-    if state.tombstones.dropped(of_group(key)):
-        raise RowsDropped(f"the group {name!r} was dropped; it is cancelled", groups=[name])
-    if state.sealed:
-        raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")
-    state.add_group(key, name, size)

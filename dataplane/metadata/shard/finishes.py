@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard.blocks import ACKED, LEASED
 from dataplane.metadata.shard.leases import Lease, Part
-from dataplane.metadata.shard.puts import add_fields, check_added
+from dataplane.metadata.shard.puts import add_fields, check_added, let_go
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.values import Values, values_in
@@ -63,7 +63,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     if tags:
         tagging.check(tags, count, state.tag_names)
     if rows < count and values.fields:
-        _let_go(state, values, parts)
+        let_go(state, values, [place for part in parts for place in part.at])
     if tags:
         for part in parts:
             state.set_tags(part.block, part.rows, tagging.only(tags, part.at, count))
@@ -87,13 +87,6 @@ def _added(values: Values, parts: Sequence[Part]) -> list[tuple[Part, Values]]:
     if len(parts) == 1 and parts[0].at == range(values.count):
         return [(parts[0], values)]
     return list(zip(parts, values.split([part.at for part in parts]), strict=True))
-
-
-def _let_go(state: State, values: Values, parts: Sequence[Part]) -> None:
-    """What was brought for rows that are gone."""
-    kept = {place for part in parts for place in part.at}
-    gone = [place for place in range(values.count) if place not in kept]
-    state.released.append(values.split([gone])[0].loose)
 
 
 def give_back(state: State, lease: Lease) -> int:

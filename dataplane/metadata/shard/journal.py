@@ -10,7 +10,7 @@ holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -87,10 +87,11 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
     """
     assert store.emit is None
     try:
-        if type(op) in CHANGES:
-            CHANGES[type(op)](store, op)
+        how = _HOW.get(type(op))
+        if how is not None:
+            how(store, op, now)
         else:
-            _HOW[type(op)](store, op, now)
+            CHANGES[type(op)](store, op)
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
@@ -221,7 +222,8 @@ def _given(store: Store, op: Given, now: float) -> None:
     counts = [block.count for block in blocks]
     values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
     store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)
-    split = values.split([range(start, end) for start, end in _spans(counts)])
+    spans = pairwise(accumulate(counts, initial=0))
+    split = values.split([range(start, end) for start, end in spans])
     split = [mine.without_empty() for mine in split]
     for block, mine in zip(blocks, split, strict=True):
         gone = all_of(block.count) & ~block.live
@@ -324,11 +326,6 @@ def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> Non
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
         raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s are here already")
-
-
-def _spans(counts: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Where the rows of each block begin and end, among those of all."""
-    return pairwise(accumulate(counts, initial=0))
 
 
 def _new_lease(store: Store, number: int) -> None:

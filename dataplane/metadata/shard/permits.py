@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError, InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard.blocks import ACKED, Group
-from dataplane.wire.messages import Admit
+from dataplane.wire.messages import Admit, Admitted
 
 if TYPE_CHECKING:
     from dataplane.metadata.shard.state import State
@@ -336,18 +336,16 @@ class AdmitQueue:
         """How many calls one that waits is behind."""
         return list(self._waiting).index(number) if number in self._waiting else 0
 
-    def serve(
-        self, now: float, sealed: bool, keep: bool
-    ) -> list[tuple[WaitingAdmit, Permit | DataplaneError]]:
+    def serve(self, now: float, keep: bool) -> list[tuple[WaitingAdmit, Admitted | DataplaneError]]:
         """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
         nobody goes before another."""
-        outcomes: list[tuple[WaitingAdmit, Permit | DataplaneError]] = []
+        outcomes: list[tuple[WaitingAdmit, Admitted | DataplaneError]] = []
         for one in self:
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
             try:
                 if not self.store.admit(asked.number, one.holder, asked.count, *limits):
                     break
-                outcomes.append((one, self.store.permits.given[asked.number]))
+                outcomes.append((one, Admitted(asked.number, self.store.permits.version)))
             except DataplaneError as exc:
                 outcomes.append((one, exc))
             del self._waiting[asked.number]

@@ -27,9 +27,10 @@ from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.wire import tables as wire
 from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
-from dataplane.wire.messages import Finish
+from dataplane.wire.messages import Claimed, Finish
 from dataplane.wire.records import U4
 from dataplane.wire.tables import Definition, Laid, Shape
 
@@ -98,6 +99,11 @@ def join(
     plan.members[member.number] = member
     state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member
+
+
+def part(member: Member) -> Claimed:
+    """As it is told, with what all ranks lay the plan out by."""
+    return Claimed(member.number, 0, wire.Table(wire.Rows(b"")), member.plan.laid)
 
 
 def waits_for(state: State, stage: str, rank: int, now: float) -> str:

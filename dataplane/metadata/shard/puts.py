@@ -8,7 +8,7 @@ meets rows that are here is looked at row by row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -126,7 +126,8 @@ def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
     outcome = _apply(state, plan, op)
     if outcome.closed_groups:
         seal_if_full(state)
-    state.leases.remember([op.number] if op.number else ())
+    if op.number and plan.rows.count:  # of what was passed over the same is said again
+        state.leases.remember([op.number])
     state.tell(op)
     return outcome
 
@@ -135,7 +136,8 @@ def _apply(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     """Once its columns are found sound it cannot fail any more."""
     values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
     if plan.there is not None:
-        values = _without_gone(state, values, plan.there)
+        let_go(state, values, plan.there)
+        values = values.split([plan.there])[0]
     rows, gone = plan.rows, plan.count - plan.rows.count
     if not rows.count:
         return PutOutcome(gone=gone)
@@ -226,13 +228,11 @@ def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
 
 
-def _without_gone(state: State, values: Values, there: list[int]) -> Values:
-    """Without rows that are passed over; the references they brought are let go."""
+def let_go(state: State, values: Values, there: Iterable[int]) -> None:
+    """What was brought for rows that are passed over, because they are gone."""
     kept = set(there)
-    gone = [i for i in range(values.count) if i not in kept]
-    mine, passed = values.split([there, gone])
-    state.released.append(passed.loose)
-    return mine
+    gone = [place for place in range(values.count) if place not in kept]
+    state.released.append(values.split([gone])[0].loose)
 
 
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:

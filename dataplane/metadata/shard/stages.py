@@ -280,9 +280,6 @@ class Stage:
         for block in group.blocks:
             self.move(block, block.live, READY, LEASED)
 
-    def forget_group(self, group: Group) -> None:
-        self.groups.move(group, 1, group.states[self.number], None)
-
     def settle(self, group: Group, front: bool = False) -> None:
         """Give a group the state that follows from its rows."""
         number, now = self.number, group.states[self.number]

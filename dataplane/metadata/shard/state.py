@@ -540,7 +540,7 @@ class State:
         for group in groups:
             self.permits.removed(group, ended and not group.all_dropped)
             for stage in self.stages.values():
-                stage.forget_group(group)
+                stage.groups.move(group, 1, group.states[stage.number], None)
             del self.groups[group.key]
             self.used_bytes -= group.nbytes_each
 

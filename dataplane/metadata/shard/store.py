@@ -295,12 +295,14 @@ class Store(State):
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
-        if rows is not None:
-            dropped = drops.drop_rows(self, rows_in(rows).keys)
-        elif groups is not None:
+        if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
-            found = self.matching(checked(where))
+            if rows is not None:  # unknown ones leave tombstones as well
+                self.tombstones.add(key for key in rows_in(rows).keys if key not in self.index)
+                found = self.find(rows.keys)
+            else:
+                found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
         keys = None if rows is None else wire.Rows(rows.keys)
         self.tell(Drop(self.partition, self.generation, keys, groups, where))
@@ -369,7 +371,7 @@ class Store(State):
         return self.stage(stage).units(unit).count(where)
 
     def dirty(self) -> set[str]:
-        """Drain the stages whose counts changed."""
+        """Drain the stages whose counts changed, or may not grow any more."""
         return {name for name, stage in self.stages.items() if stage.drain_changed()}
 
     @property

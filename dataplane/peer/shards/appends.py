@@ -17,7 +17,6 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
@@ -47,12 +46,6 @@ ATTEMPT_S = 10.0
 RETRY_S = 0.5
 
 
-@dataclass(slots=True)
-class _Pending:
-    entry: Entry
-    op: bytes
-
-
 class Shipping:
     def __init__(self, host: Host, mesh: Mesh, copying: Copying) -> None:
         self.host = host
@@ -65,7 +58,7 @@ class Shipping:
         self._whole = 0
         """before this number lies what it must have beside, to be called in sync"""
         self._stream = 0
-        self._queue: deque[_Pending] = deque()
+        self._queue: deque[tuple[Entry, bytes]] = deque()
         """what the backup is not known to have; the first one's number in the stream is `_first`"""
         self._first = 0
         self._queued_bytes = 0
@@ -135,14 +128,12 @@ class Shipping:
         self._ship_op(entry, op)
 
     def _ship_op(self, entry: Entry, op: Op) -> None:
-        if self.backup is not None:
-            self._push(_Pending(entry, encode(op)))
-
-    def _push(self, pending: _Pending) -> None:
+        if self.backup is None:
+            return
         self.progress.done += 1
-        self._queue.append(pending)
-        self._queued_bytes += len(pending.op)
-        if pending.entry.copies is not None:
+        self._queue.append((entry, encode(op)))
+        self._queued_bytes += len(self._queue[-1][1])
+        if entry.copies is not None:
             self._with_values = self._end
         if self._queued_bytes > MAX_PENDING_BYTES:
             log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
@@ -299,15 +290,15 @@ class Shipping:
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
-        for one in islice(self._queue, first - self._first, None):
+        for entry, op in islice(self._queue, first - self._first, None):
             if nbytes >= most_bytes or count >= MESSAGE_OPS:
                 break
-            nbytes += len(one.op)
+            nbytes += len(op)
             count += 1
-            if one.entry is not last:
-                last = one.entry
-                shipments.append(Shipment(last.name, last.generation, []))
-            shipments[-1].ops.append(encoded(one.op))
+            if entry is not last:
+                last = entry
+                shipments.append(Shipment(entry.name, entry.generation, []))
+            shipments[-1].ops.append(encoded(op))
         return Append(self._stream, first, shipments), first + count
 
     def _confirmed(self, end: int) -> None:
@@ -316,7 +307,7 @@ class Shipping:
         if count <= 0:
             return
         for _ in range(count):
-            self._queued_bytes -= len(self._queue.popleft().op)
+            self._queued_bytes -= len(self._queue.popleft()[1])
         self._first = end
         self.progress.move(self.progress.confirmed + count)
         if self.synced and end - count < self._whole <= end:

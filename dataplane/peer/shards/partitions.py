@@ -60,8 +60,8 @@ class Partitions:
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
-        self.on_phase: list[Callable[[Entry, str], None]] = []
-        """called when a partition whose shard is here was sealed or dropped"""
+        self.on_drop: Callable[[Entry], None] = lambda entry: None
+        """called when a partition whose shard is here was dropped"""
         self.heard_of: dict[str, None] = {}
         """partitions that clients here attached to, for people"""
         self._newest = 0
@@ -113,7 +113,7 @@ class Partitions:
             )
         if body.definition is not None:
             entry.store.check_same(body.definition)
-        return _defined(entry)
+        return Defined(entry.generation, entry.store.definition, entry.store.phase)
 
     def _open(self, partition: str, definition: Definition) -> Entry:
         """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
@@ -138,17 +138,9 @@ class Partitions:
         rows = entry.store.clear()
         log.info("partition %r dropped with %d rows", partition, rows)
         del self.host.entries[partition]
-        for tell in self.on_phase:  # first: that no row is left is not why who waits gets none
-            tell(entry, "dropped")
+        self.on_drop(entry)  # first: that no row is left is not why who waits gets none
         self.settle(entry)
         self.host.space.digests.drop(partition)
-
-    def follow_phase(self, entry: Entry) -> None:
-        """Called after each change: a partition may have sealed itself."""
-        if entry.sealed and not entry.seal_told:
-            entry.seal_told = True
-            for tell in self.on_phase:
-                tell(entry, "sealed")
 
     # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
     # waits there, in turns, until there are some, or until no row can be lost any more
@@ -207,15 +199,11 @@ class Partitions:
         return spare
 
 
-def _defined(entry: Entry) -> Defined:
-    return Defined(entry.generation, entry.definition, entry.store.phase)
-
-
 def _over(entry: Entry) -> bool:
     """Whether every stage has had every row that is left."""
-    stages = entry.definition.stages
+    stages = entry.store.stages
     return (
-        entry.sealed
+        entry.store.sealed
         and bool(stages)
         and not any(entry.store.counts(stage).outstanding for stage in stages)
     )

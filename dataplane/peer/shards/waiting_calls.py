@@ -27,11 +27,9 @@ from dataplane.errors import (
     StaleEpoch,
     StreamEnd,
 )
-from dataplane.metadata.shard import inspection, reasons, rows_out
+from dataplane.metadata.shard import inspection, plans, reasons, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, WaitingClaim
-from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.shard.permits import AdmitQueue, Permit, WaitingAdmit
-from dataplane.metadata.shard.takes import Taken
+from dataplane.metadata.shard.permits import AdmitQueue, WaitingAdmit
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
@@ -51,7 +49,7 @@ from dataplane.wire.messages import (
     Want,
     Withdraw,
 )
-from dataplane.wire.tables import Owner, Rows, Table
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class WaitingCalls:
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
-        self.partitions.on_phase.append(self._on_phase)
+        self.partitions.on_drop = self._dropped
         self.mesh.handlers |= {
             Claim: self.claim,
             Withdraw: self._withdraw,
@@ -117,7 +115,7 @@ class WaitingCalls:
         LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait, and
         at the end of its turn for one that does, which keeps its place until it is withdrawn."""
         entry = self.host.shard(body.partition, body.generation)
-        if body.declare is not None and body.stage not in entry.definition.stages:
+        if body.declare is not None and body.stage not in entry.store.stages:
             entry.store.declare_stage(body.stage, body.declare)
             self.settle(entry)
         if body.fields is None:
@@ -190,7 +188,7 @@ class WaitingCalls:
         """The answer to a claim that has a lease already."""
         leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
-            return _part(member)
+            return plans.part(member)
         lease = leases.of_claim(body.number)
         if lease is not None:
             try:
@@ -288,28 +286,15 @@ class WaitingCalls:
         if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
             return None
         mine: Body | DataplaneError | None = None
-        now, sealed = self.host.now(), stage.entry.sealed
+        now = self.host.now()
         keep = now >= self._yields_until and not self.producers()
-        for claim, outcome in stage.queue.serve(now, sealed, keep):
+        for claim, told in stage.queue.serve(now, keep):
             self._remember(claim.number)
-            told = self._told(stage.entry, outcome)
             if claim.number == number:
                 mine = told
             else:
                 self._answer(claim.number, told)
         return mine
-
-    def _told(
-        self, entry: Entry, outcome: Taken | Member | Permit | DataplaneError
-    ) -> Body | DataplaneError:
-        if isinstance(outcome, Permit):
-            return Admitted(outcome.number, outcome.version)
-        if isinstance(outcome, Taken):
-            assert outcome.lease is not None
-            assert outcome.rows is not None and outcome.values is not None
-            table = rows_out.table_of(entry.store, outcome.rows, outcome.values)
-            return Claimed(outcome.lease, 0, table)
-        return _part(outcome) if isinstance(outcome, Member) else outcome
 
     # waiting without claiming
 
@@ -353,7 +338,7 @@ class WaitingCalls:
         found["leases"] = [
             [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]
-        return found | {"sealed": entry.sealed}
+        return found | {"sealed": entry.store.sealed}
 
     def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
         """With what it waits for."""
@@ -368,12 +353,9 @@ class WaitingCalls:
 
     # whoever waits must go
 
-    def _on_phase(self, entry: Entry, phase: str) -> None:
+    def _dropped(self, entry: Entry) -> None:
         for key in [k for k in self._stages if k[:2] == entry.key]:
-            if phase == "dropped":
-                self._close(key, self.host.gone(entry.name, entry.generation))
-            else:
-                self._look(self._stages[key])
+            self._close(key, self.host.gone(entry.name, entry.generation))
 
     def turned(self) -> None:
         """A new roster: who waits for what is served elsewhere now asks there."""
@@ -409,12 +391,7 @@ class WaitingCalls:
                 )
                 self.host.lost_rows += lost
             self.settle(entry)
-            self.changed(entry, set(entry.definition.stages))
-
-
-def _part(member: Member) -> Claimed:
-    """A part in a plan, with what all ranks lay it out by."""
-    return Claimed(member.number, 0, Table(Rows(b"")), member.plan.laid)
+            self.changed(entry, set(entry.store.stages))
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
@@ -422,7 +399,7 @@ def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
     enough = body.count and counts.ready >= body.count
     if enough or (body.below and counts.outstanding < body.below):
         answer.set_result(Done())
-    elif body.count and entry.sealed and counts.to_come < body.count:
+    elif body.count and entry.store.sealed and counts.to_come < body.count:
         fail(
             answer,
             StreamEnd(

@@ -121,7 +121,7 @@ class Standstill:
 
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
-        drop = any(entry.definition.free == "drop" for entry in entries)
+        drop = any(entry.store.definition.free == "drop" for entry in entries)
         leased = any(len(entry.store.leases) for entry in entries)
         busy = set[str]().union(*(s.partitions for s in self.peer.sessions if not s.waiting))
         return Stirring(
@@ -201,7 +201,7 @@ class Janitor:
         of which none is left. It stays so: nobody is let in any more."""
         if self._brief and not self._over and self.peer.sessions.came:
             entries = self.host.entries.values()
-            finished = bool(entries) and all(e.sealed and not len(e.store) for e in entries)
+            finished = bool(entries) and all(e.store.sealed and not len(e.store) for e in entries)
             self._over = finished and self.peer.door.is_deserted
             if self._over:
                 self.peer.door.shut()

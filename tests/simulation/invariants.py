@@ -14,6 +14,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.tables.references import ids_of
+from dataplane.peer.host import Entry
 from dataplane.peer.peer import Peer
 from dataplane.wire.messages import Claim, Wait
 from dataplane.wire.records import RANGE
@@ -175,14 +176,22 @@ def dangling(peers: list[Peer]) -> list[str]:
     """Every range that a shard names is alive at its host."""
     alive = members(peers)
     wrong = []
+    for peer, entry in _served(alive):
+        for owner, ranges, _ in entry.store.holdings():
+            there = alive.get(owner)
+            if there is not None and not there.host.space.alive(ranges).all():
+                name = there.host.name
+                wrong.append(f"{name} freed values that rows at {peer.host.name} still name")
+    return wrong
+
+
+def _served(alive: dict[Owner, Peer]) -> Iterator[tuple[Peer, Entry]]:
+    """Shards, each at the peer that the newest roster names. Who leaves and has not heard yet that
+    its own are another's changes them no more, and that one may have freed what they name."""
     for peer in alive.values():
         for entry in peer.host.entries.values():
-            for owner, ranges, _ in entry.store.holdings():
-                there = alive.get(owner)
-                if there is not None and not there.host.space.alive(ranges).all():
-                    name = there.host.name
-                    wrong.append(f"{name} freed values that rows at {peer.host.name} still name")
-    return wrong
+            if _newest(alive.values()).home(entry.name) == peer.host.address:
+                yield peer, entry
 
 
 def unnamed(peers: list[Peer]) -> list[str]:

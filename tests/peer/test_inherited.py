@@ -38,7 +38,7 @@ def lent_ranges(**host: Any) -> tuple[References, Any]:
     written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
     ranges = space.commit(1, written, np.ones(2, "<u4"), Admission.OPEN)
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
-    room = SimpleNamespace(pump=lambda: None)
+    room = SimpleNamespace(release=space.release)
     mesh = SimpleNamespace(handlers={})
     references = References(me, mesh, None, room)  # type: ignore[arg-type]
     references.lent.lend(LOST, ranges)

@@ -426,7 +426,8 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     plane.host.entries = {"p": SimpleNamespace(name="p", copies=None, store=store)}
     plane.host.space = SimpleNamespace(size_bytes=1 << 20)
     plane.host.another_roster = another_roster
-    copying: Any = SimpleNamespace(fetch=fetch, release=lambda local: moved.append("let go"))
+    room = SimpleNamespace(release=lambda local: moved.append("let go"))
+    copying: Any = SimpleNamespace(fetch=fetch, room=room)
     copying.replace = lambda *_: moved.append("named")
     plane.leaving.copying = copying
     tasks: list[asyncio.Task[None]] = []

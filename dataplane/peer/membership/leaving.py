@@ -245,7 +245,7 @@ class Leaving:
             upto = min(upto, MAX_RANGES)
             count, here, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
             if not self._takes_in(owner):
-                self.copying.release(local)
+                self.copying.room.release(local)
                 return
             self.copying.replace(entry, owner, ranges[:count][here], local)
             self.settle(entry)

@@ -253,7 +253,7 @@ class Replicas:
             here = functools.partial(self._backs_up, owner, origin)
             self.copying.copy_here_later(copy.values, copy.store.partition, owner, here)
         for gone in freed:
-            self.copying.release(copy.values.freed(*gone))
+            self.copying.room.release(copy.values.freed(*gone))
 
     def _forget(self, owner: Owner) -> None:
         origin = self._origins.pop(owner, None)
@@ -267,7 +267,7 @@ class Replicas:
     def _release(self, copy: _Copy) -> None:
         """Second copies of values that are not needed, or not whole."""
         if copy.values is not None:
-            self.copying.release(copy.values.clear())
+            self.copying.room.release(copy.values.clear())
 
     # taking over
 

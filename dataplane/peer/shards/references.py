@@ -67,8 +67,7 @@ class References:
         if not len(ranges):
             return
         self.doubts.settle(caller)
-        if self.host.space.release(ranges, counts):
-            self.room.pump()
+        self.room.release(ranges, counts)
 
     async def hand_over(
         self, body: Put | Finish | Restore, carried: Ranges, caller: Caller
@@ -180,15 +179,14 @@ class References:
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
         by = Owner(caller.address, caller.incarnation)
-        if self.host.space.release(ranges, self.lent.returned(by, ranges, counts)):
-            self.room.pump()
+        self.room.release(ranges, self.lent.returned(by, ranges, counts))
         return Done()
 
     def gone(self, owner: Owner) -> None:
         """A process is no member any more. Where it had no shards nobody speaks for it: what it was
         being handed, under a roster that gave its address some, it cannot have taken."""
-        if self.host.heirs.heir(owner) == owner and self.host.space.release(*self.lent.lost(owner)):
-            self.room.pump()
+        if self.host.heirs.heir(owner) == owner:
+            self.room.release(*self.lent.lost(owner))
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """A peer took over a lost one's shards and says what those hold here, or that it was given
@@ -197,8 +195,7 @@ class References:
         counts = column(body.counts, U4, len(ranges))
         heir = None if caller.owner == self.host.owner else caller.owner
         origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
-        if self.host.space.release(*self.lent.inherited(origins, heir, ranges, counts)):
-            self.room.pump()
+        self.room.release(*self.lent.inherited(origins, heir, ranges, counts))
         return Done()
 
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:

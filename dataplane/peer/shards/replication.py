@@ -140,7 +140,7 @@ class Copying:
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         """References of this entry's rows ended."""
         if entry.copies is not None:
-            self.release(entry.copies.freed(owner, ranges, counts))
+            self.room.release(entry.copies.freed(owner, ranges, counts))
 
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
         """The rows name the copies here from now on."""
@@ -159,7 +159,7 @@ class Copying:
             yield
         finally:
             for owner, ranges, counts, _ in named:
-                self.release(copies.freed(owner, ranges, counts))
+                self.room.release(copies.freed(owner, ranges, counts))
 
     def copy_here_later(
         self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
@@ -202,7 +202,7 @@ class Copying:
         many bytes of each, all where None."""
         moved = entry.store.relocate(owner, ranges, self.host.owner, local, nbytes)
         self.host.space.hold(local, np.asarray(moved, U4))
-        self.release(local)
+        self.room.release(local)
         log.info("%d values of %r are read here now", int(moved.sum()), entry.name)
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
@@ -221,7 +221,8 @@ class Copying:
                     raise
                 ranges, nbytes = ranges[~dead], nbytes[~dead]
                 continue
-            self.release(copies.brought(owner, ranges[:count][here], nbytes[:count][here], local))
+            brought, sizes = ranges[:count][here], nbytes[:count][here]
+            self.room.release(copies.brought(owner, brought, sizes, local))
             ranges, nbytes = ranges[count:], nbytes[count:]
 
     async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:
@@ -236,8 +237,3 @@ class Copying:
         local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents, ones)
         here = local["generation"] != 0
         return count, here, local[here]
-
-    def release(self, local: Array) -> None:
-        """Copies that nobody needs any more."""
-        if len(local) and self.host.space.release(local):
-            self.room.pump()

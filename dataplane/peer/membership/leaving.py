@@ -23,7 +23,7 @@ from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.replication import BATCH_BYTES, Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ so, also where the authority is new or doubts it, or others reach them."""
 COPY_S = 20.0
 """So long are copies at a backup awaited of what will lie at its primary and nowhere else."""
 POLL_S = 0.1
-MAX_RANGES = 4096
 
 
 @dataclass(eq=False, repr=False)
@@ -236,14 +235,11 @@ class Leaving:
             if not self._takes_in(owner):
                 return
             self.copying.succeed(entry, entry.copies, owner)
-        limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         while self.host.entries.get(entry.name) is entry:
             ranges, _, nbytes = entry.store.named(owner)
             if not len(ranges):
                 break
-            upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
-            upto = min(upto, MAX_RANGES)
-            count, here, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
+            count, here, local = await self.copying.fetch(owner, ranges, nbytes)
             if not self._takes_in(owner):
                 self.copying.room.release(local)
                 return

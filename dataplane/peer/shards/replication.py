@@ -38,7 +38,7 @@ BATCH_BYTES = 16 << 20
 """What is brought at once, and no more than an eighth of the arena. It has to arrive while a
 primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB/s left."""
 MAX_RANGES = 4096
-"""So many a backup is asked to copy at once."""
+"""So many are brought at once, or a backup is asked to copy."""
 PATIENCE_S = 4.0
 """How long room for copies is awaited before the asker is told."""
 AHEAD_S = 30.0
@@ -208,12 +208,10 @@ class Copying:
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
         """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is
         passed over. BackPressure where there is no room for it."""
-        limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         ranges, nbytes = copies.missing(owner, among)
         while len(ranges):
-            upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
             try:
-                count, here, local = await self.fetch(owner, ranges[:upto], nbytes[:upto])
+                count, here, local = await self.fetch(owner, ranges, nbytes)
             except BackPressure:
                 # What is freed needs no room, and that it is may be what waits for this.
                 dead = await self.pulls.dead(owner, ranges)
@@ -226,9 +224,12 @@ class Copying:
             ranges, nbytes = ranges[count:], nbytes[count:]
 
     async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:
-        """(how many of these ranges, from the first on, there was room for; which of those have not
-        been freed meanwhile; copies of these, held once each). BackPressure when there is no room
-        in time."""
+        """Copies of the first of these ranges, as many as are brought at once and have room: (how
+        many; which of them have not been freed meanwhile; of those the copies, held once each).
+        BackPressure when there is no room in time."""
+        limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
+        most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_RANGES]), limit, "right")))
+        ranges, nbytes = ranges[:most], nbytes[:most]
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
         left_s = max(0.0, call_deadline.get() - self.host.now())
         patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time

@@ -13,12 +13,13 @@ from dataplane.errors import RowsGone, RowsLost, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.reasons import Notices
+from dataplane.peer.host import call_deadline
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
 from dataplane.wire.peering import Pull, Pulled
-from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.records import EXTENT, RANGE, U8
 from dataplane.wire.tables import Owner, Rows, Table
 
 THERE = Owner("tcp://10.0.0.2:7101", 2)
@@ -163,6 +164,21 @@ async def test_values_of_who_is_no_member_are_not_waited_for(joins: bool) -> Non
     else:
         with pytest.raises(RowsLost):
             await transfer
+
+
+async def test_who_waits_for_a_roster_that_has_the_owner_waits_no_longer_than_its_call() -> None:
+    """Rosters came one after the other, as a peer began again, and each was another wait."""
+    asked_until = list[float]()
+
+    async def another_roster(than: Any, until: float) -> bool:
+        asked_until.append(until)
+        return until > pulls.host.now()
+
+    pulls = _asking(None, another_roster, member=False)
+    call_deadline.set(end := pulls.host.now() + 0.05)
+    with pytest.raises(RowsLost):
+        await asyncio.wait_for(pulls._transfer(THERE, np.zeros(1, RANGE), np.ones(1, U8)), 10)
+    assert asked_until and max(asked_until) <= end
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["it is back", "it is lost"])

@@ -292,7 +292,8 @@ class Pulls:
     async def _is_member(self, owner: Owner) -> None:
         """RowsLost where it is none any more: a link to it would be awaited in vain."""
         while not self.host.roster.has(owner):  # or not yet, where a newer roster is on its way
-            if not await self.host.another_roster(self.host.roster, self.host.now() + BEHIND_S):
+            until = min(self.host.now() + BEHIND_S, call_deadline.get())
+            if not await self.host.another_roster(self.host.roster, until):
                 raise _went(owner)
 
     async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, T]) -> T:

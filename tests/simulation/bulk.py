@@ -56,7 +56,9 @@ class SimulatedEngine:
             named = np.zeros(len(copies), RANGE)
             named["range"], named["generation"] = copies["range"], copies["generation"]
             pin, places = owner.pulls.pin(named)
-            loop.call_on(machine, network.delay() + nbytes * network.byte_s, send, pin, places)
+            takes_s = network.delay() + nbytes * network.byte_s
+            network.bulk_until = max(network.bulk_until, loop.now + takes_s)
+            loop.call_on(machine, takes_s, send, pin, places)
 
         def send(pin: int, places: Records) -> None:
             if (remote.owner.peer, remote.owner.incarnation) not in network.peers:

@@ -30,7 +30,7 @@ MET_S = 3.0
 """So soon a call that waits is told of what is there, as soon as nothing is amiss: as long as it
 takes until a dead peer's shards are another one's."""
 LATE_S = 1.0
-"""A connection is behind that brings what is on its way so much later."""
+"""What brings what is on its way so much later is behind."""
 
 
 class Watch:
@@ -84,7 +84,7 @@ class Watch:
         network, late = self.cluster.network, self.cluster.loop.now + LATE_S
         machines = {place.machine for place in self.cluster.places if place.peer in alive.values()}
         self._calm_since = max(self._calm_since, *(m.disturbed_at for m in machines), 0.0)
-        if network.byte_s or network.delay_s > DELAY_S:
+        if network.byte_s or network.delay_s > DELAY_S or network.bulk_until > late:
             return False
         if not alive or len(alive) < len(_newest(alive.values()).owners):
             return False

@@ -57,6 +57,8 @@ class Network:
         self.delay_s = DELAY_S
         self.byte_s = 0.0
         """how long one byte takes on a connection"""
+        self.bulk_until = 0.0
+        """when all has come that a bulk worker has begun to send"""
         self.cuts: set[frozenset[str]] = set()
         self.listeners: dict[str, Router] = {}
         self.doors: dict[str, Streams] = {}

@@ -237,6 +237,7 @@ class Cluster:
         return lease in client.peer.leases._leases and any(
             entry.store.is_leased(lease)
             for peer in self.peers
+            if peer.host.owner not in self.gone  # and serves on, as it has not heard so
             for entry in peer.host.entries.values()
         )
 

@@ -207,12 +207,19 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     assert references.lent.peers == [heir]
 
 
-@pytest.mark.parametrize("misses_one", [False, True])
+@pytest.mark.parametrize(
+    ("misses_one", "began_without"), [(False, False), (True, False), (True, True)]
+)
 def test_an_heir_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
-    misses_one: bool,
+    misses_one: bool, began_without: bool
 ) -> None:
-    """Whoever took over from that one was lost as well, and what the heir has of it is all."""
+    """Whoever took over from that one was lost as well, and what the heir has of it is all. Its
+    first shards may have been those."""
     before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
+    if began_without:
+        its = before.primaries == before.members.index(between.peer)
+        primaries = np.where(its, before.members.index(heir.peer), before.primaries)
+        before = dataclasses.replace(before, primaries=primaries)
     told: list[Inherited] = []
     me: Any = SimpleNamespace(
         owner=heir, address=heir.peer, heirs=Heirs(), roster=before, lose=lambda shards: None

@@ -210,18 +210,20 @@ class Roster:
 
     def heir_of(self, old: Roster, owner: Owner) -> Owner:
         """Who serves now what a member served under an older roster: partitions never move but with
-        all others of their peer. The member itself where it had none."""
-        held = old.shards_of(owner.peer)
-        if not len(held) or (self.has(owner) and len(self.shards_of(owner.peer))):
+        all others of their peer. The member itself where it had none, then or since."""
+        if self.has(owner) and len(self.shards_of(owner.peer)):
             return owner
         # By what was told of it: where rosters were missed, most of the shards may have gone on
-        # from there with nothing in them, to a peer that came.
+        # from there with nothing in them, to a peer that came, or it had its first ones meanwhile.
         heir = owner
         for one in self.takeovers:
             if one.number > old.epoch[1] and one.owner == heir:
                 heir = one.heir
         if heir != owner and heir.incarnation:
             return heir
+        held = old.shards_of(owner.peer)
+        if not len(held):
+            return owner
         at = int(np.bincount(self.primaries[held]).argmax())
         heir = Owner(self.members[at], self.incarnations[at])
         return owner if heir == Owner(owner.peer, 0) else heir

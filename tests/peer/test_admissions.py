@@ -18,13 +18,13 @@ from dataplane.wire.messages import Done, Withdraw
 
 async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call_in_time() -> None:
     """The shard is told all the same, and a repetition has nothing more to say."""
-    told: list[tuple[Withdraw, asyncio.Future[None]]] = []
+    told: list[tuple[tuple[str, int, int], asyncio.Future[None]]] = []
 
-    def tell(body: Withdraw) -> asyncio.Future[None]:
-        told.append((body, asyncio.get_running_loop().create_future()))
+    def withdraw(*which: Any) -> asyncio.Future[None]:
+        told.append((which, asyncio.get_running_loop().create_future()))
         return told[-1][1]
 
-    router: Any = SimpleNamespace(tell=tell)
+    router: Any = SimpleNamespace(withdraw=withdraw)
     host: Any = SimpleNamespace()
     waits = Waits(host, router, [])
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
@@ -32,5 +32,5 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
     call_deadline.set(time.monotonic() + 0.02)
     with pytest.raises(Unavailable, match="does not answer yet"):
         await asyncio.wait_for(waits.withdraw(session, request, body), 60)
-    assert told[0][0] == body and not told[0][1].cancelled()
+    assert told[0][0] == ("p", 1, 5) and not told[0][1].cancelled()
     assert await waits.withdraw(session, request, body) == Done() and len(told) == 1

@@ -22,7 +22,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import call_deadline
-from dataplane.peer.net.router import LEAST_S, RETRY_S, TURN_S, Router
+from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
 from dataplane.wire.messages import Admit, Body, Done, Request, Reset, Seal, Tag, Wait
 from dataplane.wire.tables import Rows
@@ -169,6 +169,21 @@ async def test_a_shard_is_told_until_it_has_answered() -> None:
     shards = Asked(*[Unavailable("away")] * 500, Done())
     await shards.router.tell(Seal("p", 1))
     assert len(shards.asked) == 501
+
+
+async def test_calls_that_are_given_up_while_their_shard_is_away_are_told_of_together() -> None:
+    """Each was a task of its own, which asked five times a second."""
+    shards = Asked(*[Unavailable("away")] * 5, Done())
+    router = shards.router
+    given_up = [router.withdraw("p", 1, 1)]
+    while len(shards.asked) < 2:
+        await asyncio.sleep(0)
+    numbers = [*range(2, MOST_WITHDRAWN + 3)]
+    given_up += [router.withdraw("p", 1, number) for number in numbers]
+    await asyncio.wait_for(asyncio.gather(*given_up), 10)
+    told = [body.numbers for _, body, _ in shards.asked]
+    assert told == [[1]] * 6 + [numbers[:MOST_WITHDRAWN], numbers[MOST_WITHDRAWN:]]
+    assert not router._withdrawn
 
 
 async def test_what_is_gone_needs_no_telling() -> None:

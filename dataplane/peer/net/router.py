@@ -29,7 +29,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import fail
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
-from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait
+from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait, Withdraw
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ AT_ONCE_S = 0.3
 """A call that does not wait has so long for its way to the shard and back."""
 RETRY_S = 0.2
 """Who could not reach a shard asks again so long after, or at once under another roster."""
+MOST_WITHDRAWN = 4_096
+"""in one message"""
 LEAST_S = 0.01
 """With less left it is not asked again: what came of that would hide why it was not reached."""
 
@@ -58,6 +60,8 @@ class Router:
     def __init__(self, host: Host, mesh: Mesh) -> None:
         self.host = host
         self.mesh = mesh
+        self._withdrawn: dict[tuple[str, int], list[tuple[int, asyncio.Future[None]]]] = {}
+        """by partition and generation, what its shard has yet to hear, and who waits for that"""
 
     async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
         """What the shard answers, until the call's deadline."""
@@ -102,12 +106,39 @@ class Router:
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
+        return self.mesh.spawn(self._tell(body))
 
-        async def told() -> None:
-            with contextlib.suppress(LeaseExpired, PartitionGone):
-                await self.reach(lambda roster, left_s: self.at(roster, body))
+    async def _tell(self, body: Any) -> None:
+        with contextlib.suppress(LeaseExpired, PartitionGone):
+            await self.reach(lambda roster, left_s: self.at(roster, body))
 
-        return self.mesh.spawn(told())
+    def withdraw(self, partition: str, generation: int, number: int) -> asyncio.Future[None]:
+        """Nobody waits for a call any more, or would use a permit: done when its shard knows. While
+        one message is on its way the others wait to go together: where a shard cannot be reached,
+        calls are given up again and again."""
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = partition, generation
+        if key in self._withdrawn:
+            self._withdrawn[key].append((number, told))
+        else:
+            self._withdrawn[key] = [(number, told)]
+            self.mesh.spawn(self._withdraw(*key))
+        return told
+
+    async def _withdraw(self, partition: str, generation: int) -> None:
+        waiting = self._withdrawn[partition, generation]
+        try:
+            while some := waiting[:MOST_WITHDRAWN]:
+                numbers = [number for number, _ in some]
+                await self._tell(Withdraw(partition, generation, numbers))
+                del waiting[: len(some)]
+                for _, told in some:
+                    if not told.done():
+                        told.set_result(None)
+        finally:
+            del self._withdrawn[partition, generation]
+            for _, told in waiting:
+                told.cancel()
 
     def at(
         self, roster: Roster, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S

@@ -37,7 +37,7 @@ from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claim, Claimed, Request, Withdraw
+from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.tables import Table
 
 
@@ -175,7 +175,7 @@ class Claims:
     def _withdraw(self, one: _Claiming) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         of = one.body
-        told = self.router.tell(Withdraw(of.partition, of.generation, [one.number]))
+        told = self.router.withdraw(of.partition, of.generation, one.number)
         if of.plan is not None:
             self.leases.leaves(told, one.part)
 

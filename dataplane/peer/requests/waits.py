@@ -116,7 +116,7 @@ class Waits:
         try:
             admitted: Admitted = await self.until_met(session, what, one)
         except BaseException:  # until the shard hears this it keeps its place, or has a permit
-            self.router.tell(Withdraw(body.partition, body.generation, [number]))
+            self.router.withdraw(body.partition, body.generation, number)
             raise
         finally:
             session.waiting -= 1
@@ -137,13 +137,13 @@ class Waits:
                 )
         return Done()
 
-    def give_back(self, session: Session, permits: list[int]) -> list[asyncio.Task[None]]:
+    def give_back(self, session: Session, permits: list[int]) -> list[asyncio.Future[None]]:
         """Nobody is there any more who would use them: until their shards know."""
-        told = list[asyncio.Task[None]]()
+        told = list[asyncio.Future[None]]()
         for number in permits:
             held = session.permits.pop(number, None)
             if held is not None:
-                told.append(self.router.tell(Withdraw(held.partition, held.generation, [number])))
+                told.append(self.router.withdraw(held.partition, held.generation, number))
         return told
 
 

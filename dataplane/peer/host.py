@@ -1,8 +1,8 @@
 """What every part of a peer shares: identity, memory, roster, the partitions it serves, how far its
 backup is behind, and whether it may serve at all.
 
-Only state and its names; the parts that act on it (`puts`, `claims`, …) get it in their
-constructors. All of it belongs to the one event loop.
+State and its names, and waits until it has changed; the parts that change it (`puts`, `claims`, …)
+get it in their constructors. All of it belongs to the one event loop.
 """
 
 from __future__ import annotations

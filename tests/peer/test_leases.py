@@ -1,4 +1,4 @@
-"""Leases of a host's clients: limits that the peer keeps."""
+"""Leases of a host's clients: limits that the peer keeps, and what a shard is told of their end."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Sans-I/O. The first roster is a pure function of the ordered seeds, so that all peers compute the
 same table; from then on the authority (`metadata.roster.authority`) makes the next ones. A roster
-never changes, its epoch tells two apart.
+never changes, its epoch tells two apart. What a peer keeps of those before is who took over from
+whom (`Heirs`).
 """
 
 from __future__ import annotations

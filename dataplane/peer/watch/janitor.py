@@ -1,12 +1,12 @@
-"""What happens by the clock: lease limits, warm pages ahead of use, the end of puts that wait for
-nobody, and that of an embedded peer that nobody wants, with nothing that anybody can want.
+"""What happens by the clock: lease limits, warm pages ahead of use, the end of puts that wait in a
+standstill, and that of an embedded peer that nobody wants, with nothing that anybody can want.
 
 One loop, a few times a second. It decides nothing that a message decides.
 
-Does everybody wait for everybody? Then a put that waits for room must be told, not kept. Every peer
-says who of its clients could still free something; whoever has producers waiting asks. It must be
-found a few times in a row with nothing done in between: a claim that is just being met looks the
-same. A peer that does not answer may be busy, so its silence ends no wait.
+A standstill is when everybody waits for everybody: a put that waits for room must be told, not
+kept. Every peer says who of its clients could still free something; whoever has producers waiting
+asks. It must be found a few times in a row with nothing done in between: a claim that is just being
+met looks the same. A peer that does not answer may be busy, so its silence ends no wait.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ SIGMAS = 5
 # The distance that one sample in a million exceeds (Massart's bound).
 KS_LIMIT = math.sqrt(math.log(2e6) / (2 * PROMPTS))
 
-TEXT_TASKS = ["math", "tool_use", "math_open", "programming", "search", "straggler"]
-
 
 @cache
 def trace(name: str) -> list[Prompt]:

@@ -45,7 +45,6 @@ class Switch:
         self._free_at: dict[tuple[bytes, bytes], float] = {}
         self._queued: dict[tuple[bytes, bytes], int] = {}
         self._seen = 0
-        self.corrupted = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="switch")
         self._thread.start()
@@ -163,4 +162,3 @@ class Switch:
         total = (total & 0xFFFF) + (total >> 16)
         total = (total & 0xFFFF) + (total >> 16)
         packet[field : field + 2] = (~total & 0xFFFF).to_bytes(2, "big")
-        self.corrupted += 1

@@ -124,7 +124,6 @@ class Model:
         self.clock = itertools.count(1)
         self.ranges = itertools.count(1)
         self.references: set[int] = set()
-        self.owner_of: dict[int, int] = {}
         self.brought = bytearray()
         """the inline bytes of the message that is being made"""
 

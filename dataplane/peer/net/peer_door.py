@@ -252,8 +252,8 @@ class PeerDoor:
             known = roster.has(sender)
         else:
             known = type(request.body) in ANY_EPOCH and sender in roster.owners
-            if type(request.body) is Inherited and request.epoch[1] > roster.epoch[1]:
-                known = False  # for whom the sender speaks beside `origin` that roster says
+            if type(request.body) is Inherited and not roster.follows(request.epoch):
+                known = False  # for whom the sender speaks that roster says, or it never happened
         if not known:
             raise self._out_of_step(request.sender, request.epoch)
 

@@ -219,6 +219,32 @@ def test_a_backup_that_had_forgotten_a_broken_copy_says_that_it_was_lost() -> No
     assert not backup.taken and backup.lost == set(first.shards_of(PRIMARY.peer).tolist())
 
 
+def test_a_copy_that_a_bug_left_changed_by_half_is_thrown_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The primary sends again what it got no answer to: not onto what there is of the first."""
+    first, *later = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
+    shipped = Append(7, 1, [Shipment("p", 1, [Declared("t", ["x"])])])
+    backup.append(caller, Append(7, 0, [Shipment("p", 1, [Begun(Definition())])]))
+
+    def declares_and_fails(store: Store, name: str, fields: list[str]) -> None:
+        declare(store, name, fields)
+        raise KeyError(name)
+
+    declare = Store.declare_stage
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "declare_stage", declares_and_fails)
+        with pytest.raises(KeyError):
+            backup.append(caller, shipped)
+    with pytest.raises(ProtocolError, match="without their beginning"):
+        backup.append(caller, shipped)
+    for roster in later:
+        backup.turn(roster)
+    assert not backup.taken
+
+
 def test_the_beginning_of_a_copy_is_not_served() -> None:
     """Shards that the primary had taken over just before: both copies of them were lost."""
     first, *later = rosters(in_sync=True, misses_that=False)

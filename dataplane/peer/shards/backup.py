@@ -197,7 +197,7 @@ class Replicas:
         try:
             for shipment in shipments:
                 self._carry_out(owner, origin, shipment)
-        except ProtocolError:
+        except Exception:  # of whatever kind: what it was about may be changed by half
             self._forget(owner)
             raise
         self._pass_on(owner, origin)

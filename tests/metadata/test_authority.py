@@ -55,6 +55,18 @@ def test_an_in_sync_backup_takes_over_all_shards_of_the_dead() -> None:
     assert shards(made, other) == before[other]
 
 
+def test_a_keeper_that_need_not_host_any_more_backs_up_until_who_is_backed_is_heard() -> None:
+    """One that had died was given a newcomer as its backup, which had nothing of it."""
+    made = authority(A, B, C)
+    made.lost(Owner(C, 3))
+    sync(made, B)
+    assert made.roster.backup_of(B) == (A, True)
+    made.beat(Owner(D, 4), (0, 0), Beat())
+    assert D in made.roster.members and made.roster.backup_of(B) == (A, True)
+    sync(made, B)
+    assert made.roster.backup_of(B) == (D, False)
+
+
 def test_a_backup_that_is_not_in_sync_is_not_promoted() -> None:
     made = authority(A, B, C, D)
     before = shards(made, B)

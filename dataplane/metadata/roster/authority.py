@@ -189,9 +189,9 @@ class Authority:
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
     def _relieve(self, address: str) -> None:
-        """Where the backup of a member that lives leaves, the next one gets its copy. One that died
-        and was not called lost yet could give none."""
-        if self.roster.backup_of(address)[0] in self.roster.leaving:
+        """Where the backup of a member that lives leaves, or need not host, the next one gets its
+        copy. One that died and was not called lost yet could give none."""
+        if self.roster.backup_of(address)[0] in self.roster.leaving | {self._keeper}:
             relieved = self._with_backups(self.roster, address)
             if (relieved.backups != self.roster.backups).any():
                 self._publish(relieved)
@@ -307,8 +307,8 @@ class Authority:
         for host in serving:
             mine = roster.primaries == host
             kept = np.unique(backups[mine & in_sync]).tolist()
-            leaving = set() if roster.members[host] == heard else roster.leaving
-            if len(kept) == 1 and (kept[0] in hosts or roster.members[kept[0]] in leaving):
+            going = roster.leaving | {self._keeper} if roster.members[host] != heard else set()
+            if len(kept) == 1 and (kept[0] in hosts or roster.members[kept[0]] in going):
                 backups[mine] = kept[0]
                 continue
             among = next((some for some in (settled, seen) if set(some) - {host}), hosts)

@@ -84,8 +84,8 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
 
-    closed_groups: that closed and went before. ranges, inline: as in `Put`; between peers `owners`
-    instead of ranges.
+    closed_groups: that closed and went before. ranges, inline, number: as in `Put`; between peers
+    `owners` instead of ranges.
     """
 
     partition: str
@@ -99,6 +99,7 @@ class Restore(Body, tag=76):
     ranges: bytes = b""
     owners: list[Owner] = []
     inline: bytes = b""
+    number: int = 0
 
 
 Asked = Census | Survey | Save | Restore

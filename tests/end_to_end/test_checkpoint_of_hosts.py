@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane import DataplaneError, Partition, Plane
-from dataplane.client.checkpoint import arrow_out
+from dataplane.client.checkpoint import arrow_out, restore
 from tests.end_to_end.conftest import until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import GO_ON_S, check, planes, put
@@ -37,6 +37,27 @@ def test_what_a_host_without_shards_restored_outlives_another(
     batch = planes["c"].partition("p").claim("s", rows=15, timeout=GO_ON_S)
     check(batch)
     assert not {*batch.keys} & {*done.keys}
+
+
+def test_a_restore_that_meets_a_death_goes_on_at_the_heir(
+    hosts: Addressed, planes: dict[str, Plane], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with `Unavailable`: nobody could say whether its rows had been entered."""
+    part = planes["a"].partition(hosts.homed("b"), stages={"s": ["x"]})
+    put(part, "a")
+    planes["a"].checkpoint(tmp_path / "c")
+    part.drop()
+    put_rows = restore._put
+
+    def after_a_kill(*args: Any) -> Any:
+        hosts.kill("b")
+        return put_rows(*args)
+
+    monkeypatch.setattr(restore, "_put", after_a_kill)
+    planes["a"].restore(tmp_path / "c")
+    batch = planes["c"].partition(part.name).claim("s", rows=10, timeout=GO_ON_S)
+    check(batch)
+    assert len({*batch.keys}) == 10
 
 
 def test_a_checkpoint_that_a_death_ended_is_made_once_the_rows_are_served_again(

@@ -1,7 +1,9 @@
-"""A put that is asked for again at an heir: the peer of its shard died before it answered."""
+"""A put or a restore that is asked for again at an heir: the peer of its shard died before it
+answered."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,10 @@ from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.puts import NONE, Writing
 from dataplane.peer.shards.references import References
+from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Body, Put, PutDone, Request, Want
 from dataplane.wire.tables import Column, Definition, Owner, Rows
@@ -38,16 +42,27 @@ class Shard:
         references = References(host, mesh, nothing, nothing)
         references.let_go = self._let_go  # type: ignore[method-assign]
         share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
-        settle = nothing, references, nothing, share, lambda entry: None
-        Writing(host, mesh, *settle)
-        self._put = mesh.handlers[Put]
+        copying: Any = SimpleNamespace(beforehand=lambda *of: contextlib.AsyncExitStack())
+        settle = nothing, references, copying, share, lambda entry: None
+        writing = Writing(host, mesh, *settle)
+        reading: Any = SimpleNamespace()
+        Checkpoints(writing, reading, nothing)
+        self._handlers = mesh.handlers
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
         self.freed.append((owner, ranges["range"].tolist()))
         return False
 
+    def _asked(self, body: Body) -> Any:
+        caller = Caller("tcp://c", 1, 5, 6, 6)
+        return self._handlers[type(body)](caller, msgspec.structs.replace(body))
+
     def put(self, body: Put) -> Body:
-        answer: Body = self._put(Caller("tcp://c", 1, 5, 6, 6), msgspec.structs.replace(body))
+        answer: Body = self._asked(body)
+        return answer
+
+    async def restore(self, body: Restore) -> Body:
+        answer: Body = await self._asked(body)
         return answer
 
 
@@ -141,3 +156,19 @@ def test_who_was_not_carried_out_is_refused_there_as_anywhere() -> None:
     with pytest.raises(DataplaneError) as told:
         heir.put(other)
     assert isinstance(told.value, FieldExists)
+
+
+async def test_rows_that_were_restored_there_are_not_restored_again() -> None:
+    dead, told = Store("p", ONCE, 1), list[Op]()
+    dead.emit = told.append
+    columns = [Column("x", values(2))]
+    rows = named(["a", "b"])
+    asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, number=7)
+    assert await Shard(dead).restore(asked) == PutDone()
+    heir = Shard(Store("p", ONCE, 1))
+    for op in told:
+        apply(heir.store, op)
+    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
+    assert await heir.restore(asked) == PutDone()
+    assert len(heir.store) == 1
+    assert heir.freed == [(OWNERS[0], [0, 1])]

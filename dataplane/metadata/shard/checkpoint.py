@@ -152,7 +152,7 @@ def restore(state: State, op: Restore) -> None:
     """Enter rows and groups that are new here. PartitionConflict where some are not.
 
     Readiness and the states of groups follow from what is there, so nothing that a file says can
-    make the groups contradict each other.
+    make the groups contradict each other. Its number is remembered, as a put's is.
     """
     rows, values, sizes = _checked(state, op)
     names, groups = op.rows.group_names, []
@@ -178,6 +178,8 @@ def restore(state: State, op: Restore) -> None:
             stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
         state.permits.acked([group for group in groups if not group.is_spent])
+    if op.number:
+        state.leases.remember([op.number])
 
 
 def _enter_rows(

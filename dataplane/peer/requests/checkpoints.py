@@ -101,10 +101,14 @@ class Checkpoints:
             raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
+        asked.number = next(self.host.lease_numbers)
         return await self.writing.carry(session, request, asked, committed)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)
+        if entry.store.was_carried_out(body.number):
+            self.writing.references.passed_over(body)
+            return PutDone()
         if body.rows.keys:
             self.writing.share.check_rows()
         async with self.writing.copying.beforehand(entry, body):

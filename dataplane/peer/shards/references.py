@@ -79,11 +79,8 @@ class References:
         def again(why: DataplaneError) -> None:
             # Who could not be reached may have taken it, or who took over has it then, where a put
             # is known by its number.
-            if isinstance(why, Unavailable):
-                if isinstance(body, Restore):
-                    raise why
-                if isinstance(body, Finish):
-                    body.again = True
+            if isinstance(why, Unavailable) and isinstance(body, Finish):
+                body.again = True
 
         end = min(self.host.now() + CALL_S, call_deadline.get())
         return await self.router.reach(
@@ -108,7 +105,7 @@ class References:
 
     # at the peer of the shards: of values anywhere
 
-    def passed_over(self, body: Put | Finish) -> None:
+    def passed_over(self, body: Put | Finish | Restore) -> None:
         """What was carried out before brought its values once more: the first time they were
         taken."""
         for owner, ranges, counts, _ in named_by(body):

@@ -335,8 +335,8 @@ class Finish(Body, tag=44):
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
-    the plan for all, and `leave` ends nothing: the client had given up its call. again: between
-    peers: this may have been carried out before, by a peer that is lost. inline: as in Put."""
+    the plan for all, and `leave` ends nothing: the client had given up its call. number: between
+    peers, as in Tag. inline: as in Put."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave"]
@@ -351,7 +351,7 @@ class Finish(Body, tag=44):
     owners: list[Owner] = []
     partition: str = ""
     generation: int = 0
-    again: bool = False
+    number: int = 0
     inline: bytes = b""
 
 

@@ -347,7 +347,7 @@ def whole(store: Store) -> dict[str, Any]:
             )
         },
         "group numbers": {key: (g.number, g.given) for key, g in store.groups.items()},
-        "finished": store.leases.finished,
+        "carried out": store.leases.carried_out,
         "forgotten": store.tombstones.forgotten,
         "all fields": dict(sorted(store.fields.items())),
         "lease order": [lease.number for lease in store.leases],

@@ -78,7 +78,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
         done = None if outcome == "ack" else [one.field for one in columns]
         for part in parts:
             state.end_progress(part.block, lease.stage.name, part.rows, done)
-    _end(state, lease, outcome, asked, parts, bool(columns or tags))
+    _end(state, lease, outcome, asked, parts)
     return kept
 
 
@@ -120,9 +120,7 @@ def _end(
     outcome: str,
     asked: Sequence[Part],
     parts: Sequence[Part],
-    told: bool,
 ) -> None:
-    """told: whether something came with it, by which a release is its holder's own."""
     rows = [(part.block, part.bits) for part in parts]
     if outcome == "release":
         state.come_back(lease, parts)
@@ -141,6 +139,4 @@ def _end(
         for part in asked:
             lease.left[part.number] &= ~part.bits
         if lease.is_done:
-            # What comes again, after the rows went back, must not pass for something that is in.
-            returned = outcome == "release" and not told
-            (state.leases.end if returned else state.leases.finish)(lease)
+            state.leases.end(lease)

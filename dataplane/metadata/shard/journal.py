@@ -287,7 +287,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    store.leases.remember(column(op.finished, U8).tolist())
+    store.leases.remember(column(op.carried_out, U8).tolist())
     for name, rows in op.lost.items():
         store.stage(name).lost = rows
     for name, rows in op.acked.items():
@@ -375,7 +375,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         store.short_groups,
         store.tombstones.forgotten,
         [name for name, had in store.fields.items() if had],
-        np.array(store.leases.finished, U8).tobytes(),
+        np.array(store.leases.carried_out, U8).tobytes(),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )

@@ -142,7 +142,8 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
         self._over: OrderedDict[int, str] = OrderedDict()
-        """finished, or of members of a plan that ended before its time, with why it did"""
+        """changes that were carried out, and members of a plan that ended before its time, with
+        why it did"""
         self._plans: dict[str, Plan] = {}
         """by stage"""
 
@@ -164,25 +165,20 @@ class Leases:
         """What a claim was met with, as long as it is not finished."""
         return self._by_claim.get(number)
 
-    def finish(self, lease: Lease) -> None:
-        """Its holder is done with all of it."""
-        self.end(lease)
-        self.remember([lease.number])
-
     def remember(self, numbers: Iterable[int], why: str = "") -> None:
-        """Leases that were finished, or ended for this reason, and changes that were made; the
-        oldest are forgotten."""
-        for number in numbers:
+        """Changes that were carried out, 0 is none, or members of a plan that ended for this
+        reason; the oldest are forgotten."""
+        for number in filter(None, numbers):
             self._over[number] = why
         while len(self._over) > MAX_OVER:
             self._over.popitem(last=False)
 
     @property
-    def finished(self) -> list[int]:
-        """Those that are remembered, oldest first."""
+    def carried_out(self) -> list[int]:
+        """Changes that are remembered, oldest first."""
         return [number for number, why in self._over.items() if not why]
 
-    def was_finished(self, number: int) -> bool:
+    def was_carried_out(self, number: int) -> bool:
         return self._over.get(number) == ""
 
     def end(self, lease: Lease) -> None:

@@ -247,7 +247,6 @@ def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
     if plan.working or len({one.rank for one in plan.members.values()}) < plan.shape.ranks:
         return {}
     state.leases.end_plan(plan)
-    state.leases.remember(plan.members)
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 

@@ -126,7 +126,7 @@ def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
     outcome = _apply(state, plan, op)
     if outcome.closed_groups:
         seal_if_full(state)
-    if op.number and plan.rows.count:  # of what was passed over the same is said again
+    if plan.rows.count:  # of what was passed over the same is said again
         state.leases.remember([op.number])
     state.tell(op)
     return outcome

@@ -119,7 +119,7 @@ class Store(State):
     ) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`.
         Where this number was carried out before, nothing happens; 0 is none."""
-        if self.leases.was_finished(number):
+        if self.leases.was_carried_out(number):
             return
         rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
@@ -144,7 +144,7 @@ class Store(State):
             at = places.stop
             self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
         self.retag([block for block, _ in found.parts])
-        self.leases.remember([number] if number else ())
+        self.leases.remember([number])
         keys = wire.Rows(rows.keys)
         self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
 
@@ -199,10 +199,10 @@ class Store(State):
     def reset(self, stage: str, number: int = 0) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased. number: see
         `tag`."""
-        if self.leases.was_finished(number):
+        if self.leases.was_carried_out(number):
             return 0
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
-        self.leases.remember([number] if number else ())
+        self.leases.remember([number])
         self.tell(Reset(self.partition, self.generation, stage, number))
         return rows
 
@@ -220,25 +220,13 @@ class Store(State):
             kept = plans.finish(self, member, asked)
         else:
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
+        self.leases.remember([asked.number])
         self.tell(asked)
         return kept
 
-    def has_finished(self, lease_id: int, index: bytes | None) -> bool:
-        """Whether such a `finish` was carried out already: the lease ended by one that was no
-        mere release, or each of these positions left it."""
-        lease, member = self.leases.get(lease_id), self.leases.member(lease_id)
-        if member is not None:
-            return index is None and member.acked
-        if lease is None:
-            return self.leases.was_finished(lease_id)
-        if index is None:
-            return False
-        parts = lease.at(finishes.positions_of(lease, index))
-        return not any(part.bits & lease.left[part.number] for part in parts)
-
     def was_carried_out(self, number: int) -> bool:
         """Whether a change with this number was. 0 is none."""
-        return self.leases.was_finished(number)
+        return self.leases.was_carried_out(number)
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""

@@ -179,6 +179,7 @@ class Finishing:
     async def _finish_carried(
         self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
+        asked.number = next(self.host.lease_numbers)
         try:
             done = await self.writing.carry(lease.session, request, asked, committed)
         except LeaseExpired:
@@ -201,9 +202,7 @@ class Finishing:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
-        merely = body.outcome == "release" and not (body.columns or body.tags)
-        released = merely and not entry.store.is_leased(body.lease)
-        if body.again and (released or entry.store.has_finished(body.lease, body.index)):
+        if entry.store.was_carried_out(body.number):
             self.writing.references.passed_over(body)
             return PutDone()
         self.writing.share.check_values(body.inline)

@@ -75,16 +75,9 @@ class References:
         """Carry values of this peer on to the shard that keeps their rows, wherever that is then.
         What it refuses is let go; what it may have taken, should it not answer, is in doubt.
         carried: all ranges that the message names, once each."""
-
-        def again(why: DataplaneError) -> None:
-            # Who could not be reached may have taken it, or who took over has it then, where a put
-            # is known by its number.
-            if isinstance(why, Unavailable) and isinstance(body, Finish):
-                body.again = True
-
         end = min(self.host.now() + CALL_S, call_deadline.get())
         return await self.router.reach(
-            lambda roster, _: self._hand_over(roster, body, carried, caller), end, hear=again
+            lambda roster, _: self._hand_over(roster, body, carried, caller), end
         )
 
     async def _hand_over(

@@ -1,5 +1,5 @@
-"""A put or a restore that is asked for again at an heir: the peer of its shard died before it
-answered."""
+"""A put, a restore or the end of a lease that is asked for again at an heir: the peer of its shard
+died before it answered."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.errors import DataplaneError, FieldExists, Unavailable
+from dataplane.errors import DataplaneError, FieldExists, LeaseExpired, Unavailable
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.requests.checkpoints import Checkpoints
+from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import NONE, Writing
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Op
-from dataplane.wire.messages import Body, Put, PutDone, Request, Want
+from dataplane.wire.messages import Body, Finish, Put, PutDone, Request, Want
 from dataplane.wire.tables import Column, Definition, Owner, Rows
+from tests.metadata.observed import observed
 from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
 from tests.peer.test_router import ELSEWHERE, Asked
 
@@ -45,8 +47,9 @@ class Shard:
         copying: Any = SimpleNamespace(beforehand=lambda *of: contextlib.AsyncExitStack())
         settle = nothing, references, copying, share, lambda entry: None
         writing = Writing(host, mesh, *settle)
-        reading: Any = SimpleNamespace()
-        Checkpoints(writing, reading, nothing)
+        writing.settle, host.entry = lambda entry: None, host.shard
+        Checkpoints(writing, SimpleNamespace(), nothing)  # type: ignore[arg-type]
+        Finishing(nothing, nothing, writing)
         self._handlers = mesh.handlers
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
@@ -57,7 +60,7 @@ class Shard:
         caller = Caller("tcp://c", 1, 5, 6, 6)
         return self._handlers[type(body)](caller, msgspec.structs.replace(body))
 
-    def put(self, body: Put) -> Body:
+    def change(self, body: Put | Finish) -> Body:
         answer: Body = self._asked(body)
         return answer
 
@@ -66,14 +69,20 @@ class Shard:
         return answer
 
 
-def died(definition: Definition, body: Put) -> Shard:
-    """The heir of a peer that has carried this out and told its backup, and answered nobody."""
-    dead, heir, told = Store("p", definition, 1), Store("p", definition, 1), list[Op]()
-    dead.emit = told.append
-    assert Shard(dead).put(body) == PutDone()
+def heir_of(dead: Store, told: list[Op]) -> Shard:
+    """Of a peer that told its backup of these, and answered nobody."""
+    heir = Store("p", dead.declared, 1)
     for op in told:
         apply(heir, op)
     return Shard(heir)
+
+
+def died(definition: Definition, body: Put) -> Shard:
+    """The heir of a peer that has carried this out."""
+    dead, told = Store("p", definition, 1), list[Op]()
+    dead.emit = told.append
+    assert Shard(dead).change(body) == PutDone()
+    return heir_of(dead, told)
 
 
 def body(rows: Rows, number: int = 7, **how: Any) -> Put:
@@ -107,7 +116,7 @@ def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     heir = died(ONCE, first)
     heir.store.tag(named(["b"]), {"status": ["mine"]})
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
-    assert heir.put(first) == PutDone()
+    assert heir.change(first) == PutDone()
     assert heir.freed == [(OWNERS[0], [0, 1])]
     table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
     assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
@@ -120,8 +129,8 @@ def test_a_value_that_it_replaced_and_another_put_since_stays(how: dict[str, boo
     heir = died(Definition(free="drop"), first)
     later = body(named(["a"]), 8, replace=True)
     later.owners = [Owner("b", 8)]
-    assert heir.put(later) == PutDone()
-    assert heir.put(first) == PutDone()
+    assert heir.change(later) == PutDone()
+    assert heir.change(first) == PutDone()
     assert [owner for owner, _, _ in heir.store.holdings()] == [Owner("b", 8)]
 
 
@@ -136,16 +145,16 @@ def test_it_is_no_failure_where_rows_of_its_group_were_consumed_singly(sealed: b
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
     if sealed:
         heir.store.seal()
-    assert heir.put(first) == PutDone()
+    assert heir.change(first) == PutDone()
     assert len(heir.store) == 1
 
 
 def test_it_is_told_once_more_that_all_of_it_was_consumed_before() -> None:
     shard = Shard(Store("p", ONCE, 1))
-    shard.put(body(named(["a"])))
+    shard.change(body(named(["a"])))
     finish(shard.store, take(shard.store, "s", Want("rows", 1, 1)))
     for _ in range(2):
-        assert shard.put(body(named(["a"]), 8)) == PutDone(gone=1)
+        assert shard.change(body(named(["a"]), 8)) == PutDone(gone=1)
 
 
 def test_who_was_not_carried_out_is_refused_there_as_anywhere() -> None:
@@ -154,20 +163,56 @@ def test_who_was_not_carried_out_is_refused_there_as_anywhere() -> None:
     heir = died(Definition(free="drop"), body(named(["a"])))
     other = body(named(["a"]), 8)
     with pytest.raises(DataplaneError) as told:
-        heir.put(other)
+        heir.change(other)
     assert isinstance(told.value, FieldExists)
+
+
+ADDED = {"columns": [Column("y", values(2))], "specs": SPECS, "owners": OWNERS}
+ENDS: list[dict[str, Any]] = [
+    {"outcome": "ack"},
+    {"outcome": "ack"} | ADDED,
+    {"outcome": "ack", "index": bytes(4)},
+    {"outcome": "drop"},
+    {"outcome": "release"},
+    {"outcome": "release"} | ADDED,
+    {"outcome": "keep"} | ADDED,
+]
+
+
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: f"{how['outcome']} {len(how)}")
+def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str, Any]) -> None:
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead.emit = told.append
+    assert Shard(dead).change(body(named(["a", "b"]))) == PutDone()
+    lease = take(dead, "s", Want("rows", 2, 2)).lease
+    assert lease is not None
+    end = Finish(lease, number=9, **how)
+    assert Shard(dead).change(end) == PutDone()
+    heir = heir_of(dead, told)
+    before = observed(heir.store)
+    assert heir.change(end) == PutDone()
+    assert observed(heir.store) == before
+    assert heir.freed == ([(OWNERS[0], [0, 1])] if "columns" in how else [])
+
+
+def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead.emit = told.append
+    assert Shard(dead).change(body(named(["a"]))) == PutDone()
+    lease = take(dead, "s", Want("rows", 1, 1)).lease
+    assert lease is not None
+    assert Shard(dead).change(Finish(lease, "release", number=9)) == PutDone()
+    with pytest.raises(LeaseExpired):
+        heir_of(dead, told).change(Finish(lease, "ack", number=10))
 
 
 async def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     dead, told = Store("p", ONCE, 1), list[Op]()
     dead.emit = told.append
-    columns = [Column("x", values(2))]
-    rows = named(["a", "b"])
+    rows, columns = named(["a", "b"]), [Column("x", values(2))]
     asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, number=7)
     assert await Shard(dead).restore(asked) == PutDone()
-    heir = Shard(Store("p", ONCE, 1))
-    for op in told:
-        apply(heir.store, op)
+    heir = heir_of(dead, told)
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
     assert await heir.restore(asked) == PutDone()
     assert len(heir.store) == 1

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import ClaimTimeout, LeaseExpired, StaleEpoch, StreamEnd, Unavailable
+from dataplane.errors import (
+    ClaimTimeout,
+    LeaseExpired,
+    RowsGone,
+    StaleEpoch,
+    StreamEnd,
+    Unavailable,
+)
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import call_deadline
@@ -68,11 +75,11 @@ class Asker:
         finishing: Any = SimpleNamespace(
             leases=leases, release=lambda session, lease: self.released.append(lease)
         )
-        reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
+        self.reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         waits = Waits(self.host, router, [])
-        more: Any = finishing, reading, waits, room
+        more: Any = finishing, self.reading, waits, room
         self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
         writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)
         self.finishing = Finishing(router, leases, writing)
@@ -298,3 +305,28 @@ async def test_a_claim_whose_lease_ended_before_it_heard_is_made_anew(
     (await asker.until_asked(2)).set_result(GRANTED)
     await claiming
     assert asker.asked[0][1].number != asker.asked[1][1].number
+
+
+async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often: it ended with `RowsGone` where that happened three times."""
+    asker = Asker(monkeypatch)
+
+    def gone(table: Table, session: int) -> Any:
+        raise RowsGone("they were dropped")
+
+    there, asker.reading.resolve = asker.reading.resolve, gone
+    claiming, limited = asker.claim(), asker.claim(timeout_ms=60_000)
+    for times in range(1, 11):
+        (await asker.until_asked(times)).set_result(GRANTED)
+    asker.later(60.0)
+    for times in (11, 12):
+        (await asker.until_asked(times)).set_result(GRANTED)
+    with pytest.raises(ClaimTimeout, match="dropped on their way"):
+        await limited
+    last = await asker.until_asked(13)
+    asker.reading.resolve = there
+    last.set_result(GRANTED)
+    assert isinstance(await claiming, Claimed)
+    assert len({body.number for _, body, _ in asker.asked}) == 13

@@ -113,7 +113,12 @@ class Claims:
             try:
                 handed = handed or self._hand_out(one, granted)
                 return handed if isinstance(handed, Body) else await handed
-            except (RowsGone, RowsLost) as exc:
+            except RowsGone as exc:  # they were dropped on their way: there may be others
+                if one.left_s(self.host.now()) == 0:
+                    raise ClaimTimeout(
+                        f"{one} was not met: rows that it was granted were dropped on their way"
+                    ) from exc
+            except RowsLost as exc:
                 failed += 1
                 await self.reading.went(exc, failed, one.body.partition, "claim")
             answer = handed = None

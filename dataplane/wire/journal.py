@@ -20,6 +20,7 @@ from dataplane.wire.messages import (
     Close,
     Drop,
     Finish,
+    Put,
     Reset,
     Seal,
     Tag,
@@ -31,8 +32,6 @@ from dataplane.wire.tables import (
     Laid,
     Name,
     Owner,
-    Rows,
-    Scalar,
     Shape,
     Specs,
 )
@@ -46,24 +45,6 @@ class Begun(Body, tag=209):
     """A new, empty copy of the partition, as it was declared."""
 
     definition: Definition
-
-
-class Wrote(Body, tag=200):
-    """Rows were put: as new values, or over old ones. Those whose names are remembered as freed
-    were passed over, unless `reuse`.
-
-    holder: whose permits its new groups use; 0: nobody's. number: as in `Tag`."""
-
-    rows: Rows
-    columns: list[Column]
-    specs: Specs
-    owners: list[Owner]
-    tags: dict[str, list[Scalar]] = {}
-    mode: Literal["new", "replace"] = "new"
-    reuse: bool = False
-    inline: bytes = b""
-    holder: int = 0
-    number: int = 0
 
 
 class Leased(Body, tag=201):
@@ -256,7 +237,7 @@ class Summary(Body, tag=217):
 
 Op = (
     Begun
-    | Wrote
+    | Put
     | Leased
     | Returned
     | Joined

@@ -170,7 +170,8 @@ class Put(Body, tag=30):
     inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
     that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    number: between peers, as in `Tag`.
+    number: between peers, as in `Tag`. holder: as a backup is told, whose permits its new groups
+    use; 0: nobody's.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
     """
@@ -194,6 +195,7 @@ class Put(Body, tag=30):
     continuing: bool = False
     reuse: bool = False
     want_on_devices: list[int] = []
+    holder: int = 0
 
 
 class PutDone(Body, tag=31):

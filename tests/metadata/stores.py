@@ -11,9 +11,8 @@ from dataplane.metadata.shard.claim_queue import WaitingClaim
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
-from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.messages import Claim, Claimed, Finish, Want
+from dataplane.wire.messages import Claim, Claimed, Finish, Put, Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
 
@@ -24,6 +23,18 @@ STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
 
 def store(**definition: Any) -> Store:
     return Store("step-1", Definition(**{"stages": STAGES, **definition}), 1)
+
+
+def wrote(
+    rows: Rows,
+    columns: list[Column],
+    specs: list[Spec] = SPECS,
+    owners: list[Owner] = OWNERS,
+    tags: dict[str, list[Any]] | None = None,
+    **how: Any,
+) -> Put:
+    """A put as it comes to a shard, and as its backup is told of it."""
+    return Put("p", 1, rows, columns, specs, tags or {}, owners=owners, **how)
 
 
 def values(count: int, nbytes: int = 8_192, first: int = 0) -> bytes:
@@ -56,7 +67,7 @@ def put(
     **tags: Any,
 ) -> None:
     columns = [Column(name, values(len(keys), nbytes)) for name in fields]
-    to.put(Wrote(named(keys, groups), columns, SPECS, OWNERS, tags))
+    to.put(wrote(named(keys, groups), columns, SPECS, OWNERS, tags))
 
 
 def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:

@@ -15,10 +15,9 @@ from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS
-from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Claimed, Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
-from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values, waiting
+from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values, waiting, wrote
 
 EVEN: list[object] = ["eq", "even", True]
 
@@ -43,7 +42,7 @@ class Shard:
         keys = list(range(first, first + count))
         even = {"even": [key % 2 == 0 for key in keys]}
         columns = [Column("tokens", values(count, first=first))]
-        self.store.put(Wrote(named(keys), columns, SPECS, [Owner(peer, 7)], {**even, **tags}))  # type: ignore[arg-type,dict-item]
+        self.store.put(wrote(named(keys), columns, SPECS, [Owner(peer, 7)], {**even, **tags}))  # type: ignore[arg-type,dict-item]
         return self.serve()
 
     def claim(

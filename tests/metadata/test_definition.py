@@ -15,9 +15,9 @@ from dataplane.errors import (
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.wire.journal import Op, Wrote
+from dataplane.wire.journal import Op
 from dataplane.wire.limits import MAX_STAGES
-from dataplane.wire.messages import Seal
+from dataplane.wire.messages import Put, Seal
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.observed import carried_over, observed
 from tests.metadata.stores import OWNERS, put, store
@@ -83,7 +83,7 @@ def test_a_seal_is_one_record_however_often_it_is_asked_for() -> None:
     put(s, [1], ["p"])
     s.seal()
     s.seal()
-    assert [type(op) for op in ops] == [Wrote, Seal]
+    assert [type(op) for op in ops] == [Put, Seal]
 
 
 def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> None:

@@ -26,7 +26,6 @@ from dataplane.wire.journal import (
     Remembered,
     Returned,
     Summary,
-    Wrote,
     decode,
     encode,
     encoded,
@@ -38,7 +37,7 @@ from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import OWNERS, STAGES, finish, keys_of, named, put, take
+from tests.metadata.stores import OWNERS, STAGES, finish, keys_of, named, put, take, wrote
 
 ROWS, GROUPS = Want("rows", 2, 1), Want("groups", 1, 1)
 
@@ -136,7 +135,7 @@ def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it(
     store.reset("reward", 7)
     finish(store, take(store, "reward", ROWS))
     columns = [stores.Column("reward", stores.values(1))]
-    store.put(Wrote(rows, columns, stores.SPECS, OWNERS, number=9))
+    store.put(wrote(rows, columns, stores.SPECS, OWNERS, number=9))
     carried_over(follower, list(ops), 0.0)
     for one in (store, follower, copy_of(store)):
         assert one.was_carried_out(9) and not one.was_carried_out(8)
@@ -382,7 +381,7 @@ def test_values_behind_the_end_of_a_copy_stay_where_they_were() -> None:
     pack = np.frombuffer(stores.values(2), stores.VALUE).copy()
     pack["range"], pack["nbytes"], pack["delta"] = 0, 16, [0, 16]
     s.put(
-        Wrote(
+        wrote(
             named(["a", "b"]), [stores.Column("tokens", pack.tobytes())], stores.SPECS, OWNERS, {}
         )
     )
@@ -400,7 +399,7 @@ def test_arrays_inside_of_objects_move_too() -> None:
     s, _ = journaled()
     columns = [stores.Column("tokens", stores.values(3), np.array([2, 0, 1], "<u4").tobytes())]
     columns[0].leaves = stores.values(3, first=1)
-    s.put(Wrote(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {}))
+    s.put(wrote(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {}))
     counts = s.relocate(OWNERS[0], ranges(0, 1, 2, 3), Owner("b", 9), ranges(10, 11, 12, 13))
     assert counts.tolist() == [1, 2, 2, 1]
     table = rows_out.table(s, rows_out.read(s)[0])

@@ -23,12 +23,13 @@ from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Op, Wrote
+from dataplane.wire.journal import Op
 from dataplane.wire.limits import ABSENT, NO_GROUP
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import RANGE, VALUE
 from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec
 from tests.metadata.observed import accounts, carried_over, observed
+from tests.metadata.stores import wrote
 
 OWNERS = [Owner("near", 1), Owner("far", 2), Owner("third", 3)]
 SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
@@ -155,8 +156,8 @@ class Story:
                 b"".join(map(names.hash_name, table)), table,
             )  # fmt: skip
         columns, inline = self.columns(len(keys))
-        op = Wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
-        op.mode = self.any.choice(["new", "new", "replace"])
+        op = wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
+        op.replace = self.any.random() < 0.33
         op.reuse = self.any.random() < 0.2
         op.inline, op.holder = inline, self.any.randint(1, 3)
         self.store.put(op)
@@ -237,7 +238,7 @@ class Story:
                 for field in ("a", "b"):
                     raw = np.array([self.value(inline)], VALUE).tobytes()
                     columns.append(Column(field, raw))
-                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "replace")
+                op = wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, replace=True)
                 op.inline = bytes(inline)
                 self.store.put(op)
             self.store.seal(True)

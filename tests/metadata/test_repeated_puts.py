@@ -12,11 +12,11 @@ from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.puts import PutOutcome
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
-from dataplane.wire.journal import Op, Wrote
+from dataplane.wire.journal import Op
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
+from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values, wrote
 
 ONCE = Definition(stages={"s": ["x"]}, free="acked")
 
@@ -26,7 +26,7 @@ def put(
 ) -> PutOutcome:
     columns = [Column("x", values(len(keys)))]
     tags = {"v": list(range(len(keys)))}
-    return to.put(Wrote(named(keys, groups), columns, SPECS, OWNERS, tags, **how))
+    return to.put(wrote(named(keys, groups), columns, SPECS, OWNERS, tags, **how))
 
 
 def consume(s: Store, count: int, unit: str = "rows") -> None:
@@ -47,7 +47,7 @@ def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() ->
     assert freed(s) == 2
     table = rows_out.table(s, rows_out.read(s)[0])
     assert sorted(zip(table.rows.names or (), table.tags["v"], strict=True)) == [("c", 1), ("d", 3)]
-    plan = puts.plan_put(s, named(["a", "b"]), [Column("x", values(2))], {})
+    plan = puts.plan_put(s, wrote(named(["a", "b"]), [Column("x", values(2))]))
     assert not len(plan.new)
     assert put(s, ["a", "b"]).gone == 2
     assert inspection.stats(s)["tombstones"] == 2
@@ -111,7 +111,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
     s.lost(OWNERS[0])
     assert put(s, ["a"]).gone == 0
     minted = named([names.format_minted(names.mint(1, 1))])
-    s.put(Wrote(minted, [Column("x", values(1))], SPECS, OWNERS, {}))
+    s.put(wrote(minted, [Column("x", values(1))], SPECS, OWNERS, {}))
     consume(s, 2)
     assert inspection.stats(s)["tombstones"] == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.metadata.tables.names import format_minted, parse_minted
-from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
 from tests.metadata.observed import accounts
@@ -45,6 +43,7 @@ from tests.metadata.store_model import (
     is_inline,
     row_key,
 )
+from tests.metadata.stores import wrote
 
 KEYS = st.integers(0, 9)
 SOME_KEYS = st.lists(KEYS, min_size=1, max_size=5, unique=True)
@@ -86,18 +85,16 @@ class StoreMachine(Model, RuleBasedStateMachine):
         message = self.rows_message(keys, groups)
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version], "n": list(range(len(keys)))}
-        how: Any = "new" if mode == "plain" else mode
+        asked = wrote(message, columns, SPECS, self.owners, tags, replace=mode == "replace")
+        asked.inline, asked.holder = bytes(self.brought), 1 + len(keys) % 2
         if expected:
             with pytest.raises(tuple(expected)):
-                puts.plan_put(self.store, message, columns, tags, how)
+                puts.plan_put(self.store, asked)
             with pytest.raises(tuple(expected)):
-                self.store.put(Wrote(message, columns, SPECS, self.owners, tags, how))
+                self.store.put(asked)
             return
-        puts.plan_put(self.store, message, columns, tags, how)
-        inline, holder = bytes(self.brought), 1 + len(keys) % 2
-        outcome = self.store.put(
-            Wrote(message, columns, SPECS, self.owners, tags, how, False, inline, holder)
-        )
+        puts.plan_put(self.store, asked)
+        outcome = self.store.put(asked)
         new = [key for key in keys if key not in self.rows]
         for key, number in zip(keys, groups, strict=True):
             if key in new:

@@ -19,7 +19,6 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables import names
-from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import INLINE, Column, Owner, Rows
@@ -32,6 +31,7 @@ from tests.metadata.stores import (
     store,
     take,
     values,
+    wrote,
 )
 
 
@@ -99,7 +99,7 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     owners, inline = changes.pop("owners", OWNERS), changes.pop("inline", b"")
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):
-        s.put(Wrote(rows, columns, SPECS, owners, tags, inline=inline))
+        s.put(wrote(rows, columns, SPECS, owners, tags, inline=inline))
     assert (inspection.stats(s), s.counts("reward")) == before
     assert s.freed() == []
 

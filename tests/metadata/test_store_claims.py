@@ -14,7 +14,6 @@ from dataplane.errors import (
 from dataplane.metadata.shard import rows_out, takes
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
-from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
@@ -29,6 +28,7 @@ from tests.metadata.stores import (
     store,
     take,
     values,
+    wrote,
 )
 
 
@@ -100,7 +100,7 @@ def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
             Column(n, part.tobytes()) for n, part in zip(names, np.split(small, 2), strict=True)
         ]
         keys = named(list(range(first, first + rows)))
-        s.put(Wrote(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 2048)))
+        s.put(wrote(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 2048)))
     for want in (Want("rows", 0, 0, None, "n", 1e9), Want("rows", 2 * rows, 1)):
         taken = take(s, "train", want)
         assert taken.lease is not None and 20_000 < taken.units < rows
@@ -125,7 +125,7 @@ def test_what_the_claims_peer_has_itself_needs_no_credit() -> None:
 def test_a_range_that_many_rows_share_is_pulled_once() -> None:
     s = store(stages={"train": ["tokens"]})
     image = values(1, 100_000) * 8
-    s.put(Wrote(named(list(range(8))), [Column("tokens", image)], SPECS, OWNERS, {}))
+    s.put(wrote(named(list(range(8))), [Column("tokens", image)], SPECS, OWNERS, {}))
     taken = take(s, "train", Want("rows", 8, 8), credit=PullCredit("b", 108_224))
     assert taken.units == 8
 
@@ -133,7 +133,7 @@ def test_a_range_that_many_rows_share_is_pulled_once() -> None:
 def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
     s = store()
     columns = [Column("tokens", values(1, 100_000)), Column("video", values(1, 100_000, first=1))]
-    s.put(Wrote(named([1]), columns, SPECS, OWNERS, {}))
+    s.put(wrote(named([1]), columns, SPECS, OWNERS, {}))
     want = Want("rows", 1, 1)
     assert take(s, "reward", want, credit=PullCredit("b", 108_224)).needed_bytes == 208_256
     assert take(s, "reward", want, credit=PullCredit("b", 108_224, ["tokens"])).units == 1
@@ -143,7 +143,7 @@ def test_rows_that_have_nothing_but_progress_elsewhere_are_counted_for_the_credi
     s = store(stages={"train": []})
     absent = np.zeros(2, VALUE)
     absent["owner"] = ABSENT
-    s.put(Wrote(named([1, 2]), [Column("tokens", absent.tobytes())], SPECS, [], {}))
+    s.put(wrote(named([1, 2]), [Column("tokens", absent.tobytes())], SPECS, [], {}))
     back = [Column("half", values(2, nbytes=1_000))]
     finish(s, take(s, "train", Want("rows", 2, 2)), "release", columns=back)
     some = PullCredit("b", 10_240)
@@ -219,7 +219,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
 def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:
     """Rows whose tokens lie at a peer."""
     columns = [Column("tokens", values(len(keys), first=keys[0]))]
-    s.put(Wrote(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {}))
+    s.put(wrote(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {}))
 
 
 def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
@@ -243,7 +243,7 @@ def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
     s = store()
     at("a", s, [1])
     at("b", s, [2])
-    s.put(Wrote(named([3]), [Column("tokens", values(1, 8))], SPECS, [INLINE], {}, inline=bytes(8)))
+    s.put(wrote(named([3]), [Column("tokens", values(1, 8))], SPECS, [INLINE], {}, inline=bytes(8)))
     assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
 
 
@@ -258,7 +258,7 @@ def test_a_group_lies_where_its_largest_value_does() -> None:
     at("a", s, [1, 2], [1, 1])
     at("b", s, [3, 4], [2, 2])
     small = [Column("reward", values(2, nbytes=4, first=90))]
-    s.put(Wrote(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}))
+    s.put(wrote(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}))
     assert takes.near(s, "reward", "groups", None) == {"a": 1, "b": 1}
     assert near(s, "b", 1, "groups") == [3, 4]
 

@@ -17,7 +17,6 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables import names, tags
-from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import VALUE
@@ -32,6 +31,7 @@ from tests.metadata.stores import (
     store,
     take,
     values,
+    wrote,
 )
 from tests.metadata.test_journal import copy_of
 
@@ -90,7 +90,7 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     s = store(group_size=2)
     far = Owner("far", 3)
     put(s, [1, 3], ["p", "q"])
-    s.put(Wrote(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}))
+    s.put(wrote(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}))
     assert s.lost(far) == 2 and sorted(s.losses.latest()) == [1, 2]
     assert len(s.groups) == 1
     assert s.closed_groups == 0
@@ -122,7 +122,7 @@ def test_a_value_of_another_writer_is_not_silently_kept() -> None:
     finish(s, take(s, "train", Want("rows", 1, 1)))
     s.reset("reward")
     again = [Column("reward", values(2, first=30))]
-    s.put(Wrote(named([1, 2]), again, SPECS, OWNERS, {}, mode="replace"))
+    s.put(wrote(named([1, 2]), again, SPECS, OWNERS, {}, replace=True))
     lease = take(s, "reward", Want("rows", 2, 2))
     with pytest.raises(FieldExists):
         finish(s, lease, columns=[Column("reward", values(2, 4, first=20))])
@@ -215,7 +215,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
     put(s, [1, "two"], score=[1.5, 2.5])
     records = np.zeros(2, VALUE)
     records["spec"], records["owner"] = 1, [0, ABSENT]
-    s.put(Wrote(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}))
+    s.put(wrote(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}))
     table = rows_out.table(s, rows_out.read(s)[0], ["note"])
     assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
     found = np.frombuffer(table.columns[0].values, VALUE)
@@ -230,7 +230,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 def test_minted_keys_need_no_names() -> None:
     s = store()
     keys = names.mint_many(9, 0, 2)
-    s.put(Wrote(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}))
+    s.put(wrote(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}))
     assert rows_out.table(s, rows_out.read(s)[0]).rows == Rows(keys)
     put(s, ["given"])
     shown = names.format_minted_many(keys)
@@ -243,8 +243,8 @@ def test_a_message_may_say_a_spec_twice() -> None:
     records = np.frombuffer(values(2), VALUE).copy()
     records["spec"] = [1, 2]
     tokens, more = Column("tokens", records.tobytes()), Column("x", values(2))
-    s.put(Wrote(named([1, 2]), [tokens], [one, one, other], OWNERS, {}))
-    s.put(Wrote(named([1, 2]), [more], [Spec("object")], OWNERS, {}))
+    s.put(wrote(named([1, 2]), [tokens], [one, one, other], OWNERS, {}))
+    s.put(wrote(named([1, 2]), [more], [Spec("object")], OWNERS, {}))
     table = rows_out.table(s, rows_out.read(s)[0], ["tokens"])
     found = np.frombuffer(table.columns[0].values, VALUE)["spec"].tolist()
     assert [table.specs[at] for at in found] == [one, other]
@@ -254,13 +254,13 @@ def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
     s = store(free="drop")
     for i in range(6_000):
         spec = Spec("array", "float32", (-1, i))
-        s.put(Wrote(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}))
+        s.put(wrote(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}))
         if i % 1_000 == 999:
             s.drop(where=["not", ["exists", "never"]])
             s.freed()
     assert inspection.stats(s)["metadata_bytes"] < 1 << 20
     spec = Spec("array", "float32", (-1, 5_999))
-    s.put(Wrote(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}))
+    s.put(wrote(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}))
     assert rows_out.table(s, rows_out.read(s, rows=named(["last"]))[0]).specs == [spec]
 
 
@@ -277,7 +277,7 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         )
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}
-        s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
+        s.put(wrote(rows, columns, SPECS, OWNERS, tags))
     assert inspection.stats(s)["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
 

@@ -24,13 +24,12 @@ from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.net.links import Acquaintances
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Beat, Duplicate
 from dataplane.wire.records import EXTENT, RANGE, VALUE
 from dataplane.wire.tables import Column, Definition, Owner
-from tests.metadata.stores import SPECS, named
+from tests.metadata.stores import SPECS, named, wrote
 
 HERE, HEIR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))
 TURNS = 50
@@ -377,7 +376,7 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
         Column("y", np.array([(1, 1, 9000, 0, 0, 1), nothing], VALUE).tobytes()),
     ]
     store = Store("p", Definition(group_size=1), 1)
-    store.put(Wrote(named(["a", "b"], ["g", "h"]), columns, SPECS, [HERE, DEAD], {}))
+    store.put(wrote(named(["a", "b"], ["g", "h"]), columns, SPECS, [HERE, DEAD], {}))
 
     plane = Plane()
     plane.host.entries, plane.host.space, plane.host.lent = {"p": Entry(store)}, space, Lent()

@@ -203,7 +203,7 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     records = np.zeros(1, VALUE)
     records["generation"], records["nbytes"] = 1, VALUE_BYTES
     column = Column("tokens", records.tobytes())
-    shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    shard.put(stores.wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
     await append(caller, Append(5, 1, [Shipment("step-1", 1, ops)]))
     assert engine.reads == [[0, 1]], "it was there"
     assert [len(one.ahead) for one in replicas._origins.values()] == [1]
@@ -224,7 +224,7 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     records = np.zeros(1, VALUE)
     records["generation"], records["nbytes"] = 1, VALUE_BYTES
     column = Column("tokens", records.tobytes())
-    shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    shard.put(stores.wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
     caller = Caller(THERE.peer, THERE.incarnation)
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
     assert not engine.reads
@@ -243,7 +243,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     records["owner"] = [0, 1]
     column = Column("tokens", records.tobytes())
     names = stores.named(["k0", "k1"])
-    shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE, HERE], {}))
+    shard.put(stores.wrote(names, [column], stores.SPECS, [THERE, HERE], {}))
     caller = Caller(THERE.peer, THERE.incarnation)
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
 
@@ -340,7 +340,7 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
         record = np.zeros(1, VALUE)
         record["range"], record["nbytes"] = n, BATCH_BYTES // 4
         column = Column("tokens", record.tobytes())
-        shard.put(stores.Wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
+        shard.put(stores.wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
     begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     assert await begun == Done()
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
@@ -366,7 +366,7 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     records["range"], records["nbytes"] = np.arange(3), BATCH_BYTES
     column = Column("tokens", records.tobytes())
     names = stores.named(["k0", "k1", "k2"])
-    shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE], {}))
+    shard.put(stores.wrote(names, [column], stores.SPECS, [THERE], {}))
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     call_deadline.set(peer.host.now() + ATTEMPT_S)
     told = Append(5, 1, [Shipment("step-1", 1, ops)])

@@ -64,10 +64,9 @@ from dataplane.wire.journal import (
     Remembered,
     Returned,
     Summary,
-    Wrote,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Finish, Tag, Withdraw
+from dataplane.wire.messages import Finish, Put, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
@@ -500,10 +499,10 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Begun: _begun,
-    Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
     Returned: lambda store, op, now: store.release_holder(op.holder),
     Joined: _joined,
+    Put: lambda store, op, now: store.put(op),
     Finish: lambda store, op, now: store.finish(op),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(),

@@ -38,8 +38,8 @@ from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
-from dataplane.wire.journal import Wrote
-from dataplane.wire.tables import Column, Name, Rows, Scalar
+from dataplane.wire.messages import Put
+from dataplane.wire.tables import Name, Scalar
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
@@ -71,16 +71,10 @@ class PutPlan(msgspec.Struct, eq=False):
     there: list[int] | None = None
 
 
-def plan_put(
-    state: State,
-    rows: Rows,
-    columns: Sequence[Column],
-    tags: Tagging,
-    mode: str = "new",
-    reuse: bool = False,
-) -> PutPlan:
+def plan_put(state: State, asked: Put) -> PutPlan:
     """Check a put against the store; what its records name is not known yet."""
-    incoming = rows_in(rows)
+    columns, tags, reuse = asked.columns, asked.tags, asked.reuse
+    incoming = rows_in(asked.rows)
     if columns:
         state.check_fields([one.field for one in columns])
     if tags:
@@ -102,7 +96,7 @@ def plan_put(
             new = [i for i, block in enumerate(known) if block is None]
     if new:
         _check_new_rows(state, incoming, new, reuse)
-    if known is not None and mode == "new":
+    if known is not None and not asked.replace:
         values = values_in(columns, count, None, None)
         values = values if there is None else values.split([there])[0]
         _check_fields(state, incoming, known, values)
@@ -110,17 +104,17 @@ def plan_put(
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, there)
 
 
-def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
+def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     """Enter rows, or merge fields and tags into known ones. Those that were here under given names
     and have been freed are passed over, unless their names may be used again (`reuse`).
 
     plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
     left as they are. Its number is remembered, so that it is not carried out again.
-    Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
+    Raises FieldExists (without `replace`), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
     LimitExceeded.
     """
     if plan is None:
-        plan = plan_put(state, op.rows, op.columns, op.tags, op.mode, op.reuse)
+        plan = plan_put(state, op)
     if not state.permits.given or not plan.new_groups:
         op.holder = 0
     outcome = _apply(state, plan, op)
@@ -132,7 +126,7 @@ def put(state: State, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
     return outcome
 
 
-def _apply(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
+def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
     """Once its columns are found sound it cannot fail any more."""
     values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
     if plan.there is not None:

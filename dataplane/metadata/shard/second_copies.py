@@ -13,7 +13,7 @@ import numpy as np
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.references import Array, extents_of, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.journal import Given, Op, Wrote
+from dataplane.wire.journal import Given, Op
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import RANGE, U8, VALUE, column
@@ -121,9 +121,9 @@ Named = tuple[Owner, Array, Array, Array]
 """Of an owner: RANGE, how many values name each, and how many bytes of it they reach."""
 
 
-def named_by(op: Op | Put) -> list[Named]:
+def named_by(op: Op) -> list[Named]:
     """What an operation writes, or a message asks to."""
-    if not isinstance(op, Wrote | Given | Finish | Restore | Put) or not op.columns:
+    if not isinstance(op, Given | Finish | Restore | Put) or not op.columns:
         return []
     raw = b"".join(part for one in op.columns for part in (one.values, one.leaves))
     records = column(raw, VALUE)

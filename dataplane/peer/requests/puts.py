@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -32,7 +31,6 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -50,7 +48,6 @@ from dataplane.wire.tables import INLINE, Column, Owner
 
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
-Mode = Literal["new", "replace"]
 
 
 class Committed(msgspec.Struct, eq=False):
@@ -291,14 +288,12 @@ class Writing:
             return self._put_into(entry, caller.session, body)
 
     def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:
-        mode: Mode = "replace" if body.replace else "new"
-        plan = plan_put(entry.store, body.rows, body.columns, body.tags, mode, body.reuse)
+        plan = plan_put(entry.store, body)
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.inline)
-        op = Wrote(body.rows, body.columns, body.specs, body.owners, body.tags, mode, body.reuse)
-        op.inline, op.holder, op.number = body.inline, holder, body.number
-        outcome = entry.store.put(op, plan)
+        body.holder = holder
+        outcome = entry.store.put(body, plan)
         self.settle(entry)
         return PutDone(gone=outcome.gone)
 

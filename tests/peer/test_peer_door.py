@@ -23,7 +23,7 @@ from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
-from dataplane.wire.peering import Append, Inherited, PeerHello, PeerReply, PeerRequest
+from dataplane.wire.peering import Append, Inherited, PeerHello, PeerReply, PeerRequest, Release
 from dataplane.wire.tables import Owner
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
@@ -124,14 +124,21 @@ async def test_a_request_that_fails_as_its_peer_ends_leaves_no_traceback(door: D
     assert not told and door.answered.empty()
 
 
+@pytest.mark.parametrize("body", [Inherited(Owner(ELSEWHERE, 3), b"", b""), Release(b"", b"")])
 @pytest.mark.parametrize(
     ("keeper", "number", "is_heard"), [(0, -1, True), (0, 1, False), (1, 0, False)]
 )
-async def test_what_an_heir_holds_is_heard_once_it_is_known_whose_heir_it_is(
-    door: Door, keeper: int, number: int, is_heard: bool, monkeypatch: pytest.MonkeyPatch
+async def test_what_shards_name_is_heard_once_it_is_known_whose_they_are(
+    door: Door,
+    body: Inherited | Release,
+    keeper: int,
+    number: int,
+    is_heard: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An owner that is behind would free none of what the heir took over in two steps, for ever;
-    and where a keeper began again, who died with the one before is an heir of nobody."""
+    and where a keeper began again, who died with the one before is an heir of nobody, and what it
+    let go of is named by who has its shards since."""
     monkeypatch.setattr("dataplane.peer.net.peer_door.CATCH_UP_S", 0.05)
 
     async def another_roster(than: Roster, until: float) -> bool:
@@ -141,10 +148,9 @@ async def test_what_an_heir_holds_is_heard_once_it_is_known_whose_heir_it_is(
 
     door.host.another_roster = another_roster
     door.host.serving.until_sure = until_sure
-    door.door.handlers[Inherited] = lambda caller, body: Done()
+    door.door.handlers[type(body)] = lambda caller, body: Done()
     door.host.roster = NEXT
     epoch = (NEXT.epoch[0] + keeper, NEXT.epoch[1] + number)
-    body = Inherited(Owner(ELSEWHERE, 3), b"", b"")
     request = PeerRequest(1, THERE, 2, 0, 0, 0, epoch, 1000, body)
     door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
     said = await door.answer()

@@ -53,6 +53,9 @@ ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Void})
 """What does not depend on who serves which shard."""
+OF_SHARDS = frozenset({Inherited, Release})
+"""Of these what shards name. A peer that went on by itself, under a roster that nobody else got,
+has undone with its end what it did there: who takes its shards over goes on from before."""
 WHENEVER = ANYBODY | ANY_EPOCH
 UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
@@ -252,8 +255,10 @@ class PeerDoor:
             known = roster.has(sender)
         else:
             known = type(request.body) in ANY_EPOCH and sender in roster.owners
-            if type(request.body) is Inherited and not roster.follows(request.epoch):
-                known = False  # for whom the sender speaks that roster says, or it never happened
+            if type(request.body) in OF_SHARDS and not roster.follows(request.epoch):
+                known = (
+                    False  # whose the sender's shards are that roster says, or it never happened
+                )
         if not known:
             raise self._out_of_step(request.sender, request.epoch)
 

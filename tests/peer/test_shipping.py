@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
-from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.journal import Begun, Ended, encode, encoded
 from dataplane.wire.messages import Seal
-from dataplane.wire.peering import Append
-from dataplane.wire.tables import Definition
+from dataplane.wire.peering import Append, Rostered
+from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
@@ -37,6 +37,12 @@ class Backup:
         self.refusals: list[DataplaneError] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.door = SimpleNamespace()
+        self.told: list[tuple[Owner, Any]] = []
+        self.hears = asyncio.Event()
+
+    async def tell(self, owner: Owner, body: Any) -> None:
+        self.told.append((owner, body))
+        await self.hears.wait()
 
     def ask(self, address: str, body: Append, **_: Any) -> asyncio.Future[Any]:
         return asyncio.ensure_future(self.call(address, body))
@@ -302,3 +308,70 @@ async def test_nobody_hears_of_what_is_at_no_backup_while_one_that_begins_anew_m
         await asyncio.sleep(0)
     assert primary.host.progress.is_settled
     await primary.end()
+
+
+class Parting:
+    """A primary whose backup was in sync until just now, and is none by the next roster."""
+
+    def __init__(self) -> None:
+        self.backup = Backup()
+        self.primary = Primary(self.backup)
+        self.before = self.turned_to(in_sync=np.ones_like(self.primary.roster.in_sync))
+
+    def turned_to(self, **changes: Any) -> Roster:
+        return dataclasses.replace(self.primary.roster, **changes)
+
+    async def turn(self, **changes: Any) -> asyncio.Future[None]:
+        """What is done when the change that comes next may be told."""
+        await self.primary.begin()
+        self.follow(self.before)
+        self.primary.declare()
+        assert not self.primary.host.progress.is_settled
+        while not self.primary.host.progress.is_settled:
+            self.primary.host.progress.reached(time.monotonic() + 30)
+            await asyncio.sleep(0)
+        nobody = np.full_like(self.primary.roster.backups, NO_BACKUP)
+        self.follow(self.turned_to(backups=nobody, **changes))
+        put(self.primary.host.entries["p"].store, ["a"])
+        told: asyncio.Future[None] = self.primary.host.progress.reached(time.monotonic() + 30)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return told
+
+    def follow(self, roster: Roster) -> None:
+        self.primary.host.roster = roster
+        self.primary.shipping.turned(roster)
+
+
+async def test_nothing_leaves_before_a_backup_that_was_in_sync_knows_that_it_is_none() -> None:
+    """Had it and a new keeper known of none but the roster before, it had taken over what it has,
+    and what was told since was undone."""
+    parting = Parting()
+    shipping, there = parting.primary.shipping, parting.primary.roster.owners[1]
+    told = await parting.turn()
+    assert parting.backup.told == [(there, Rostered(parting.primary.host.roster.table))]
+    assert not told.done() and shipping.has_all is False and shipping.carry(there, b"1") is None
+    parting.backup.hears.set()
+    await told
+    await parting.primary.end()
+
+
+async def test_who_was_the_backup_and_is_no_member_need_not_know() -> None:
+    parting = Parting()
+    told = await parting.turn(incarnations=(1, 3))
+    assert told.done() and not parting.backup.told
+    await parting.primary.end()
+
+
+async def test_who_is_the_backup_again_before_it_knew_that_it_was_none_gets_everything_anew() -> (
+    None
+):
+    parting = Parting()
+    told = await parting.turn()
+    streams = {one.stream for one in parting.backup.got}
+    parting.follow(parting.turned_to())
+    assert told.done()
+    while not parting.primary.shipping.has_all:
+        await asyncio.sleep(0)
+    assert len(streams) == 1 and parting.backup.got[-1].stream not in streams
+    await parting.primary.end()

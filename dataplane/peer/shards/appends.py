@@ -2,8 +2,10 @@
 
 A new backup first gets a dump of every store, then each operation. While the roster calls it in
 sync, no answer and no message leaves this peer before the backup has all that was done up to then:
-whoever hears of a change finds it again after this peer's death. What this peer has copies of goes
-along once their primary leaves: its shards move here, and then the backup has them already.
+whoever hears of a change finds it again after this peer's death. Nor before a backup that is none
+any more knows that: a new keeper of the roster may come to know no later one than that backup does,
+and have it take over what it has. What this peer has copies of goes along once their primary
+leaves: its shards move here, and then the backup has them already.
 
 An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
 backup says in its requests how far it is; where somebody else waits for that, it is asked.
@@ -28,7 +30,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Begun, Ended, Op, encode, encoded
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import Append, Shipment
+from dataplane.wire.peering import Append, Rostered, Shipment
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class Shipping:
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._task: asyncio.Task[object] | None = None
+        self._parting: asyncio.Task[object] | None = None
+        """the backup, which was in sync, is told that another one is, or none"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
         """copies of partitions that are this peer's soon"""
         self.on_whole: Callable[[], None] = lambda: None
@@ -149,17 +153,37 @@ class Shipping:
         """A new roster may name another backup, or call it in sync."""
         address, _ = new.backup_of(self.host.address)
         owner = next((o for o in new.owners if o.peer == address), None)
-        if owner != self.backup:
-            self.backup = owner
-            self._stop()
-            self._begin()
+        parted, self._parting = self._parting, None
+        if parted is not None:
+            parted.cancel()
+        before = self.backup
+        if before is not None and before != owner and self.progress.required and new.has(before):
+            self._parting = self.mesh.spawn(self._part(before, owner))
+        elif owner != before or parted is not None:  # which has let go of its copy, if it is back
+            self._change_to(owner)
         self._whole = self._end
         self._require()
+
+    async def _part(self, before: Owner, owner: Owner | None) -> None:
+        """Until it knows, or another roster comes."""
+        try:
+            await self.mesh.tell(before, Rostered(self.host.roster.table))
+        except DataplaneError as exc:
+            log.warning("%s is the backup no more, and cannot be told: %s", before.peer, exc)
+        self._parting = None
+        self._change_to(owner)
+
+    def _change_to(self, owner: Owner | None) -> None:
+        self.backup = owner
+        self._stop()
+        self._begin()
 
     @property
     def has_all(self) -> bool | None:
         """Whether the backup may be called in sync; None: what was called so is, and what it does
         not have yet is on its way."""
+        if self._parting is not None:
+            return False
         return None if self.synced and self._first < self._whole else self.synced
 
     def _require(self) -> None:
@@ -167,7 +191,8 @@ class Shipping:
         so at the authority before this peer hears of it."""
         roster = self.host.roster
         in_sync = roster.in_sync[roster.shards_of(self.host.address)].any()
-        self.progress.required = self.backup is not None and (self.synced or bool(in_sync))
+        has_it = self.synced or bool(in_sync) or self._parting is not None
+        self.progress.required = self.backup is not None and has_it
         self.progress.wake()
 
     def _stop(self) -> None:
@@ -213,7 +238,7 @@ class Shipping:
 
     def _send_soon(self) -> None:
         """What follows at once, as a lease does a put, goes along."""
-        if not self._sends and not self._under_way:
+        if not self._sends and not self._under_way and self._parting is None:
             self._sends = True
             asyncio.get_running_loop().call_soon(self._send)
 
@@ -320,7 +345,7 @@ class Shipping:
         backup: all that it does not have, so that the answer need not wait. None where it must.
 
         What comes on one connection comes in order, so what went before is not sent again there."""
-        if to != self.backup or not self.synced or self._under_way:
+        if to != self.backup or not self.synced or self._under_way or self._parting is not None:
             return None
         if self._first < self._with_values:
             return None

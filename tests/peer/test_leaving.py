@@ -201,6 +201,19 @@ async def test_it_waits_for_no_keeper_for_ever_nor_where_all_end(
     assert not plane.said and "7 bytes are left" in caplog.text
 
 
+async def test_where_all_end_it_does_not_wait_for_a_backup_that_has_ended() -> None:
+    """Nobody makes a roster any more that names another one."""
+    plane = Plane()
+    plane.host.space = SimpleNamespace(stats=lambda: {"used_bytes": 7})
+    plane.host.progress.reached = lambda until: asyncio.Event().wait()
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    assert plane.host.silent and not leaves.done()
+    plane.staying = set()
+    await asyncio.wait_for(leaves, 10)
+
+
 async def test_where_all_live_it_goes_at_once() -> None:
     plane = Plane()
     plane.told.set()

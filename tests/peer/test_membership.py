@@ -13,6 +13,7 @@ from dataplane.errors import Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
 from dataplane.peer.host import Caller, Serving
+from dataplane.peer.membership import membership as membership_module
 from dataplane.peer.membership.membership import Membership
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
@@ -226,25 +227,17 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     for owner in (*owners, JOINER):
         made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1), Beat())
     gone: list[Owner] = []
-    asked: list[tuple[str, Any]] = []
-
-    async def call(address: str, body: Any, timeout_s: float) -> None:
-        asked.append((address, body))
-        raise Unavailable("no authority is there")
-
     others = SimpleNamespace(
         on_away=[], gone=lambda: gone, is_away=lambda address: address in {o.peer for o in gone}
     )
     host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
     keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=others)
+    mesh: Any = SimpleNamespace(handlers={}, others=others)
     host.serving = Serving(host)
     membership = Membership(host, mesh, keeper, says_nothing())
     assert membership.stays() == {SEEDS[0], SEEDS[2], JOINER.peer}
     gone.append(owners[0])
     assert membership.stays() == {SEEDS[2], JOINER.peer}
-    await membership.say_ending()
-    assert sorted(asked) == [(SEEDS[2], Beat(leaving=True)), (JOINER.peer, Beat(leaving=True))]
     for number in range(9):
         with pytest.raises(Unavailable):  # of who was never a member nothing is remembered
             mesh.handlers[Beat](Caller("tcp://10.0.0.9:1", number), Beat(leaving=True))
@@ -257,3 +250,49 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     made.beat(Owner(JOINER.peer, JOINER.incarnation + 1), (1, 1), Beat())
     host.roster = made.roster
     assert membership.stays() == {JOINER.peer}
+
+
+async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_that_it_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those that said the same, which may wait for this one; and one that it never spoke with
+    may have ended before it was told to."""
+    monkeypatch.setattr(membership_module, "BEAT_S", 0.0)
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    owners = [Owner(seed, number) for number, seed in enumerate(SEEDS, 1)]
+    for owner in (*owners, JOINER):
+        made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1), Beat())
+    away, answers, told = True, {SEEDS[2]}, list[str]()
+
+    async def hello(address: str) -> None:
+        if address not in answers:
+            raise Unavailable("nobody answers")
+
+    async def call(address: str, body: Beat, timeout_s: float) -> None:
+        assert body == Beat(leaving=True)
+        told.append(address)
+        raise Unavailable("no authority is there")
+
+    others = SimpleNamespace(on_away=[], gone=lambda: owners[:1], is_away=lambda address: away)
+    host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
+    keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
+    mesh: Any = SimpleNamespace(handlers={}, call=call, hello=hello, others=others)
+    membership = Membership(host, mesh, keeper, says_nothing())
+
+    async def rounds() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    says = asyncio.create_task(membership.say_ending())
+    await rounds()
+    assert {*told} == answers and membership.stays() == answers
+    answers.add(JOINER.peer)  # it was only slow
+    await rounds()
+    assert {*told} == answers and membership.stays() == answers
+    with pytest.raises(Unavailable):
+        mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
+    told.clear()
+    await rounds()
+    assert {*told} == answers and membership.stays() == {SEEDS[2]}
+    away = False
+    await asyncio.wait_for(says, 10)

@@ -24,6 +24,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
+from dataplane.peer.tasks import first_of
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -68,21 +69,11 @@ class Leaving:
                 peer=self.host.name,
             )
         )
+        works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
         try:
             async with asyncio.timeout(LEAVE_S):
-                await self._calls_end()
-                until = self.host.now() + FATE_S
-                await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
-                self.membership.leave()
-                await self._until(self._may_move)
-                copied: tuple[str | None, ...] = ()
-                while (heirs := self._heirs()) != copied:
-                    copied = heirs
-                    await self._copy_on()
-                    await self._until(self._may_move)
-                await self._fall_silent()
-                self.membership.beat_now()
-                await self._until(self.membership.deposed.is_set)
+                for ended in await first_of(*works):
+                    ended.result()
         except (TimeoutError, Unavailable) as exc:
             log.error(
                 "ends without having handed everything over (%s): %d shards and %d bytes are left",
@@ -90,6 +81,37 @@ class Leaving:
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
             )
+
+    async def _move_out(self) -> None:
+        await self._calls_end()
+        until = self.host.now() + FATE_S
+        await _until(lambda: self._is_backed_up() and self._knows_who_lives(until))
+        self.membership.leave()
+        await _until(self._may_move)
+        copied: tuple[str | None, ...] = ()
+        while (heirs := self._heirs()) != copied:
+            copied = heirs
+            await self._copy_on()
+            await _until(self._may_move)
+        await self._fall_silent()
+        self.membership.beat_now()
+        await self.membership.deposed.wait()
+
+    async def _nobody_is_left(self) -> None:
+        """Whatever else is waited for, and where that died as well. Unavailable when nobody is left
+        who could take anything over. A keeper of the roster that died may be started again."""
+        until = None
+        while self.membership.stays():
+            if not self.membership.keeper_is_away():
+                until = None
+            elif until is None:
+                until = self.host.now() + FATE_S
+                log.warning("the peer that keeps the roster is away: it is waited for")
+                self.mesh.spawn(self.membership.say_ending())
+            elif self.host.now() >= until:
+                raise Unavailable(f"the peer that keeps the roster is away for {FATE_S:g} s")
+            await asyncio.sleep(POLL_S)
+        raise Unavailable("those that could take it over are away, or leave as well")
 
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
@@ -122,23 +144,6 @@ class Leaving:
         shards. When it is called lost they become values and shards, which move out."""
         members = self.host.roster.owners
         return self.host.now() >= until or not any(map(self.mesh.others.may_be_dead, members))
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        """Unavailable when nobody is left whom this waits for. A keeper of the roster that died may
-        be started again."""
-        until = None
-        while not true():
-            if not self.membership.stays():
-                raise Unavailable("those that could take it over are away, or leave as well")
-            if not self.membership.keeper_is_away():
-                until = None
-            elif until is None:
-                until = self.host.now() + FATE_S
-                log.warning("the peer that keeps the roster is away: it is waited for")
-                self.mesh.spawn(self.membership.say_ending())
-            elif self.host.now() >= until:
-                raise Unavailable(f"the peer that keeps the roster is away for {FATE_S:g} s")
-            await asyncio.sleep(POLL_S)
 
     async def _calls_end(self) -> None:
         """What its clients asked for is carried out: later their values would go to rows of peers
@@ -247,3 +252,8 @@ class Leaving:
             self.settle(entry)
             if not here.all():
                 break  # of what was freed there meanwhile this one is about to hear
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(POLL_S)

@@ -60,6 +60,8 @@ class Membership:
         self._leaving = False
         self._ending: set[Owner] = set()
         """who told this peer that it leaves, while the keeper of the roster was away"""
+        self._unreached: set[str] = set()
+        """where nobody answered who was to be told the same"""
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
@@ -165,17 +167,34 @@ class Membership:
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
             ending = filter(roster.has, self._ending)  # not who came back under such a name
-            staying -= {owner.peer for owner in (*ending, *self.mesh.others.gone())}
+            ended = {owner.peer for owner in (*ending, *self.mesh.others.gone())}
+            staying -= ended | self._unreached
         return staying
 
     def keeper_is_away(self) -> bool:
         return self.mesh.others.is_away(self.keeper.apart)
 
     async def say_ending(self) -> None:
-        """To all that this peer wants to leave: the keeper, which would say so, is away."""
-        others = self.stays()
-        says = (self.mesh.call(one, Beat(leaving=True), timeout_s=ASK_S) for one in others)
-        await asyncio.gather(*says, return_exceptions=True)
+        """To all that this peer wants to leave, while the keeper, which would say so, is away: also
+        to who said the same, which may wait for nobody but this one."""
+        while self.keeper_is_away():
+            others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
+            await asyncio.gather(*map(self._say_ending_to, others))
+            await asyncio.sleep(BEAT_S)
+        self._unreached.clear()
+
+    async def _say_ending_to(self, other: str) -> None:
+        """Whoever was greeted is noticed as it ends; to some this peer had nothing to say before,
+        and they may have ended."""
+        try:
+            async with asyncio.timeout(ASK_S):
+                await self.mesh.hello(other)
+        except (TimeoutError, DataplaneError):
+            self._unreached.add(other)
+            return
+        self._unreached.discard(other)
+        with contextlib.suppress(DataplaneError):  # no authority is there
+            await self.mesh.call(other, Beat(leaving=True), timeout_s=ASK_S)
 
     def leave(self) -> None:
         """From now on this peer says that it wants to, until it is `deposed`."""

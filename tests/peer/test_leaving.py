@@ -375,6 +375,41 @@ async def test_where_its_heir_gets_another_backup_that_has_them_too_before_it_fa
     assert first != second and not any(silent for _, silent in told) and plane.host.silent
 
 
+async def test_where_its_heir_dies_it_serves_again_until_another_one_and_its_backup_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had fallen silent, and its shards were about to move."""
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    plane.host.entries = {"p": Entry(Store("p", Definition(group_size=1, replicas=2), 1))}
+    told: list[str] = []
+
+    async def call(address: str, body: Duplicate) -> Done:
+        assert not plane.host.silent
+        told.append(address)
+        return Done()
+
+    plane.leaving.mesh.call = call  # type: ignore[method-assign,assignment]
+    plane.leaving.membership.beat_now = lambda: None  # type: ignore[method-assign]
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    old = plane.host.roster
+    heir, _ = old.backup_of(HERE.peer)
+    assert plane.host.silent and told == [heir]
+    plane.authority.lost(next(one for one in (HEIR, DEAD) if one.peer == heir))
+    plane.host.roster = plane.authority.roster
+    plane.leaving.turned(old, plane.host.roster)
+    await _turns()
+    assert not plane.host.silent  # while the next one gets its copy
+    plane.all_beat()
+    await _turns()
+    assert plane.host.silent and told == [heir, plane.host.roster.backup_of(HERE.peer)[0]]
+    assert len({*told}) == 2
+    plane.deposed.set()
+    await asyncio.wait_for(leaves, 10)
+
+
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:
     """They go with a member that is lost before the shards are handed over. Other rows have values
     in the same block."""

@@ -89,12 +89,15 @@ class Leaving:
         self.membership.leave()
         await _until(self._may_move)
         copied: tuple[str | None, ...] = ()
-        while (heirs := self._heirs()) != copied:
-            copied = heirs
-            await self._copy_on()
+        while len(self.host.roster.shards_of(self.host.address)):
+            if (heirs := self._heirs()) != copied:
+                copied = heirs
+                await self._copy_on()
+            else:
+                await self._fall_silent()
+                self.membership.beat_now()
+                await _until(lambda: not self.host.silent)
             await _until(self._may_move)
-        await self._fall_silent()
-        self.membership.beat_now()
         await self.membership.deposed.wait()
 
     async def _nobody_is_left(self) -> None:
@@ -173,7 +176,8 @@ class Leaving:
 
     async def _fall_silent(self) -> None:
         """From here on nobody changes a shard, and the backup has all there is: what is asked waits
-        for the next roster."""
+        for the next roster. Where the shards are here by that one too, since their heir died or its
+        backup did, they are served again, and all of this begins anew."""
         self.host.silent = True
         await self.host.progress.reached(self.host.now() + LEAVE_S)
 
@@ -182,8 +186,8 @@ class Leaving:
     def turned(self, old: Roster, new: Roster) -> None:
         """Called while the shards that are another peer's now are here still."""
         here = self.host.address
+        self.host.silent = False
         if here in new.leaving and len(old.shards_of(here)) and not len(new.shards_of(here)):
-            self.host.silent = False
             self._hand_over()
         for owner in new.owners:
             if self._takes_in(owner) and owner not in self._moving:

@@ -30,7 +30,7 @@ from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
@@ -288,6 +288,27 @@ async def test_a_peer_that_hands_its_shards_over_grants_nothing() -> None:
     shard.host.silent = True
     shard.put(1)
     assert not waits.done() and shard.ready == 1
+
+
+async def test_a_rank_that_acked_its_part_of_a_plan_takes_that_back_no_more() -> None:
+    """By no word of another peer's, or of a client that is none of ours: its rows were trained on,
+    and the plan would wait for it again."""
+    shard, shape = Shard(), Shape(2, 1)
+    shard.put(1, 2)
+    shard.entry.store.seal()
+    first = shard.claim(5, plan=shape, rank=0)
+    shard.claim(6, plan=shape, rank=1)
+    store = shard.entry.store
+    store.finish(Finish(first.lease, "ack"))
+    with pytest.raises(LeaseExpired):
+        store.finish(Finish(first.lease, "leave"))
+    shard.withdraw(5)
+    member = store.leases.member(first.lease)
+    assert member is not None and member.acked
+    shard.withdraw(6)
+    second = shard.claim(7, plan=shape, rank=1)
+    store.finish(Finish(second.lease, "ack"))
+    assert not store.leases.holders and store.counts("s").outstanding == 0
 
 
 async def test_claims_and_leases_of_a_lost_peer_end() -> None:

@@ -127,11 +127,11 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     of all that its rank has to do, the end of the plan for everybody (`release`), or that it never
     heard that it takes part, and does not (`leave`)."""
     plan = member.plan
+    if member.acked:
+        raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
     if asked.outcome == "leave":
         _leave(state, member)
         return {}
-    if member.acked:
-        raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
     if asked.outcome == "keep":
         return finishes.finish(state, plan.lease, asked)
     whole = asked.outcome in ("ack", "release") and asked.index is None

@@ -220,7 +220,8 @@ class WaitingCalls:
         for number in body.numbers:
             if (lease := leases.of_claim(number)) is not None:
                 self._finish(entry, lease.number, "release")
-            if (member := leases.member_of_claim(number)) is not None:
+            member = leases.member_of_claim(number)
+            if member is not None and not member.acked:
                 self._finish(entry, member.number, "leave")
         return Done()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
@@ -13,12 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
+from dataplane.errors import (
+    BackPressure,
+    DataplaneError,
+    InternalError,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
-from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.appends import MOST_RETRY_S, Shipping
 from dataplane.wire.journal import Begun, Ended, encode, encoded
 from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append, Rostered
@@ -105,6 +113,50 @@ async def test_a_backup_that_cannot_take_a_message_yet_is_sent_the_same_again(
         await asyncio.sleep(0)
     _, refused, again = backup.got
     assert refused == again and len(refused.shipments) == 1
+    await primary.end()
+
+
+@pytest.mark.parametrize("failure", [InternalError("KeyError: 7"), ProtocolError("does not fit")])
+async def test_a_backup_that_cannot_have_a_copy_gets_another_later_and_later_and_people_hear_of_it(
+    failure: DataplaneError, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails at the first message, whatever is sent to it."""
+    backup, waited = Backup(), list[float]()
+    primary = Primary(backup)
+    entry = Entry(Store("p", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    primary.host.entries["p"] = entry
+    backup.refusals = [failure] * 9
+
+    async def another_roster(than: Roster, until: float) -> None:
+        waited.append(until)
+
+    primary.host.another_roster = another_roster
+    await primary.begin()
+    assert waited == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[MOST_RETRY_S] * 3]
+    assert [one.first for one in backup.got] == [0] * 10
+    assert len({one.stream for one in backup.got}) == 10  # nothing is taken to be there
+    told = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(told) == 8 and failure.message in told[0].getMessage()
+    backup.refusals = [failure] * 2
+    waited.clear()
+    put(entry.store, [1])
+    primary.shipping._send_soon()
+    primary.shipping._is_asked = True
+    while not waited:
+        await asyncio.sleep(0)
+    assert waited == [0.5]  # it was in sync meanwhile
+    await primary.end()
+
+
+async def test_what_a_backup_has_no_room_for_is_told_to_people(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    backup.refusals = [BackPressure("no room for second copies")]
+    await primary.begin()
+    assert ["no room for second copies" in r.getMessage() for r in caplog.records] == [True]
+    assert caplog.records[0].levelno == logging.WARNING
     await primary.end()
 
 

@@ -21,7 +21,13 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
+from dataplane.errors import (
+    DataplaneError,
+    InternalError,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
@@ -45,7 +51,8 @@ answer and has said nothing of."""
 MAX_PENDING_BYTES = 512 << 20
 """More than this does not wait for a backup: it is too slow, and begins anew."""
 ATTEMPT_S = 10.0
-RETRY_S = 0.5
+RETRY_S, MOST_RETRY_S = 0.5, 30.0
+"""So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
 
 class Shipping:
@@ -59,6 +66,8 @@ class Shipping:
         """the backup of the present stream has had everything, at least once"""
         self._whole = 0
         """before this number lies what it must have beside, to be called in sync"""
+        self._in_vain = 0
+        """so many streams in a row came to nothing: this backup has not been in sync since"""
         self._stream = 0
         self._queue: deque[tuple[Entry, bytes]] = deque()
         """what the backup is not known to have; the first one's number in the stream is `_first`"""
@@ -174,7 +183,7 @@ class Shipping:
         self._change_to(owner)
 
     def _change_to(self, owner: Owner | None) -> None:
-        self.backup = owner
+        self.backup, self._in_vain = owner, 0
         self._stop()
         self._begin()
 
@@ -269,19 +278,30 @@ class Shipping:
             try:
                 await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
                 break
-            except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
-                if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
-                    log.warning("the backup %s begins anew: %s", backup.peer, exc)
-                    self.synced = False
-                    # A roster that calls it in sync may be on its way: nobody hears of more.
-                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
-                    self._task = None
-                    self._stop()
-                    self._begin()
+            except DataplaneError as exc:
+                refused = isinstance(exc, ProtocolError | InternalError)
+                if refused and not isinstance(exc, StaleEpoch):
+                    await self._begin_anew(backup, roster, exc)
                     return
-                log.info("the backup %s is asked again: %s", backup.peer, exc)
+                waits = isinstance(exc, StaleEpoch | Unavailable)  # or has no room for values
+                level = logging.INFO if waits else logging.WARNING
+                log.log(level, "the backup %s is asked again: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         self._taken(end)
+
+    async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
+        """What the backup has is no copy. Where it cannot have one, as by a bug, it is told so all
+        the same, later and later, and people are."""
+        pause_s = min(RETRY_S * 2**self._in_vain, MOST_RETRY_S)
+        level = logging.ERROR if self._in_vain else logging.WARNING
+        log.log(level, "the backup %s begins anew in %g s: %s", backup.peer, pause_s, why)
+        self._in_vain += 1
+        self.synced = False
+        # A roster that calls it in sync may be on its way: nobody hears of more.
+        await self.host.another_roster(roster, self.host.now() + pause_s)
+        self._task = None
+        self._stop()
+        self._begin()
 
     def _taken(self, end: int) -> None:
         self._under_way = False
@@ -290,7 +310,7 @@ class Shipping:
             self._send()
         elif not self.synced:
             # What was answered up to now did not wait for it.
-            self.synced, self._whole = True, self._end
+            self.synced, self._whole, self._in_vain = True, self._end, 0
             self._require()
             if not self._queue:
                 self.on_whole()

@@ -39,6 +39,7 @@ from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices, devices_of, memory_of
 from dataplane.peer.room.spilling import Spilling
+from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
@@ -48,7 +49,7 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
-from dataplane.peer.watch.janitor import Janitor, Standstill
+from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key

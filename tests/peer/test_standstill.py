@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from dataplane.peer.watch.janitor import LOOKS, Standstill, is_standstill
+from dataplane.peer.room.standstill import LOOKS, Standstill, is_standstill
 from dataplane.wire.peering import Stirring
 
 FULL = Stirring(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)

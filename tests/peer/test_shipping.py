@@ -160,6 +160,50 @@ async def test_what_a_backup_has_no_room_for_is_told_to_people(
     await primary.end()
 
 
+async def test_a_copy_that_takes_more_than_may_wait_for_a_backup_is_sent_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It began behind what was too much: with the next partition, and was called in sync without
+    those before, or within one, and never was."""
+    backup, keys = Backup(), list(range(100))
+    primary = Primary(backup)
+    for name in "pqr":
+        store = Store(name, Definition({"s": ["tokens"]}), 1, itertools.count(1))
+        put(store, keys if name == "p" else [1])
+        primary.host.entries[name] = Entry(store)
+    monkeypatch.setattr(appends, "MAX_PENDING_BYTES", 1000)
+    await primary.begin()
+    sent = [one for message in backup.got for one in message.shipments]
+    assert [one.partition for one in sent] == ["p", "q", "r"]
+    assert all(one.ops[0] == BEGUN and len(one.ops) == len(sent[0].ops) for one in sent)
+    assert not caplog.records and len({message.stream for message in backup.got}) == 1
+    for key in range(200, 212):  # what was there counts until the backup has it
+        put(store, [key])
+    assert len(caplog.records) == 1
+    await primary.end()
+
+
+async def test_a_backup_that_falls_behind_too_far_gets_everything_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(appends, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(appends, "RETRY_S", 0.0)
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    entry = primary.declare()
+    for key in range(12):
+        put(entry.store, [key])
+    assert [one.levelno for one in caplog.records] == [logging.ERROR]
+    assert not primary.shipping.synced
+    while not primary.shipping.synced:
+        await asyncio.sleep(0)
+    last = backup.got[-1].stream
+    anew = [one for message in backup.got if message.stream == last for one in message.shipments]
+    assert anew[0].ops[0] == BEGUN
+    await primary.end()
+
+
 async def test_a_backup_hears_of_a_stream_that_begins_with_nothing() -> None:
     backup = Backup()
     primary = Primary(backup)

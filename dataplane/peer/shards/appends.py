@@ -49,7 +49,8 @@ QUIET_S = 0.05
 """What nobody waits for goes to the backup after so long, and it is asked about what it got with an
 answer and has said nothing of."""
 MAX_PENDING_BYTES = 512 << 20
-"""More than this does not wait for a backup: it is too slow, and begins anew."""
+"""More than this, beside what there was as the stream began or was taken over since, does not wait
+for a backup: it is too slow, and begins anew."""
 ATTEMPT_S = 10.0
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
@@ -72,7 +73,7 @@ class Shipping:
         self._queue: deque[tuple[Entry, bytes]] = deque()
         """what the backup is not known to have; the first one's number in the stream is `_first`"""
         self._first = 0
-        self._queued_bytes = 0
+        self._queued_bytes, self._most_bytes = 0, MAX_PENDING_BYTES
         self._under_way, self._sends = True, False
         """a message to the backup is not answered yet, or the stream has not begun; one goes when
         this turn of the loop is over"""
@@ -105,10 +106,14 @@ class Shipping:
             entry.store.emit = functools.partial(self._emit, entry)
 
     def _ship_all(self, entry: Entry) -> None:
-        """With all its rows."""
-        self._ship_op(entry, Begun(entry.store.declared))
-        for op in dump(entry.store) if self.backup is not None else ():
-            self._ship_op(entry, op)
+        """With all its rows. However much that is, it is no sign of a backup that is too slow."""
+        if self.backup is None:
+            return
+        before = self._queued_bytes
+        self._enqueue(entry, Begun(entry.store.declared))
+        for op in dump(entry.store):
+            self._enqueue(entry, op)
+        self._most_bytes += self._queued_bytes - before
 
     def take_over(self, entry: Entry) -> None:
         """A partition that another peer served is this one's."""
@@ -143,16 +148,18 @@ class Shipping:
     def _ship_op(self, entry: Entry, op: Op) -> None:
         if self.backup is None:
             return
+        self._enqueue(entry, op)
+        if self._queued_bytes > self._most_bytes:
+            log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
+            self._stop()
+            asyncio.get_running_loop().call_later(RETRY_S, self._begin)
+
+    def _enqueue(self, entry: Entry, op: Op) -> None:
         self.progress.done += 1
         self._queue.append((entry, encode(op)))
         self._queued_bytes += len(self._queue[-1][1])
         if entry.copies is not None:
             self._with_values = self._end
-        if self._queued_bytes > MAX_PENDING_BYTES:
-            log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
-            self._stop()
-            asyncio.get_running_loop().call_later(RETRY_S, self._begin)
-            return
         if not self._looks:
             self._look_later()
 
@@ -216,6 +223,7 @@ class Shipping:
         """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
         self._queue.clear()
         self._queued_bytes = self._first = self._carried = self._with_values = self._whole = 0
+        self._most_bytes = MAX_PENDING_BYTES
         self._stream, self._carrier = secrets.randbits(53), b""
         self._under_way, self._sends, self._is_asked = True, False, False
 
@@ -353,6 +361,7 @@ class Shipping:
             return
         for _ in range(count):
             self._queued_bytes -= len(self._queue.popleft()[1])
+        self._most_bytes = min(self._most_bytes, self._queued_bytes + MAX_PENDING_BYTES)
         self._first = end
         self.progress.move(self.progress.confirmed + count)
         if self.synced and end - count < self._whole <= end:

@@ -58,16 +58,26 @@ class Lent:
         return ranges, np.fromiter(held.values(), U4, len(held))
 
     def inherited(
-        self, origins: Iterable[Owner], heir: Owner | None, ranges: Records, counts: Counts
+        self,
+        origins: Iterable[Owner],
+        heir: Owner | None,
+        ranges: Records,
+        counts: Counts,
+        more: bool = False,
     ) -> tuple[Records, Counts]:
         """Another peer took over what these had, and says what that is (heir None: this peer
-        itself). Returns what they had and it does not hold."""
+        itself), each range once. Returns what they had and it does not hold; more: of these ranges,
+        for it has not told of others yet."""
+        named = _packed(ranges)
         had: dict[int, int] = {}
         for origin in origins:
-            for packed, count in self._held.pop(origin, {}).items():
-                had[packed] = had.get(packed, 0) + count
+            held = self._held.get(origin, {})
+            for packed in named if more else list(held):
+                had[packed] = had.get(packed, 0) + held.pop(packed, 0)
+            if not held:
+                self._held.pop(origin, None)
         held = self._held.setdefault(heir, {}) if heir is not None else {}
-        for packed, count in zip(_packed(ranges), counts.tolist(), strict=True):
+        for packed, count in zip(named, counts.tolist(), strict=True):
             kept = min(count, had.get(packed, 0))
             if kept:
                 held[packed] = held.get(packed, 0) + kept

@@ -169,12 +169,13 @@ class Inherited(Body, tag=144):
 
     began: number of the roster under which the sender began with nothing, also what it was given
     by that or one before; `origin` is its address with incarnation 0, as rosters named it before it
-    came. Else 0."""
+    came. Else 0. more: what else it holds comes with the next one."""
 
     origin: Owner
     ranges: bytes
     counts: bytes
     began: int = 0
+    more: bool = False
 
 
 class Void(Body, tag=152):

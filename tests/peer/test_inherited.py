@@ -19,6 +19,7 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller, Progress
+from dataplane.peer.shards import references as references_module
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
@@ -84,6 +85,7 @@ class SlowToInherit:
     def __init__(self, owner: References) -> None:
         self.handlers: dict[type[Body], Any] = {}
         self.tasks: list[asyncio.Task[Any]] = []
+        self.told: list[Inherited] = []
         self._owner = owner
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -95,6 +97,7 @@ class SlowToInherit:
         if isinstance(body, Inherited):
             for _ in range(10):
                 await asyncio.sleep(0)
+            self.told.append(body)
             return self._owner.inherited(heir, body)
         answer: Body = self._owner.mesh.handlers[Release](heir, body)
         return answer
@@ -117,6 +120,35 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
     heir.let_go(owner.host.owner, ranges[1:], held[1:])
     await way.tasks[-1]
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+
+
+async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner heard nothing, as that was too large, and what rows named there was never free."""
+    monkeypatch.setattr(references_module, "MOST_RANGES", 2)
+    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    space, held = owner.host.space, [ranges]
+    for _ in range(2):  # five are named, the last of six not, and one more often than it is held
+        start = int(space.grant(1, Admission.OPEN, 8192)["offset"][0])
+        written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
+        held.append(space.commit(1, written, np.full(2, 2, "<u4"), Admission.OPEN))
+    ranges = np.concatenate(held)
+    owner.lent.lend(LOST, np.concatenate([*held[1:], *held[1:]]))
+    way = SlowToInherit(owner)
+    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
+    heir = References(me, way, None, None)  # type: ignore[arg-type]
+    taken, counts = ranges[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
+    heir.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
+    await asyncio.gather(*way.tasks)
+    assert owner.lent.peers == [HEIR] and len(owner.lent) == 5
+    assert space.alive(ranges).tolist() == [True] * 5 + [False]
+    for first in way.told[:2]:  # asked again: nobody is sure that it was heard
+        owner.inherited(Caller(HEIR.peer, HEIR.incarnation), first)
+    heir.let_go(owner.host.owner, taken, counts)
+    await way.tasks[-1]
+    assert [len(one.ranges) // 8 for one in way.told] == [2, 2, 1]
+    assert space.alive(ranges).sum() == len(owner.lent) == 0
 
 
 async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None:

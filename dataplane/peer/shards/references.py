@@ -35,8 +35,8 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-MOST_FREED = 1 << 20
-"""Ranges that one message says to be free."""
+MOST_RANGES = 1 << 20
+"""that one message says to be free, or taken over"""
 AGAIN_S = 2.0
 """After so long an owner that refused to let go of values is told again."""
 
@@ -137,7 +137,7 @@ class References:
             # More may be taken over, and let go of, in each of these waits.
             await (asyncio.wait(telling) if telling else progress.reached(math.inf))
         ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
-        most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
+        most = MOST_RANGES * RANGE.itemsize, MOST_RANGES * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
         body = Release(ranges[: most[0]], counts[: most[1]])
@@ -153,9 +153,20 @@ class References:
     def took_over(self, owner: Owner, body: Inherited) -> None:
         """Tell an owner of values what a lost peer's shards hold there, which are this peer's now.
         What is let go of that from here on is told after it."""
-        task = self.mesh.spawn(self.mesh.tell(owner, body))
+        task = self.mesh.spawn(self._tell_what_was_taken_over(owner, body))
         self._telling.setdefault(owner, set()).add(task)
         task.add_done_callback(lambda _: self._told(owner, task))
+
+    async def _tell_what_was_taken_over(self, owner: Owner, body: Inherited) -> None:
+        ranges = np.frombuffer(body.ranges, RANGE)
+        ids, at = np.unique(ids_of(ranges), return_inverse=True)
+        counts = np.zeros(len(ids), U4)
+        np.add.at(counts, at, np.frombuffer(body.counts, U4))
+        for first in range(0, max(1, len(ids)), MOST_RANGES):
+            behind = first + MOST_RANGES
+            part = ranges_of(ids[first:behind]).tobytes(), counts[first:behind].tobytes()
+            more = behind < len(ids)
+            await self.mesh.tell(owner, Inherited(body.origin, *part, body.began, more))
 
     def _told(self, owner: Owner, task: asyncio.Task[Any]) -> None:
         self._telling[owner].discard(task)
@@ -185,7 +196,7 @@ class References:
         counts = column(body.counts, U4, len(ranges))
         heir = None if caller.owner == self.host.owner else caller.owner
         origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
-        self.room.release(*self.lent.inherited(origins, heir, ranges, counts))
+        self.room.release(*self.lent.inherited(origins, heir, ranges, counts, body.more))
         return Done()
 
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:

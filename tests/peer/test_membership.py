@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import Unavailable
+from dataplane.errors import LimitExceeded, Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
 from dataplane.peer.host import Caller, Serving
@@ -65,6 +65,27 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     await membership._say()
     assert host.roster.has(JOINER)
     assert serving.is_sure()
+
+
+async def test_who_is_one_too_many_is_told_so_and_does_not_wait_to_be_let_in() -> None:
+    """As if nobody answered, for 5 minutes."""
+
+    async def call(*args: Any, **how: Any) -> Rostered:
+        raise LimitExceeded("a plane has at most 4096 peers", limit=4096)
+
+    host: Any = SimpleNamespace(
+        owner=JOINER, address=JOINER.peer, roster=Roster.from_seeds(SEEDS), now=lambda: 0.0
+    )
+    host.serving = Serving(host)
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    membership = Membership(host, mesh, keeper, says_nothing())
+    host.silent = host.spare = False
+    await membership._say()
+    with pytest.raises(LimitExceeded):
+        await membership.admitted(300)
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -17,6 +17,7 @@ import numpy as np
 
 from dataplane.errors import (
     DataplaneError,
+    LimitExceeded,
     PeerNameTaken,
     RosterMismatch,
     Unavailable,
@@ -85,7 +86,7 @@ class Membership:
 
     async def admitted(self, timeout_s: float) -> None:
         """Until this process is a member. Unavailable when the authority does not say so, or what
-        it refuses this peer for: RosterMismatch, PeerNameTaken, VersionMismatch.
+        it refuses this peer for: RosterMismatch, PeerNameTaken, VersionMismatch, LimitExceeded.
 
         A seed that was started again waits as well: the first roster, which it knows by itself, may
         be long out of force, and under it others' shards and homes would seem to be its own.
@@ -121,7 +122,7 @@ class Membership:
             reply: Rostered = await self.mesh.call(
                 self.keeper.address(), body, timeout_s=ASK_S, epoch=epoch
             )
-        except (RosterMismatch, PeerNameTaken, VersionMismatch) as exc:
+        except (RosterMismatch, PeerNameTaken, VersionMismatch, LimitExceeded) as exc:
             if self.begins_anew and isinstance(exc, RosterMismatch):
                 log.debug("another launch's peer is there yet: %s", exc)
             else:

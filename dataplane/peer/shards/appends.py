@@ -300,7 +300,7 @@ class Shipping:
     async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
         """What the backup has is no copy. Where it cannot have one, as by a bug, it is told so all
         the same, later and later, and people are."""
-        pause_s = min(RETRY_S * 2**self._in_vain, MOST_RETRY_S)
+        pause_s = min(RETRY_S * 2.0 ** min(self._in_vain, 10), MOST_RETRY_S)
         level = logging.ERROR if self._in_vain else logging.WARNING
         log.log(level, "the backup %s begins anew in %g s: %s", backup.peer, pause_s, why)
         self._in_vain += 1

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import dataplane
-from dataplane import Plane, aio, cli, tag
+from dataplane import Partition, Plane, aio, cli, tag
 from dataplane.metadata.shard.reasons import FIRST_S, SOON_S
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
@@ -184,3 +186,66 @@ def test_who_waits_for_a_sealed_partition_is_told_that_it_was_dropped(cluster: C
         part.drop()
         waits.join()
         assert len(held) == 2 and isinstance(told[0], dataplane.PartitionGone)
+
+
+def under_way(plane: Plane) -> int:
+    return len(plane._session.connections._under_way)
+
+
+WAITS: dict[str, Callable[[Partition], object]] = {
+    "claim": lambda part: part.claim("s", rows=1),
+    "claim with a limit": lambda part: part.claim("s", rows=1, timeout=600),
+    "stream": lambda part: next(iter(part.stream("s", rows=1))),
+    "loader": lambda part: next(iter(part.loader("s", rows=1))),
+    "wait": lambda part: part.wait("s", rows=1),
+    "lost": lambda part: next(iter(part.lost())),
+    "plan": lambda part: part.plan("s", rank=0, ranks=1),
+    "undeclared": lambda part: part._run.__self__.partition("q").claim("s", rows=1),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_call_ends_when_another_thread_closes_its_client(
+    cluster: Cluster, plane: Plane, what: str
+) -> None:
+    plane.partition("p", stages={"s": ["x"]})
+    closing = cluster.connect("a")
+    with ThreadPoolExecutor(1) as other:
+        call = other.submit(WAITS[what], closing.partition("p"))
+        until(lambda: under_way(closing) == 1, "the call is at the peer")
+        closing.close()
+        with pytest.raises(dataplane.ClientClosed, match="call dataplane.connect"):
+            call.result(30)
+    until(lambda: plane.stats()["clients"] == 1, "the peer has seen it leave")
+    assert plane.stats()["waiting_claims"] == 0
+
+
+def test_a_task_ends_when_another_closes_its_client(plane: Plane) -> None:
+    async def main() -> None:
+        closing = await aio.connect("a")
+        part = await closing.partition("p", stages={"s": ["x"]})
+        claim = asyncio.create_task(part.claim("s", rows=1))
+        while not plane.stats()["waiting_claims"]:
+            await asyncio.sleep(0.01)
+        await closing.close()
+        with pytest.raises(dataplane.ClientClosed, match="call dataplane.aio.connect"):
+            await asyncio.wait_for(claim, 30)
+
+    asyncio.run(main())
+
+
+def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(
+    cluster: Cluster, plane: Plane
+) -> None:
+    closing = cluster.connect("a")
+    part = closing.partition("p", stages={"s": ["x"]})
+    with ThreadPoolExecutor(1) as other:
+        call = other.submit(part.claim, "s", rows=1)
+        until(lambda: plane.stats()["waiting_claims"] == 1, "the claim waits at the peer")
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        try:
+            closing.close()
+            with pytest.raises(dataplane.ClientClosed):
+                call.result(30)
+        finally:
+            cluster.peers["a"].send_signal(signal.SIGCONT)

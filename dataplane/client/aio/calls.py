@@ -53,6 +53,7 @@ class Calls:
             outgoing = outgoing or Outgoing(session, step, began)
             while True:
                 connection.later = outgoing.later
+                session.connections.begins(connection)
                 try:
                     return await exchange(
                         connection,
@@ -63,6 +64,8 @@ class Calls:
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)
+                finally:
+                    session.connections.ends(connection)
                 connection = await further(session, outgoing.limit_s())
         finally:
             if outgoing is None:

@@ -153,7 +153,8 @@ class Plane(Calls):
         return await self.run(restore.restore(self._session, directory, timeout))
 
     async def close(self) -> None:
-        """Release leases and grants, and leave. Views in hand stay readable."""
+        """Release leases and grants, and leave. Views in hand stay readable; calls of other threads
+        or tasks end at once, done or not: ClientClosed."""
         why = "this client was closed; call dataplane.aio.connect() for another"
         await leave(self._keeper, why)
 

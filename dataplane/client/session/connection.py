@@ -150,6 +150,11 @@ class Connection:
         except OSError:
             self.sock.close()
 
+    def shut(self) -> None:
+        """Whoever waits here is woken, and finds what has arrived or the end."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
     def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
         """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
         started, look_s = time.monotonic(), LOOK_S
@@ -317,6 +322,7 @@ class Connections:
     def __init__(self, opener: Opener) -> None:
         self.opener = opener
         self._idle: list[Connection] = []
+        self._under_way: set[Connection] = set()
         self._closed: str | None = None
         self.orphaned: Callable[[Connection], None] = Connection.close
         """takes connections that were left with a call under way"""
@@ -329,6 +335,23 @@ class Connections:
             return self._idle.pop()
         except IndexError:
             return None
+
+    def begins(self, connection: Connection) -> None:
+        """A call is about to wait on it."""
+        self._under_way.add(connection)
+        if self._closed is not None:  # since it was borrowed; or else end_calls() finds it
+            self._under_way.discard(connection)
+            raise ClientClosed(self._closed)
+
+    def ends(self, connection: Connection) -> None:
+        self._under_way.discard(connection)
+
+    def end_calls(self, why: str) -> None:
+        """No call begins any more, and those of other threads and loops that wait hear of it now:
+        their connections are over, for the peer too, which takes them back."""
+        self._closed = why
+        for connection in list(self._under_way):
+            connection.shut()
 
     def give_back(self, connection: Connection) -> None:
         if connection.sock.fileno() < 0:

@@ -185,12 +185,16 @@ class Housekeeper:
     def _peer(self) -> str:
         return self.session.peer
 
-    def close(self, why: str) -> None:
-        """End the session in order; live views stay readable, their pins go when they do."""
+    def close(self, why: str, exiting: bool = False) -> None:
+        """End the session in order; live views stay readable, their pins go when they do. Calls
+        under way end as well, but for those of a process that does: its daemon threads go silently.
+        """
         session = self.session
         if session.closed is not None:
             return
         session.closed = why
+        if not exiting:
+            session.connections.end_calls(why)
         self._hand_back()
         session.connections.close(why)
         self._closing.set()
@@ -261,7 +265,7 @@ def close_all() -> None:
     for keeper in list(_living):
         if time.monotonic() - started > _CLOSE_S:
             return
-        keeper.close("the process is exiting")
+        keeper.close("the process is exiting", exiting=True)
 
 
 def _poison_all() -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
-from dataplane.errors import PeerLeaves, PeerLost
+from dataplane.errors import ClientClosed, PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import Admit, Body, Claim, Losses, Request, Wait
 
@@ -98,7 +98,10 @@ class Outgoing:
 
     def broke(self, exc: PeerLost) -> None:
         """The connection broke before the answer was there: `frame` is to be sent again. Raises
-        the error where that was done often enough, or nobody is there."""
+        the error where that was done often enough, or nobody is there, and ClientClosed where the
+        client was closed meanwhile, by another thread or task."""
+        if self._session.closed is not None:
+            raise ClientClosed(self._session.closed) from None
         self._repeats += 1
         if self._repeats > REPEATS or isinstance(exc, PeerLeaves):
             raise exc

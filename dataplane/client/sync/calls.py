@@ -56,6 +56,7 @@ class Calls:
             outgoing = outgoing or Outgoing(session, step, began)
             while True:
                 connection.later = outgoing.later
+                session.connections.begins(connection)
                 try:
                     return exchange(
                         connection,
@@ -66,6 +67,8 @@ class Calls:
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)
+                finally:
+                    session.connections.ends(connection)
                 connection = further(session, outgoing.limit_s())
         finally:
             if outgoing is None:

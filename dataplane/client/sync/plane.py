@@ -156,7 +156,8 @@ class Plane(Calls):
         return self.run(restore.restore(self._session, directory, timeout))
 
     def close(self) -> None:
-        """Release leases and grants, and leave. Views in hand stay readable."""
+        """Release leases and grants, and leave. Views in hand stay readable; calls of other threads
+        or tasks end at once, done or not: ClientClosed."""
         why = "this client was closed; call dataplane.connect() for another"
         leave(self._keeper, why)
 

@@ -16,6 +16,7 @@ from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
 
+_FOREVER_S = 1e10
 _MAX_COUNT = 2**63 - 1
 
 
@@ -75,14 +76,15 @@ def flag(value: object, what: str) -> bool:
 
 
 def seconds(value: object, what: str) -> float | None:
-    """A duration, or None for no limit. One that is negative has passed already."""
+    """A duration, or None for no limit: one of centuries has none, for not every message holds it.
+    One that is negative has passed already."""
     if value is None:
         return None
-    if type(value) is float and value < float("inf"):  # as most often; a Real is slow to tell
+    if type(value) is float and value < _FOREVER_S:  # as most often; a Real is slow to tell
         return value
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(f"{what}={value!r:.80}: give a number of seconds, or None for no limit")
-    return None if value == float("inf") else float(value)
+    return float(value) if value < _FOREVER_S else None
 
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:

@@ -84,6 +84,11 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
     "one number": (lambda p: p.put({"x": 5}), dataplane.InvalidRows, "x: a column is a sequence"),
     "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry a row"),
+    "half a character as field": (
+        lambda p: p.put({"\ud800": [1]}),
+        dataplane.InvalidRows,
+        r"a field is named by a text of 1 to 512 bytes, not '\\ud800'",
+    ),
     "an object": (lambda p: p.put({"x": [object()]}), dataplane.InvalidValue, r"x\[0\]: object"),
     "a set inside": (
         lambda p: p.put({"x": [1, {"a": [{1}]}]}),
@@ -188,6 +193,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a budget of text": (lambda p: p.claim("s", budget={"n": "1"}), dataplane.InvalidCall, "num"),  # type: ignore[dict-item]
     "no budget": (lambda p: p.claim("s", budget=5), dataplane.InvalidCall, "mapping {tag: sum}"),  # type: ignore[arg-type]
     "a lease of no time": (lambda p: p.claim("s", rows=1, lease=0), dataplane.InvalidCall, "posit"),
+    "a collate that is no function": (
+        lambda p: p.loader("s", rows=1, collate=5),  # type: ignore[arg-type]
+        dataplane.InvalidCall,
+        "collate=5: give a function of a batch",
+    ),
     "time that is no number": (
         lambda p: p.claim("s", rows=1, timeout=float("nan")),
         dataplane.InvalidCall,
@@ -305,6 +315,13 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     batch.release()
     with pytest.raises(dataplane.LeaseExpired, match="was released"):
         batch.ack()
+
+
+@pytest.mark.parametrize("seconds", [1e300, 10**400, float("inf")], ids=["float", "int", "inf"])
+def test_centuries_are_no_limit(part: Partition, seconds: float) -> None:
+    part.claim("s", rows=1, timeout=seconds, lease=seconds).release()
+    part.wait("s", rows=1, timeout=seconds)
+    part.seal(timeout=seconds)
 
 
 def test_a_set_of_keys_is_no_order_of_rows(part: Partition) -> None:

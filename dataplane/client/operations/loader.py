@@ -55,6 +55,8 @@ class Loading(Generic[B, L]):
         **how: Any,
     ) -> None:
         refuse_workers()
+        if collate is not None and not callable(collate):
+            raise InvalidCall(f"collate={collate!r:.80}: give a function of a batch")
         self.stage = stage
         self._collate = collate
         self._ahead = arguments.count(prefetch, "prefetch")

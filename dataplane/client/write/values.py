@@ -204,8 +204,12 @@ def _entries(column: Any, n: int, library: Any) -> list[Any]:
 
 
 def checked_name(name: object) -> str:
-    """InvalidRows for what cannot name a field."""
-    if not isinstance(name, str) or not name or len(name.encode()) > MAX_NAME_BYTES:
+    """InvalidRows for what cannot name a field, such as half of a surrogate pair."""
+    try:
+        fits = isinstance(name, str) and 0 < len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not isinstance(name, str) or not fits:
         raise InvalidRows(
             f"a field is named by a text of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )

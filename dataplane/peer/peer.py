@@ -137,7 +137,9 @@ class Peer:
         self.membership = Membership(host, mesh, self.keeper, self, begins_anew)
         self.shipping.on_whole = self.membership.beat_now
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
-        self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)
+        self.leaving = Leaving(
+            host, mesh, self.membership, self.copying, self.door, router, self.settle
+        )
         self.reporting = Reporting(self)
         self.standstill = Standstill(self)
         self.janitor = Janitor(self)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,23 @@ def test_all_but_the_first_may_leave_one_after_the_other(
     # Nobody is left for the first, which ends without waiting for anybody.
     hosts.peers["a"].terminate()
     assert hosts.peers["a"].wait(5) == 0
+
+
+def test_what_clients_of_the_rosters_keeper_had_leased_comes_back_when_it_is_told_to_end(
+    hosts: Addressed, planes: dict[str, Plane]
+) -> None:
+    """Nobody calls the keeper lost, so nobody else would give their rows back."""
+    part = planes["a"].partition("p", stages={"s": ["x"]})
+    there = planes["c"].partition("p")
+    put(there, "c")
+    held = part.claim("s", rows=10, timeout=5)
+    with ThreadPoolExecutor(1) as other:
+        claim = other.submit(failing, lambda: part.claim("s", rows=1), LEFT_S)
+        until(lambda: planes["a"].stats()["waiting_claims"] == 1, "a claim waits")
+        told_to_end(hosts, "a")
+        assert isinstance(claim.result(), dataplane.PeerLeaves)
+    check(held)
+    check(there.claim("s", rows=10, timeout=10))
 
 
 def test_who_is_told_twice_ends_at_once(hosts: Addressed, planes: dict[str, Plane]) -> None:

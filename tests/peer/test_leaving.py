@@ -63,6 +63,7 @@ class Plane:
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
             stays=lambda: self.staying,
+            keeps_the_roster=False,
             keeper_is_away=lambda: self.keeperless,
             say_ending=self._done,
             leave=self._leave,
@@ -71,7 +72,7 @@ class Plane:
         )
         nothing: Any = None
         copying = Copying(self.host, mesh, nothing, nothing)
-        self.leaving = Leaving(self.host, mesh, membership, copying, door, nothing)
+        self.leaving = Leaving(self.host, mesh, membership, copying, door, nothing, nothing)
         self.turn()
 
     def meet(self, owner: Owner) -> None:

@@ -23,6 +23,7 @@ from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.tasks import first_of
 from dataplane.wire.tables import Owner
@@ -48,6 +49,7 @@ class Leaving:
     membership: Membership
     copying: Copying
     door: Door
+    router: Router
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
@@ -59,16 +61,13 @@ class Leaving:
         """When told to: until nothing is left here. Sooner where nobody can take it, or it takes
         too long."""
         await told.wait()
+        if self.membership.keeps_the_roster and len(self.host.roster.members) > 1:
+            await self._end_as_keeper()
+            return
         if not self.membership.stays():
             log.info("nobody is left to hand anything over to")
             return
-        await self.door.close(
-            PeerLeaves(
-                f"peer {self.host.name!r} leaves the plane, and what it has moves to other hosts: "
-                "connect to another peer, and repeat the call there",
-                peer=self.host.name,
-            )
-        )
+        await self._end_clients("leaves the plane, and what it has moves to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -81,6 +80,25 @@ class Leaving:
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
             )
+
+    async def _end_as_keeper(self) -> None:
+        """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
+        until it is back: their shards hear of it before it ends."""
+        log.warning("keeps the roster, and ends: nobody is promoted until it is started again")
+        await self._end_clients("ends, and keeps the roster: start it again, at the same address")
+        await self._calls_end()
+        until = self.host.now() + QUIET_S
+        while not (self.router.is_heard and not self.door.connections) and self.host.now() < until:
+            await asyncio.sleep(POLL_S / 10)
+
+    async def _end_clients(self, what: str) -> None:
+        await self.door.close(
+            PeerLeaves(
+                f"peer {self.host.name!r} {what}: connect to another peer, and repeat the call "
+                "there",
+                peer=self.host.name,
+            )
+        )
 
     async def _move_out(self) -> None:
         await self._calls_end()

@@ -163,7 +163,7 @@ class Membership:
         """Members to whom this peer's shards could be given, now or when the keeper of the roster
         is back. Whoever has ended with the keeper, or is about to, is none of them."""
         roster = self.host.roster
-        if self.keeper.apart == self.host.address:
+        if self.keeps_the_roster:
             return set()
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
@@ -171,6 +171,11 @@ class Membership:
             ended = {owner.peer for owner in (*ending, *self.mesh.others.gone())}
             staying -= ended | self._unreached
         return staying
+
+    @property
+    def keeps_the_roster(self) -> bool:
+        """As the first seed does, and nobody in its place."""
+        return self.keeper.apart == self.host.address
 
     def keeper_is_away(self) -> bool:
         return self.mesh.others.is_away(self.keeper.apart)

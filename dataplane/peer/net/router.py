@@ -62,6 +62,7 @@ class Router:
         self.mesh = mesh
         self._withdrawn: dict[tuple[str, int], list[tuple[int, asyncio.Future[None]]]] = {}
         """by partition and generation, what its shard has yet to hear, and who waits for that"""
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
         """What the shard answers, until the call's deadline."""
@@ -106,7 +107,15 @@ class Router:
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
-        return self.mesh.spawn(self._tell(body))
+        telling = self.mesh.spawn(self._tell(body))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        return telling
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether shards know all that they were told, or that nobody waits for any more."""
+        return not self._telling and not self._withdrawn
 
     async def _tell(self, body: Any) -> None:
         with contextlib.suppress(LeaseExpired, PartitionGone):

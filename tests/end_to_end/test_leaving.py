@@ -154,6 +154,8 @@ def test_clients_of_a_peer_that_leaves_are_told_so(
     told_to_end(hosts, "b")
     waiting.join(LEFT_S)
     assert isinstance(failures[0], dataplane.PeerLeaves)
+    # Who asked nothing just then hears of it by its next call.
+    assert isinstance(failing(held.ack), dataplane.PeerLeaves)
     # What its clients had leased is there for others; what they read stays readable.
     check(held)
     check(planes["c"].partition("p").claim("s", rows=10, timeout=10))

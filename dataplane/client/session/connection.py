@@ -243,9 +243,19 @@ class Connection:
         if isinstance(exc, DeadlineExceeded) or not isinstance(exc, Exception):
             self.leave()
             return
-        self.close()
-        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-            raise peer_lost(self.peer) from exc
+        try:
+            if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+                raise self._farewell() from exc
+        finally:
+            self.close()
+
+    def _farewell(self) -> DataplaneError:
+        """Why the peer closed the connection, which it may have said while nobody waited here."""
+        with contextlib.suppress(OSError, DataplaneError):
+            while True:
+                self.take()
+                self.arrived_reply()
+        return self._complaint or peer_lost(self.peer)
 
     def send(self, frame: bytearray, limit_s: float | None) -> None:
         """All of it; DeadlineExceeded where the peer does not take it in time."""

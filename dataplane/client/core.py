@@ -134,6 +134,11 @@ class Handle(msgspec.Struct, eq=False):
             raise ClientClosed(self.session.closed)
         if self.defined is None:
             yield from self.define(None, deadline)
+        return self.generation
+
+    @property
+    def generation(self) -> int:
+        """Of one that has been attached."""
         assert self.defined is not None
         return self.defined.generation
 

@@ -13,8 +13,19 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.wire.messages import Define, Failed, Put, PutDone, Request, Reserve, Reserved, Unpin
+from dataplane.wire.messages import (
+    Define,
+    Defined,
+    Failed,
+    Put,
+    PutDone,
+    Request,
+    Reserve,
+    Reserved,
+    Unpin,
+)
 from dataplane.wire.records import DIGEST, EXTENT, KEY, RANGE, U4, VALUE, column
+from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import ScriptedPeer
 
 
@@ -218,6 +229,19 @@ def test_a_group_that_was_put_before_continues(peer: ScriptedPeer, part: Partiti
     for group in ("g", "h", "g"):
         part.put({"a": np.zeros((1, 4096), np.uint8)}, group=group)  # a page: nothing is left over
     assert [body.continuing for body in peer.bodies(Reserve)] == [False, False, True]
+
+
+def test_a_group_of_another_partition_with_the_same_name_opens(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    """As those of each step have."""
+    for generation, step in enumerate(("step-0", "step-1")):
+        defined = Defined(generation, Definition(stages={"s": ["a"]}), "open")
+        peer.scripts[Define] = lambda r, b, defined=defined: defined
+        part = plane.partition(step, stages={"s": ["a"]})
+        for _ in range(2):
+            part.put({"a": np.zeros((1, 4096), np.uint8)}, group="g")
+    assert [body.continuing for body in peer.bodies(Reserve)] == [False, True, False, True]
 
 
 def test_values_that_the_peer_has_are_shared_after_comparing_bytes(

@@ -134,12 +134,11 @@ class Claiming:
     def call(self, after: int | None = None) -> Call:
         """The request, of a handle that is attached. after: the lease that is finished before."""
         handle = self._handle
-        assert handle.defined is not None
         if self._unit != handle.unit:  # it was attached since
             self._unit, self._want = handle.unit, self._demand.want(handle.unit)
         body = Claim(
             handle.name,
-            handle.defined.generation,
+            handle.generation,
             self._stage,
             self._want,
             self._wanted,
@@ -167,7 +166,7 @@ class Claiming:
             rows=len(rows.keys) // KEY.itemsize,
             bytes=volume(claimed.table.columns),
         )
-        session.familiar.note(rows.group_keys or rows.keys)
+        session.familiar.note(self._handle.generation, rows.group_keys or rows.keys)
         return claimed
 
 

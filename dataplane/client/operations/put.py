@@ -91,7 +91,7 @@ def put(
             for one, parcels in zip(on_devices, parts[1:], strict=True)
         ]
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
-    session.familiar.note(identity.familiar_keys())
+    session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
     if work.gone == n:
         raise RowsGone(

@@ -162,7 +162,7 @@ class Putting(msgspec.Struct, eq=False):
     def _continues(self) -> bool:
         """Whether this client put, or leased, the same group or row before: the first speaks."""
         familiar = self.identity.familiar_keys()[: KEY.itemsize]
-        return self.handle.session.familiar.knows(familiar)
+        return self.handle.session.familiar.knows(self.generation, familiar)
 
     def _send(
         self, written: Written, index: Index | None, ahead: Sequence[int] = (0,)

@@ -367,32 +367,33 @@ def _caller() -> int:
 
 
 class Familiar:
-    """Groups and keys that this client has put or leased: writing to them again is `continuing`.
+    """Groups and keys that this client has put or leased: writing to them again is `continuing`. By
+    the generation of their partition: the next step's partition has groups of the same names.
 
     Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: deque[bytes] = deque(maxlen=1024)
-        self._keys: dict[bytes, None] = {}
+        self._noted: deque[tuple[int, bytes]] = deque(maxlen=1024)
+        self._keys: dict[tuple[int, bytes], None] = {}
 
-    def note(self, keys: bytes) -> None:
+    def note(self, generation: int, keys: bytes) -> None:
         """keys: KEY records."""
         if keys:
-            self._noted.append(keys)
+            self._noted.append((generation, keys))
 
-    def knows(self, keys: bytes) -> bool:
+    def knows(self, generation: int, keys: bytes) -> bool:
         """Whether all of these were noted, and there are any."""
         if not keys:
             return False
         with self._lock:
             while self._noted:
-                column = self._noted.popleft()
-                self._keys.update(dict.fromkeys(split_keys(column)))
+                of, column = self._noted.popleft()
+                self._keys.update(dict.fromkeys((of, key) for key in split_keys(column)))
             while len(self._keys) > MAX_FAMILIAR:
                 del self._keys[next(iter(self._keys))]
-            return all(key in self._keys for key in split_keys(keys))
+            return all((generation, key) in self._keys for key in split_keys(keys))
 
 
 def split_keys(column: bytes) -> list[bytes]:

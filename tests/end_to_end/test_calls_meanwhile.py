@@ -25,6 +25,7 @@ class Worker:
     """Makes every call again and again until it is told to stop, or one fails."""
 
     def __init__(self, plane: Plane, name: str) -> None:
+        self.plane = plane
         self.part: Partition = plane.partition(name, stages=STAGES, replicas=2, group_size=2)
         self.name = name
         self.rounds = 0
@@ -62,6 +63,7 @@ class Worker:
         with suppress(RowsGone):  # it may be the one that was dropped
             part.get(keys=keys[:1], fields=["x"])
         part.stats()
+        assert self.name in self.plane.partitions()
         part.drop(where=tag("n") == 2)
         part.drop(groups=groups[:1])
         part.drop(keys=keys)

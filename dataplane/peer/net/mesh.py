@@ -255,7 +255,9 @@ class Mesh:
             reaching = self._reaching[address] = self.spawn(self._reach(address))
         await asyncio.wait([reaching])
         if reaching.cancelled():
-            raise Unavailable(f"nobody is looked for at {address} any more", address=address)
+            raise Unavailable(
+                f"the peer at {address} left, or is called lost: repeat the call", address=address
+            )
         outcome = reaching.result()
         if isinstance(outcome, DataplaneError):
             raise again(outcome)

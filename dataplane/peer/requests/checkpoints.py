@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from dataplane.errors import StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
@@ -52,19 +51,19 @@ class Checkpoints:
     # out
 
     async def census(self, session: Session, request: Request, body: Census) -> Body:
-        """All under one roster: once more where it changed on the way."""
+        """All under one roster: once more where it changed on the way, or one of them went away."""
+
+        async def all_by(roster: Roster, left_s: float) -> CensusDone:
+            asked = (
+                self.mesh.call(one, Census(), timeout_s=left_s, epoch=roster.epoch)
+                for one in roster.hosts
+            )
+            told: list[CensusDone] = await asyncio.gather(*asked)
+            names = sorted(name for one in told for name in one.partitions)
+            return CensusDone(names, _placement(roster))
+
         end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            asked = [self.mesh.call(a, Census(), epoch=roster.epoch) for a in roster.hosts]
-            try:
-                told: list[CensusDone] = await asyncio.gather(*asked)
-            except StaleEpoch:
-                if not await self.host.another_roster(roster, end):
-                    raise
-            else:
-                names = sorted(name for one in told for name in one.partitions)
-                return CensusDone(names, _placement(roster))
+        return await self.router.reach(all_by, end)
 
     async def _census_here(self, caller: Caller, body: Census) -> Body:
         return CensusDone(list(self.host.entries), 0)

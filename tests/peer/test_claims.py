@@ -68,7 +68,7 @@ class Asker:
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
         others: Any = SimpleNamespace(name=lambda address: "b")
-        mesh: Any = SimpleNamespace(
+        self.mesh = mesh = SimpleNamespace(
             call=self.call, spawn=asyncio.ensure_future, handlers={}, others=others
         )
         self.leases = leases = Leases()
@@ -236,6 +236,24 @@ async def test_a_claim_that_is_out_of_time_says_why_and_is_withdrawn(
     await asyncio.sleep(0)
     assert told.value.details["ready"] == 0 and len(asker.told) == 1
     assert asker.asked[1][1].waited_ms >= 60_000
+
+
+async def test_a_claim_whose_time_is_up_before_its_first_turn_is_awaited_is_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was begun as one that waits, so the shard keeps its place."""
+    asker = Asker(monkeypatch)
+    asker.turn(HERE)
+    asker.host.entry = lambda name, generation: "there"
+    begun: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(asker.mesh, "here", lambda caller, body: begun, raising=False)
+    claiming = asker.claim(timeout_ms=1)
+    asker.later(0.002)
+    begun.set_exception(NOT_YET)
+    with pytest.raises(ClaimTimeout, match="within 0.00[0-9]* s: 0 of 0 rows ready, 1 wanted"):
+        await claiming
+    await asyncio.sleep(0)
+    assert len(asker.told) == 1
 
 
 async def test_a_claim_whose_shard_does_not_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

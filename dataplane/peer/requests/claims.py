@@ -131,7 +131,6 @@ class Claims:
         session.waiting += 1
         self.waiting += 1
         try:
-            asked = self._asked(one)
             if one.body.plan is not None and (before := self.leases.leaving(one.part)):
                 _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
                 if late:
@@ -153,7 +152,8 @@ class Claims:
         except FrameTooLarge:
             raise  # it was granted what no message carries: that is withdrawn
         except ClaimTimeout as exc:
-            settled = asked.timeout_ms == 0 and isinstance(exc.__cause__, ClaimTimeout)
+            # One that waits has its place there for another turn, whatever is left of its time.
+            settled = one.body.timeout_ms == 0 and isinstance(exc.__cause__, ClaimTimeout)
             raise
         except DataplaneError:
             settled = True

@@ -59,7 +59,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
         released = outcome == "release"
         state.check_fields(values.fields, lease.stage.name if released else None)
         added = _added(values, parts)
-        check_added(state, None if released else lease.stage, added)
+        check_added(None if released else lease.stage, added)
     if tags:
         tagging.check(tags, count, state.tag_names)
     if rows < count and values.fields:

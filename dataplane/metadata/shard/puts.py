@@ -99,7 +99,7 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     if known is not None and not asked.replace:
         values = values_in(columns, count, None, None)
         values = values if there is None else values.split([there])[0]
-        _check_fields(state, incoming, known, values)
+        _check_fields(incoming, known, values)
     groups, new_groups = _plan_groups(state, incoming, known, new, reuse)
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, there)
 
@@ -185,7 +185,7 @@ def add_to(block: Block, stage: str, field: str, rows: int) -> None:
     mine[field] = mine.get(field, 0) | rows
 
 
-def check_added(state: State, stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:
+def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:
     """FieldExists where another writer has set a field of these rows. What the stage itself added,
     before its rows came to it again, stays; None: of progress, which is of no field that is
     there."""
@@ -272,9 +272,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
         )
 
 
-def _check_fields(
-    state: State, rows: RowsIn, known: Sequence[Block | None], values: Values
-) -> None:
+def _check_fields(rows: RowsIn, known: Sequence[Block | None], values: Values) -> None:
     for name in values.fields:
         came, taken = values.having([name]), []
         for place, block in enumerate(known):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.values import by_tables
-from dataplane.wire.limits import PACK_LIMIT_BYTES
 from dataplane.wire.tables import INLINE, Where
 
 SHOWN_RANKS = 16
@@ -99,27 +97,19 @@ def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float)
 
 def stats(state: State) -> dict[str, Any]:
     """Figures of one store. bytes counts every value, shared ranges once a value."""
-    total = packed = inline = 0
-    bytes_at: Counter[str] = Counter()
+    total = inline = 0
     for owners, records in by_tables(state.everything(), inline=True):
-        nbytes = records["nbytes"].astype(np.int64)
-        total += int(nbytes.sum())
-        for number in np.unique(records["owner"]).tolist():
-            mine = nbytes[records["owner"] == number]
-            if owners[number] == INLINE:
-                inline += int(mine.sum())
-            else:
-                bytes_at[owners[number].peer] += int(mine.sum())
-                packed += int(mine[mine < PACK_LIMIT_BYTES].sum())
+        total += int(records["nbytes"].sum(dtype=np.int64))
+        if INLINE in owners:
+            here = records["owner"] == owners.index(INLINE)
+            inline += int(records["nbytes"][here].sum(dtype=np.int64))
     rows = len(state.index)
     return {
         "rows": rows,
         "groups": len(state.groups),
         "closed_groups": state.closed_groups,
         "bytes": total,
-        "packed_bytes": packed,
         "inline_bytes": inline,
-        "bytes_at": dict(bytes_at),
         "tombstones": len(state.tombstones),
         "tombstones_forgotten": state.tombstones.forgotten,
         "leases": len(state.leases),

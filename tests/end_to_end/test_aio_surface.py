@@ -231,3 +231,8 @@ def test_a_sync_client_serves_several_threads(cluster: Cluster) -> None:
         for thread in threads:
             thread.join(60)
     assert sorted(row for one in got for row in one) == list(range(60))
+
+
+def test_a_plane_that_was_not_awaited_says_so(cluster: Cluster) -> None:
+    with pytest.raises(dataplane.InvalidCall, match="'partition' of a plane.*await"):
+        dataplane.aio.connect("a").partition("p")  # type: ignore[attr-defined]

@@ -301,6 +301,18 @@ def test_status_shows_peers_shards_partitions_and_bytes(cluster: Cluster) -> Non
         assert plane.stats()["clients"] == 1
 
 
+def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) -> None:
+    """It took 20 s to give it up, and did so twice."""
+    cluster.start("a")
+    cluster.start("b")
+    cluster.peers["a"].send_signal(signal.SIGSTOP)
+    try:
+        shown = status("--run", PLANE).stdout
+    finally:
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+    assert "peer a does not answer" in shown and "is it stopped" in shown and "host b" in shown
+
+
 def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
     cluster.start("a")
     command = [sys.executable, "-m", "dataplane", "status", "--run", PLANE, "--watch", "--json"]

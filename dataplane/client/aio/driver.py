@@ -12,7 +12,7 @@ import inspect
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dataplane.client.core import Offload, Operation
 from dataplane.client.operations.lease import Lease
@@ -32,7 +32,7 @@ from dataplane.client.session.connection import (
 )
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
-from dataplane.errors import StreamEnd
+from dataplane.errors import InvalidCall, StreamEnd
 from dataplane.wire.messages import Body
 
 __all__ = [
@@ -74,6 +74,16 @@ class Connecting(Generic[P]):
     def __init__(self, kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> None:
         self._kind, self._attach = kind, attach
         self._opened: P | None = None
+
+    if not TYPE_CHECKING:  # to a type checker it has none of a plane's attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # asked whether it can do what it cannot
+                raise AttributeError(name)
+            raise InvalidCall(
+                f"{name!r} of a plane that is not connected yet: plane = await "
+                "dataplane.aio.connect(), or async with dataplane.aio.connect() as plane"
+            )
 
     async def _open(self) -> P:
         loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dataplane.client.session.connection import Connections
 from dataplane.client.session.devices import AUTO, Devices, Wish
-from dataplane.client.session.handshake import open_connection
+from dataplane.client.session.handshake import HANDSHAKE_S, open_connection
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.errors import PeerLost, PeerNotFound
@@ -26,6 +26,7 @@ from dataplane.memory.mapping import ReadMap, WriteMaps
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_VISIT_S = 4.0
 
 P = TypeVar("P")
 
@@ -58,8 +59,9 @@ def open_session(
 
 def visit(peer: LivingPeer) -> Housekeeper:
     """A session for a command that only looks: it starts no peer, also where this one has left
-    meanwhile, which is PeerLost, and its run is nobody else's."""
-    return join(partial(_connected, str(peer.socket)))
+    meanwhile, which is PeerLost, and its run is nobody else's. DeadlineExceeded for one that lets
+    nobody in, sooner than for who needs it: it may be stopped, and others are looked at as well."""
+    return join(partial(_connected, str(peer.socket)), limit_s=_VISIT_S)
 
 
 _reconnected: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
@@ -98,11 +100,15 @@ def _connected(path: str) -> socket.socket:
     return sock
 
 
-def join(opener: Callable[[], socket.socket], wish: Wish = AUTO) -> Housekeeper:
+def join(
+    opener: Callable[[], socket.socket], wish: Wish = AUTO, limit_s: float = HANDSHAKE_S
+) -> Housekeeper:
     """A new session over the sockets that `opener` makes."""
     devices = Devices(wish)
     try:
-        anchor, welcome, done, (readable, writable) = open_connection(opener, greet=devices.greet)
+        anchor, welcome, done, (readable, writable) = open_connection(
+            opener, limit_s=limit_s, greet=devices.greet
+        )
     except BaseException:
         devices.close()
         raise

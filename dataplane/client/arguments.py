@@ -16,7 +16,7 @@ from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
 
-_FOREVER_S = 1e10
+_FOREVER_S = 1e9
 _MAX_COUNT = 2**63 - 1
 
 
@@ -76,15 +76,17 @@ def flag(value: object, what: str) -> bool:
 
 
 def seconds(value: object, what: str) -> float | None:
-    """A duration, or None for no limit: one of centuries has none, for not every message holds it.
+    """A duration, or None for no limit: one of decades has none, for not every message holds it.
     One that is negative has passed already."""
     if value is None:
         return None
-    if type(value) is float and value < _FOREVER_S:  # as most often; a Real is slow to tell
+    if (
+        type(value) is float and -_FOREVER_S < value < _FOREVER_S
+    ):  # as most often; a Real is slow to tell
         return value
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(f"{what}={value!r:.80}: give a number of seconds, or None for no limit")
-    return float(value) if value < _FOREVER_S else None
+    return max(-_FOREVER_S, float(value)) if value < _FOREVER_S else None
 
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:

@@ -24,6 +24,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
+from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
@@ -329,6 +330,7 @@ async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However often: it ended with `RowsGone` where that happened three times."""
+    monkeypatch.setattr(claims_module, "AGAIN_S", 0.0)
     asker = Asker(monkeypatch)
 
     def gone(table: Table, session: int) -> Any:

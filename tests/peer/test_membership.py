@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import LimitExceeded, Unavailable
+from dataplane.errors import LimitExceeded, StaleEpoch, Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
 from dataplane.peer.host import Caller, Serving
@@ -149,7 +149,8 @@ async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_
     membership = Membership(host, mesh, keeper, says_nothing())
     membership._admitted = True
     caller: Any = None
-    membership._rostered(caller, answer)
+    with pytest.raises(StaleEpoch):  # who sends it must not think that this one follows it
+        membership._rostered(caller, answer)
     assert another.roster.has(host.owner) and another.roster.epoch[1] > host.roster.epoch[1]
     assert membership._beat_now.is_set() and not membership.deposed.is_set()
     await membership._say()

@@ -47,9 +47,12 @@ class Backup:
         self.door = SimpleNamespace()
         self.told: list[tuple[Owner, Any]] = []
         self.hears = asyncio.Event()
+        self.fails: list[Exception] = []
 
     async def tell(self, owner: Owner, body: Any) -> None:
         self.told.append((owner, body))
+        if self.fails:
+            raise self.fails.pop()
         await self.hears.wait()
 
     def ask(self, address: str, body: Append, **_: Any) -> asyncio.Future[Any]:
@@ -399,6 +402,10 @@ async def test_nobody_hears_of_what_is_at_no_backup_while_one_that_begins_anew_m
     assert len(backup.got) == 3 and not told.done()
     primary.host.roster = primary.roster
     primary.shipping.turned(primary.roster)
+    await asyncio.sleep(0)
+    assert backup.told and not told.done()  # until it knows that it is called so no more
+    backup.hears.set()
+    await told
     assert told.done()  # who dies now loses the partition, and that is told
     while not primary.shipping.synced:
         await asyncio.sleep(0)
@@ -459,15 +466,27 @@ async def test_who_was_the_backup_and_is_no_member_need_not_know() -> None:
     await parting.primary.end()
 
 
-async def test_who_is_the_backup_again_before_it_knew_that_it_was_none_gets_everything_anew() -> (
-    None
-):
+async def test_who_is_the_backup_again_before_it_knew_hears_that_it_is_not_in_sync() -> None:
+    """And gets everything anew."""
     parting = Parting()
     told = await parting.turn()
     streams = {one.stream for one in parting.backup.got}
     parting.follow(parting.turned_to())
-    assert told.done()
+    await asyncio.sleep(0)
+    assert len(parting.backup.told) == 2 and not told.done()
+    parting.backup.hears.set()
+    await told
     while not parting.primary.shipping.has_all:
         await asyncio.sleep(0)
     assert len(streams) == 1 and parting.backup.got[-1].stream not in streams
+    await parting.primary.end()
+
+
+async def test_it_is_told_again_where_that_failed_whatever_it_was() -> None:
+    parting = Parting()
+    parting.backup.fails = [ValueError("a bug"), InternalError("theirs")]
+    told = await parting.turn()
+    parting.backup.hears.set()
+    await told
+    assert len(parting.backup.told) == 3
     await parting.primary.end()

@@ -68,6 +68,10 @@ class Closing(Protocol):
     async def close(self) -> None: ...
 
 
+class _NotConnected(InvalidCall, AttributeError):
+    """Both: who asks whether it has an attribute hears that it has not."""
+
+
 class Connecting(Generic[P]):
     """A plane that is being connected to: await it, or use it with `async with`."""
 
@@ -80,7 +84,7 @@ class Connecting(Generic[P]):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):  # asked whether it can do what it cannot
                 raise AttributeError(name)
-            raise InvalidCall(
+            raise _NotConnected(
                 f"{name!r} of a plane that is not connected yet: plane = await "
                 "dataplane.aio.connect(), or async with dataplane.aio.connect() as plane"
             )

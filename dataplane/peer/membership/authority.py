@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dataplane.errors import DataplaneError, RosterMismatch, Unavailable
+from dataplane.errors import DataplaneError, RosterMismatch, StaleEpoch, Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.roster.silence import Silence
@@ -170,7 +170,7 @@ class Office:
             self.mesh.spawn(self._push(address, new))
 
     async def _push(self, address: str, roster: Roster) -> None:
-        with contextlib.suppress(Unavailable):  # it asks by itself
+        with contextlib.suppress(StaleEpoch, Unavailable):  # it asks by itself
             await self.mesh.call(address, Rostered(roster.table), timeout_s=ASK_S)
 
 

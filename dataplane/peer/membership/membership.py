@@ -20,6 +20,7 @@ from dataplane.errors import (
     LimitExceeded,
     PeerNameTaken,
     RosterMismatch,
+    StaleEpoch,
     Unavailable,
     VersionMismatch,
 )
@@ -240,11 +241,15 @@ class Membership:
     # rosters
 
     def _rostered(self, caller: Caller, body: Rostered) -> Body:
-        new = Roster.from_table(body.table) if body.table is not None else self.host.roster
-        if new.follows(self.host.roster.epoch):
+        """StaleEpoch for one of another plane: let its authority hear first how many there are of
+        this one."""
+        ours = self.host.roster
+        new = Roster.from_table(body.table) if body.table is not None else ours
+        if new.follows(ours.epoch):
             self.adopt(new)
-        else:  # of another plane: let its authority hear first how many there are of this one
+        elif not ours.follows(new.epoch):
             self.beat_now()
+            raise StaleEpoch(f"{self.host.address} does not follow roster {new.epoch}")
         return Done()
 
     def adopt(self, new: Roster) -> None:

@@ -9,6 +9,7 @@ it any more.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -33,12 +34,17 @@ from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Lease, Part
-from dataplane.peer.requests.reads import Reading, Resolved
+from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.tables import Table
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""So long after, where rows that it was granted were gone again and again."""
 
 
 class _Claiming(msgspec.Struct, eq=False):
@@ -106,21 +112,25 @@ class Claims:
         handed: Body | Awaitable[Body] | None = None,
     ) -> Body:
         """Claims again where rows that were granted are gone before they are here."""
-        failed = 0
+        failed = gone = 0
         while True:
             if handed is None:
                 granted = await self._granted(one, answer)
             try:
                 handed = handed or self._hand_out(one, granted)
                 return handed if isinstance(handed, Body) else await handed
-            except RowsGone as exc:  # they were dropped on their way: there may be others
-                if one.left_s(self.host.now()) == 0:
-                    raise ClaimTimeout(
-                        f"{one} was not met: rows that it was granted were dropped on their way"
-                    ) from exc
             except RowsLost as exc:
                 failed += 1
                 await self.reading.went(exc, failed, one.body.partition, "claim")
+            except RowsGone as exc:  # they were dropped on their way: there may be others
+                left_s, gone = one.left_s(self.host.now()), gone + 1
+                if left_s == 0:
+                    raise ClaimTimeout(
+                        f"{one} was not met: rows that it was granted were dropped on their way"
+                    ) from exc
+                if gone >= ATTEMPTS:
+                    log.warning("%s was granted rows that are gone, %d times: %s", one, gone, exc)
+                    await asyncio.sleep(min(AGAIN_S, left_s or AGAIN_S))
             answer = handed = None
             one.number = next(self.host.lease_numbers)
 

@@ -2,10 +2,10 @@
 
 A new backup first gets a dump of every store, then each operation. While the roster calls it in
 sync, no answer and no message leaves this peer before the backup has all that was done up to then:
-whoever hears of a change finds it again after this peer's death. Nor before a backup that is none
-any more knows that: a new keeper of the roster may come to know no later one than that backup does,
-and have it take over what it has. What this peer has copies of goes along once their primary
-leaves: its shards move here, and then the backup has them already.
+whoever hears of a change finds it again after this peer's death. Nor before a backup that is not in
+sync any more knows that: a new keeper of the roster may hear of none but the one that it was in
+sync by, and have it take over what it has. What this peer has copies of goes along once their
+primary leaves: its shards move here, and then the backup has them already.
 
 An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
 backup says in its requests how far it is; where somebody else waits for that, it is asked.
@@ -86,7 +86,7 @@ class Shipping:
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._task: asyncio.Task[object] | None = None
         self._parting: asyncio.Task[object] | None = None
-        """the backup, which was in sync, is told that another one is, or none"""
+        """the backup, which was in sync, is told that it is not any more"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
         """copies of partitions that are this peer's soon"""
         self.on_whole: Callable[[], None] = lambda: None
@@ -172,20 +172,27 @@ class Shipping:
         parted, self._parting = self._parting, None
         if parted is not None:
             parted.cancel()
-        before = self.backup
-        if before is not None and before != owner and self.progress.required and new.has(before):
+        before, in_sync = self.backup, new.backup_of(self.host.address)[1]
+        stays = owner == before and parted is None
+        if stays and (self.synced or in_sync or not self.progress.required):
+            pass
+        elif before is not None and self.progress.required and new.has(before):
             self._parting = self.mesh.spawn(self._part(before, owner))
-        elif owner != before or parted is not None:  # which has let go of its copy, if it is back
+        else:
             self._change_to(owner)
         self._whole = self._end
         self._require()
 
     async def _part(self, before: Owner, owner: Owner | None) -> None:
         """Until it knows, or another roster comes."""
-        try:
-            await self.mesh.tell(before, Rostered(self.host.roster.table))
-        except DataplaneError as exc:
-            log.warning("%s is the backup no more, and cannot be told: %s", before.peer, exc)
+        told = False
+        while not told:
+            try:
+                await self.mesh.tell(before, Rostered(self.host.roster.table))
+                told = True
+            except Exception:  # nothing may leave, whatever it was
+                log.exception("%s cannot be told that it is not in sync", before.peer)
+                await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
         self._parting = None
         self._change_to(owner)
 
@@ -196,8 +203,8 @@ class Shipping:
 
     @property
     def has_all(self) -> bool | None:
-        """Whether the backup may be called in sync; None: what was called so is, and what it does
-        not have yet is on its way."""
+        """Whether the backup that the roster names may be called in sync; None: what was called so
+        is, and what it does not have yet is on its way."""
         if self._parting is not None:
             return False
         return None if self.synced and self._first < self._whole else self.synced

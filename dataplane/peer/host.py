@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from dataplane.memory.device import PoolHandle
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Flags, Heirs, Roster
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
@@ -177,8 +178,7 @@ class Host:
     arena: Arena
     space: Space
     operations: Operations[Body]
-    lease_numbers: Iterator[int]
-    """of claims, calls of admit and changes too: no other peer, and no life before, has the same"""
+    numbers: Numbers
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
     lent: Lent = field(default_factory=Lent)

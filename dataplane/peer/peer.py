@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import secrets
 
 from dataplane.launch.settings import PeerConfig
@@ -16,6 +15,7 @@ from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.door.dispatch import Answers
 from dataplane.peer.host import Entry, Host
@@ -76,7 +76,7 @@ class Peer:
             arena=arena,
             space=memory_of(arena.size_bytes, devices),
             operations=Operations(),
-            lease_numbers=itertools.count(1 + secrets.randbits(62)),
+            numbers=Numbers(1 + secrets.randbits(62)),
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste

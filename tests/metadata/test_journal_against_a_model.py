@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.tables import Definition
@@ -22,7 +21,7 @@ class JournalMachine(StoreMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = itertools.count(1)
+        self.numbers = Numbers()
         self.ops: list[Op] = []
         self.store: Store = self.empty()
         self.store.emit = self.ops.append

@@ -18,6 +18,7 @@ import pytest
 from dataplane.errors import DataplaneError
 from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import rows_of
@@ -48,7 +49,7 @@ class Story:
             group_size=self.any.choice([None, None, 1, 3]),
             groups=self.any.choice([None, None, None, 9]),
         )
-        self.numbers, self.ranges = itertools.count(1), itertools.count(1)
+        self.numbers, self.ranges = Numbers(), itertools.count(1)
         self.permits, self.claims = itertools.count(1), itertools.count(1)
         self.minted, self.other = itertools.count(1), itertools.count(1)
         self.ops: list[Op] = []
@@ -339,7 +340,7 @@ def restored_nothing(closed: int) -> Restore:
 def whole(store: Store) -> dict[str, Any]:
     """All that can be seen, and what later records go by."""
     return observed(store) | {
-        "numbers": store.numbers,
+        "numbers": store.last_number,
         "places": {
             (block.number, row): key
             for block in store.blocks.values()
@@ -348,7 +349,7 @@ def whole(store: Store) -> dict[str, Any]:
             )
         },
         "group numbers": {key: (g.number, g.given) for key, g in store.groups.items()},
-        "carried out": store.leases.carried_out,
+        "carried out": list(store.carried_out),
         "forgotten": store.tombstones.forgotten,
         "all fields": dict(sorted(store.fields.items())),
         "lease order": [lease.number for lease in store.leases],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -15,12 +18,13 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
 )
-from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.shard import inspection, leases, rows_out
+from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names, tags
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Column, Owner, Rows, Spec
+from dataplane.wire.tables import Column, Definition, Owner, Rows, Spec
 from tests.metadata.stores import (
     OWNERS,
     SPECS,
@@ -312,3 +316,30 @@ def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:
     s.finish(Finish(taken.lease, "ack"))
     put(s, [2], [1])
     assert len(s) == 1
+
+
+def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run of ten thousand steps may have as many. What is known of changes is bounded for all
+    together."""
+    monkeypatch.setattr(leases, "MAX_CARRIED_OUT", 500)
+    numbers, size = leases.Numbers(), 8
+    drained, sizes = list[Store](), list[int]()
+    tracemalloc.start()
+    for _ in range(12):
+        s = Store("p", Definition({"s": ["x"]}, group_size=size, free="acked"), 1, numbers)
+        drained.append(s)
+        for n in range(500):
+            keys, group = names.mint_many(2, n * size, size), names.mint_many(3, n, 1)
+            rows = Rows(keys, None, bytes(4 * size), group)
+            s.put(wrote(rows, [Column("x", values(size))], number=next(numbers)))
+            s.freed()
+        while (taken := take(s, "s", Want("groups", 8, 1))).lease is not None:
+            finish(s, taken, number=next(numbers))
+        s.freed()
+        s.seal()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert not any(len(s) for s in drained)
+    assert max(after - before for before, after in pairwise(sizes[2:])) < 24 << 10

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
@@ -56,7 +56,7 @@ class Asker:
         self.host: Any = SimpleNamespace(
             address=HERE,
             incarnation=1,
-            lease_numbers=itertools.count(1),
+            numbers=Numbers(),
             solo=False,
             silent=False,
             roster=self.roster,

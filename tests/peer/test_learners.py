@@ -11,6 +11,7 @@ import pytest
 from dataplane.errors import ProtocolError
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas
@@ -42,12 +43,11 @@ class Backup:
         self.taken: list[str] = []
         self.told: list[Inherited] = []
         self.lost: set[int] = set()
-        numbers = iter(range(1, 100))
         self.host: Any = SimpleNamespace(
             owner=BACKUP,
             address=BACKUP.peer,
             roster=roster,
-            lease_numbers=numbers,
+            numbers=Numbers(),
             now=lambda: 0.0,
             heirs=Heirs(),
             lose=lambda shards: self.lost.update(shards),

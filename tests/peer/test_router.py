@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
@@ -47,7 +47,7 @@ class Asked:
             address=HERE,
             incarnation=1,
             unanswered={},
-            lease_numbers=itertools.count(7),
+            numbers=Numbers(7),
             roster=at(first, THERE),
             now=lambda: self.time,
             another_roster=self.another_roster,

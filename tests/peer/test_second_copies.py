@@ -17,6 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import Caller, Entry, call_deadline
@@ -81,7 +82,7 @@ class Peer:
             owner=HERE,
             address=HERE.peer,
             roster=made.roster,
-            lease_numbers=iter(range(1, 100)),
+            numbers=Numbers(),
             notices=Notices(),
             entries={},
             name="here",

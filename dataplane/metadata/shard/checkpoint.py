@@ -178,7 +178,7 @@ def restore(state: State, op: Restore) -> None:
             stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
         state.permits.acked([group for group in groups if not group.is_spent])
-    state.leases.remember([op.number])
+    state.remember(op.number)
 
 
 def _enter_rows(

@@ -185,7 +185,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
             stage.move_group(group, one.states[stage.number])
         group.begun = one.begun
         permits.done += one.begun == DONE
-        store.numbers = max(store.numbers, one.number)
+        store.last_number = max(store.last_number, one.number)
     permits.look_again()
 
 
@@ -203,7 +203,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
         block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
-        store.numbers = max(store.numbers, one.number)
+        store.last_number = max(store.last_number, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)
@@ -282,11 +282,12 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
         raise ProtocolError(f"there is a block of a number above {op.numbers}")
-    store.sealed, store.numbers = op.sealed, op.numbers
+    store.sealed, store.last_number = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    store.leases.remember(column(op.carried_out, U8).tolist())
+    for number in column(op.carried_out, U8).tolist():
+        store.remember(number)
     for name, rows in op.lost.items():
         store.stage(name).lost = rows
     for name, rows in op.acked.items():
@@ -369,12 +370,12 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         names, number, missed = store.losses.after(number)
     yield Summary(
         store.sealed,
-        store.numbers,
+        store.last_number,
         store.closed_groups,
         store.short_groups,
         store.tombstones.forgotten,
         [name for name, had in store.fields.items() if had],
-        np.array(store.leases.carried_out, U8).tobytes(),
+        np.array(list(store.carried_out), U8).tobytes(),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )

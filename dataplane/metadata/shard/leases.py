@@ -9,9 +9,9 @@ numbers of their own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 
 import msgspec
 
@@ -20,9 +20,33 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.wire.tables import Laid, Shape
 
+MAX_CARRIED_OUT = 65_536
+"""Changes that a peer knows by number, of all its partitions: some 20 MB."""
 MAX_OVER = 16_384
-"""Leases that ended for good, and changes that were carried out, that are known by number, for
-whoever asks again because a peer died before it answered."""
+"""Members of plans that ended before their time, of one partition."""
+
+
+class Numbers:
+    """Of one peer's leases, claims and changes: no other peer has the same, nor a life before. And
+    which changes its stores have carried out, for whoever asks again because a peer died before it
+    answered; the oldest are forgotten, of all stores together: there may be ever more of them."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._coming = count(first)
+        self._carried_out: deque[tuple[int, dict[int, None]]] = deque()
+
+    def __next__(self) -> int:
+        return next(self._coming)
+
+    def remember(self, number: int, among: dict[int, None]) -> None:
+        """A change was carried out; among: those of its store."""
+        among[number] = None
+        self._carried_out.append((number, among))
+        if len(self._carried_out) > MAX_CARRIED_OUT:
+            number, among = self._carried_out.popleft()
+            among.pop(number, None)
+            if not among:
+                among.clear()  # it keeps its size else
 
 
 class Part:
@@ -142,8 +166,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
         self._over: OrderedDict[int, str] = OrderedDict()
-        """changes that were carried out, and members of a plan that ended before its time, with
-        why it did"""
+        """members of plans that ended before their time, with why they did"""
         self._plans: dict[str, Plan] = {}
         """by stage"""
 
@@ -164,22 +187,6 @@ class Leases:
     def of_claim(self, number: int) -> Lease | None:
         """What a claim was met with, as long as it is not finished."""
         return self._by_claim.get(number)
-
-    def remember(self, numbers: Iterable[int], why: str = "") -> None:
-        """Changes that were carried out, 0 is none, or members of a plan that ended for this
-        reason; the oldest are forgotten."""
-        for number in filter(None, numbers):
-            self._over[number] = why
-        while len(self._over) > MAX_OVER:
-            self._over.popitem(last=False)
-
-    @property
-    def carried_out(self) -> list[int]:
-        """Changes that are remembered, oldest first."""
-        return [number for number, why in self._over.items() if not why]
-
-    def was_carried_out(self, number: int) -> bool:
-        return self._over.get(number) == ""
 
     def end(self, lease: Lease) -> None:
         del self._leases[lease.number]
@@ -230,7 +237,9 @@ class Leases:
         """It is no more; its lease is the caller's to end. why: what its members are told."""
         del self._plans[plan.lease.stage.name]
         if why:
-            self.remember(plan.members, why)
+            self._over |= dict.fromkeys(plan.members, why)
+            while len(self._over) > MAX_OVER:
+                self._over.popitem(last=False)
 
     def why_ended(self, number: int) -> str:
         """What a member of a plan that ended before its time is told; "" for all others."""

@@ -95,7 +95,7 @@ def join(
             "limit",
             limit=MAX_RANKS,
         )
-    member = Member(next(state.lease_numbers), plan, rank, holder, claim)
+    member = Member(next(state.numbers), plan, rank, holder, claim)
     plan.members[member.number] = member
     state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member

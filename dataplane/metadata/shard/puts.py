@@ -121,7 +121,7 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     if outcome.closed_groups:
         seal_if_full(state)
     if plan.rows.count:  # of what was passed over the same is said again
-        state.leases.remember([op.number])
+        state.remember(op.number)
     state.tell(op)
     return outcome
 

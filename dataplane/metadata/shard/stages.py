@@ -103,6 +103,7 @@ class Lane:
                 self._spent += 1
         if not left:
             del self._of[unit]
+            self._of = self._of or {}  # as `State.index`
         elif len(left) < len(entries):
             self._of[unit] = tuple(left)
         while self._queue and not self._queue[0].bits:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from dataplane.metadata.shard.blocks import (
     Standing,
     given,
 )
-from dataplane.metadata.shard.leases import Lease, Leases, Part
+from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
@@ -50,8 +49,7 @@ class State:
 
     emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
     nothing is recorded. A record says what was decided; what follows from records is not recorded.
-    lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
-    lease is named by its number alone, and start it where no other peer does.
+    numbers: give one to all stores of a peer.
     """
 
     def __init__(
@@ -59,13 +57,13 @@ class State:
         partition: str,
         definition: Definition,
         generation: int,
-        lease_numbers: Iterator[int] | None = None,
+        numbers: Numbers | None = None,
         emit: Callable[[Op], None] | None = None,
     ) -> None:
         self.partition = partition
         self.declared = self.definition = definition
         self.generation = generation
-        self.lease_numbers = lease_numbers or count(1)
+        self.numbers = numbers or Numbers()
         self.emit = emit
         self.index: dict[bytes, Block] = {}
         self.blocks: dict[int, Block] = {}
@@ -77,6 +75,8 @@ class State:
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
+        self.carried_out: dict[int, None] = {}
+        """numbers of changes that were, the oldest first"""
         self.permits = Permits()
         self.tombstones = Tombstones()
         self.sealed = False
@@ -92,8 +92,8 @@ class State:
         """small values that live here"""
         self.used_bytes = 0
         """what the rows take that are here, without those"""
-        self.numbers = 0
-        """the last one that a block or group has got; at every copy they have the same"""
+        self.last_number = 0
+        """that a block or group has got; at every copy they have the same"""
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Spec], list[Owner]]] = {}
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
@@ -103,6 +103,14 @@ class State:
         """It was done."""
         if self.emit is not None:
             self.emit(op)
+
+    def remember(self, number: int) -> None:
+        """A change with this number was carried out; 0 is none."""
+        if number:
+            self.numbers.remember(number, self.carried_out)
+
+    def was_carried_out(self, number: int) -> bool:
+        return number in self.carried_out
 
     @property
     def nbytes(self) -> int:
@@ -291,8 +299,8 @@ class State:
     # rows come
 
     def _next(self) -> int:
-        self.numbers += 1
-        return self.numbers
+        self.last_number += 1
+        return self.last_number
 
     def add_group(self, key: bytes, name: Name | None, expected: int, number: int = 0) -> Group:
         """A new open group. number: what it has elsewhere; 0: it is new everywhere."""
@@ -512,12 +520,14 @@ class State:
             stage.forget(block, bits)
         for key in keys_in(keys):
             del self.index[key]
+        self.index = self.index or {}  # an emptied dict keeps its size: few partitions are dropped
         if bits == block.live:
             self.released += [values.loose for values in block.everything]
             self.used_bytes -= block.nbytes
             self.inline_bytes -= block.inline_bytes
             self._count_progress(block, -1)
             del self.blocks[block.number]
+            self.blocks = self.blocks or {}
             block.values, block.progress, block.live = _NO_VALUES, None, 0
             return
         rows = rows_of(bits)
@@ -543,6 +553,7 @@ class State:
                 stage.groups.move(group, 1, group.states[stage.number], None)
             del self.groups[group.key]
             self.used_bytes -= group.nbytes_each
+        self.groups = self.groups or {}
 
     def _leave(self, groups: Sequence[Group], dropped: bool, freed: bool) -> None:
         if dropped:
@@ -571,7 +582,7 @@ class State:
         """A lease of rows that were just taken: which they are is told, and not how they were
         found. number: what it has elsewhere; 0: it is new everywhere."""
         left = [bits for _, bits in rows.parts]
-        number = number or next(self.lease_numbers)
+        number = number or next(self.numbers)
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         if self.emit is not None:

@@ -119,7 +119,7 @@ class Store(State):
     ) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`.
         Where this number was carried out before, nothing happens; 0 is none."""
-        if self.leases.was_carried_out(number):
+        if self.was_carried_out(number):
             return
         rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
@@ -144,7 +144,7 @@ class Store(State):
             at = places.stop
             self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
         self.retag([block for block, _ in found.parts])
-        self.leases.remember([number])
+        self.remember(number)
         keys = wire.Rows(rows.keys)
         self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
 
@@ -199,10 +199,10 @@ class Store(State):
     def reset(self, stage: str, number: int = 0) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased. number: see
         `tag`."""
-        if self.leases.was_carried_out(number):
+        if self.was_carried_out(number):
             return 0
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
-        self.leases.remember([number])
+        self.remember(number)
         self.tell(Reset(self.partition, self.generation, stage, number))
         return rows
 
@@ -220,13 +220,9 @@ class Store(State):
             kept = plans.finish(self, member, asked)
         else:
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
-        self.leases.remember([asked.number])
+        self.remember(asked.number)
         self.tell(asked)
         return kept
-
-    def was_carried_out(self, number: int) -> bool:
-        """Whether a change with this number was. 0 is none."""
-        return self.leases.was_carried_out(number)
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""

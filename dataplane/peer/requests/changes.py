@@ -43,7 +43,7 @@ class Changes:
     ) -> Body:
         """At the partition's shard: once, also where another peer has it when it is asked again."""
         if isinstance(body, Tag | Reset):
-            body.number = next(self.host.lease_numbers)
+            body.number = next(self.host.numbers)
         done: Body = await self.router.ask(body, caller_of(self.host, request, session))
         return done
 

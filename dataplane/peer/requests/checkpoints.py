@@ -100,7 +100,7 @@ class Checkpoints:
             raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
-        asked.number = next(self.host.lease_numbers)
+        asked.number = next(self.host.numbers)
         return await self.writing.carry(session, request, asked, committed)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:

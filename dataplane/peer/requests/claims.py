@@ -94,7 +94,7 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        one = _Claiming(next(self.host.lease_numbers), session, body, self.host.now())
+        one = _Claiming(next(self.host.numbers), session, body, self.host.now())
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
@@ -132,7 +132,7 @@ class Claims:
                     log.warning("%s was granted rows that are gone, %d times: %s", one, gone, exc)
                     await asyncio.sleep(min(AGAIN_S, left_s or AGAIN_S))
             answer = handed = None
-            one.number = next(self.host.lease_numbers)
+            one.number = next(self.host.numbers)
 
     async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Claimed:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
@@ -156,9 +156,7 @@ class Claims:
                     settled = True
                     return granted
                 except LeaseExpired:
-                    one.number = next(
-                        self.host.lease_numbers
-                    )  # what it was granted went before it heard
+                    one.number = next(self.host.numbers)  # what it was granted went before it heard
         except FrameTooLarge:
             raise  # it was granted what no message carries: that is withdrawn
         except ClaimTimeout as exc:

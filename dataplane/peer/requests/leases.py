@@ -179,7 +179,7 @@ class Finishing:
     async def _finish_carried(
         self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
-        asked.number = next(self.host.lease_numbers)
+        asked.number = next(self.host.numbers)
         try:
             done = await self.writing.carry(lease.session, request, asked, committed)
         except LeaseExpired:

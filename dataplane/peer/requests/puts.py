@@ -239,7 +239,7 @@ class Writing:
     async def _put_carried(
         self, session: Session, request: Request, body: Put, asked: Put, committed: Committed
     ) -> Body:
-        asked.number = next(self.host.lease_numbers)
+        asked.number = next(self.host.numbers)
         done = await self.carry(session, request, asked, committed)
         return self._put_done(session, body, committed, done.gone)
 

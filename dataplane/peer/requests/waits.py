@@ -109,7 +109,7 @@ class Waits:
                 f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
                 limit=MAX_PERMITS,
             )
-        number = next(self.host.lease_numbers)
+        number = next(self.host.numbers)
         one = msgspec.structs.replace(body, number=number, label=session.label)
         what = f"admit({body.count}) of partition {body.partition!r}"
         session.waiting += 1

@@ -221,7 +221,7 @@ class Replicas:
         for op in shipment.ops:
             if isinstance(op, Begun):
                 self.partitions.heard(generation)
-                store = Store(name, op.definition, generation, self.host.lease_numbers)
+                store = Store(name, op.definition, generation, self.host.numbers)
                 values = Copies() if op.definition.replicas == 2 else None
                 copy = origin.copies[key] = _Copy(store, values)
                 origin.valued += values is not None

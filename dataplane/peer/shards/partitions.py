@@ -123,7 +123,7 @@ class Partitions:
             raise StaleEpoch(f"the shard of partition {partition!r} moves: call again")
         # The wall clock, because generations of a plane that is gone must not come again.
         self._newest = max(self._newest + 1, time.time_ns())
-        store = Store(partition, definition, self._newest, self.host.lease_numbers)
+        store = Store(partition, definition, self._newest, self.host.numbers)
         entry = self.serve(store)
         self.shipping.watch(entry)
         return entry

@@ -72,13 +72,11 @@ class ByLabel:
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks: the peer, under which roster, and the client operation on whose behalf."""
+    """Who asks: the peer, for which of its clients, and under which roster."""
 
     address: str
     incarnation: int
     session: int = 0
-    op: int = 0
-    floor: int = 0
     epoch: tuple[int, int] = (0, 0)
 
     @property
@@ -93,6 +91,9 @@ class Entry:
     store: Store
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
+    inherited: set[int] = field(default_factory=set)
+    """changes that were carried out before it was here: who asks for one again brings its values
+    once more"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
@@ -196,8 +197,6 @@ class Host:
     the next roster"""
     lost_at: dict[int, int] = field(default_factory=dict)
     """shard → when this peer heard that both copies of it were lost (ns, wall clock)"""
-    unanswered: dict[int, list[int]] = field(default_factory=dict)
-    """by session, operations that another peer did not answer: it must not forget them yet"""
     lost_rows: int = 0
     """rows of this peer's shards that were lost with another, also of dropped partitions"""
     sent_between: Counter[str] = field(default_factory=Counter)
@@ -216,6 +215,10 @@ class Host:
     @property
     def owner(self) -> Owner:
         return Owner(self.address, self.incarnation)
+
+    def caller(self, session: int = 0) -> Caller:
+        """This peer, for a client of its own."""
+        return Caller(self.address, self.incarnation, session)
 
     @property
     def pools(self) -> list[PoolHandle]:

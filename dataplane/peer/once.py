@@ -17,16 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.errors import ProtocolError
 from dataplane.peer.failures import failed
-from dataplane.wire.checkpoint import Restore
-from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
-from dataplane.wire.peering import Release
+from dataplane.wire.messages import Body
 
 MAX_ANSWERS_PER_SESSION = 1_024
 MAX_SESSIONS = 65_536
 """Sessions whose end was never told are forgotten, the longest silent first."""
-
-CARRIED_OUT_ONCE = frozenset({Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release})
-"""Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[..., Body | Awaitable[Body]]
 
@@ -100,11 +95,6 @@ async def _final(outcome: Awaitable[Body]) -> Body:
         return await outcome
     except Exception as exc:
         return failed(exc)
-
-
-def may_repeat(body: Body, op: int) -> bool:
-    """Whether a request to a peer that was perhaps carried out may be sent once more."""
-    return op > 0 or type(body) not in CARRIED_OUT_ONCE
 
 
 # answers that were given

@@ -76,7 +76,7 @@ class Peer:
             arena=arena,
             space=memory_of(arena.size_bytes, devices),
             operations=Operations(),
-            numbers=Numbers(1 + secrets.randbits(62)),
+            numbers=Numbers.of_new_peer(),
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from dataplane.errors import ClientClosed
 from dataplane.launch.embedded import is_embedded
-from dataplane.peer.host import Caller, Host
-from dataplane.wire.messages import Request
+from dataplane.peer.host import Host
 from dataplane.wire.tables import SESSIONS
 
 log = logging.getLogger(__name__)
@@ -150,10 +149,3 @@ class Sessions:
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = -1
-
-
-def caller_of(host: Host, request: Request, session: Session) -> Caller:
-    """A client of this host, whose operation is carried on to other peers. What they did not answer
-    counts as under way."""
-    floor = min([request.floor, *host.unanswered.get(session.id, ())])
-    return Caller(host.address, host.incarnation, session.id, request.op, floor)

@@ -18,9 +18,12 @@ from dataplane.wire.messages import (
     Advance,
     Body,
     Close,
+    Done,
     Drop,
+    Dropped,
     Finish,
     Put,
+    PutDone,
     Reset,
     Seal,
     Tag,
@@ -220,9 +223,9 @@ class Remembered(Body, tag=216):
 class Summary(Body, tag=217):
     """numbers: the last that a block or group has got. closed_groups: that closed here, gone ones
     included. short_groups: that the seal dropped. forgotten: of what was to be remembered. fields:
-    every field that some row has had. carried_out: u8, numbers of changes that were. lost: stage ->
-    rows that went with a peer before it was done with them. acked: stage -> rows that it has acked
-    so far."""
+    every field that some row has had. carried_out: numbers of changes that were, with what was
+    answered. lost: stage -> rows that went with a peer before it was done with them. acked: stage
+    -> rows that it has acked so far."""
 
     sealed: bool
     numbers: int
@@ -230,7 +233,7 @@ class Summary(Body, tag=217):
     short_groups: int
     forgotten: int
     fields: list[str]
-    carried_out: bytes = b""
+    carried_out: list[tuple[int, PutDone | Dropped | Done]] = []
     lost: dict[str, int] = {}
     acked: dict[str, int] = {}
 

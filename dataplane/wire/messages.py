@@ -89,20 +89,22 @@ class Defined(Body, tag=11):
 
 class Seal(Body, tag=12):
     """No new rows from now on. keep_short: groups with fewer rows than groups have are closed as
-    they are, and not dropped."""
+    they are, and not dropped. number: as in `Tag`."""
 
     partition: str
     generation: int
     keep_short: bool = False
+    number: int = 0
 
 
 class Close(Body, tag=13):
-    """A group is closed with n rows."""
+    """A group is closed with n rows. number: as in `Tag`."""
 
     partition: str
     generation: int
     group: Name
     n: int
+    number: int = 0
 
 
 class Reset(Body, tag=14):
@@ -210,7 +212,8 @@ class PutDone(Body, tag=31):
 
 class Tag(Body, tag=32):
     """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row.
-    number: given by the peer that asks, so that a shard which has carried this out does it once."""
+    number: given by the peer that asks, so that a shard carries it out once, and answers as it did
+    then whoever asks again."""
 
     partition: str
     generation: int
@@ -221,13 +224,14 @@ class Tag(Body, tag=32):
 
 
 class Drop(Body, tag=33):
-    """Exactly one of rows, groups, where; none of them drops the partition."""
+    """Exactly one of rows, groups, where; none of them drops the partition. number: as in `Tag`."""
 
     partition: str
     generation: int
     rows: Rows | None = None
     groups: list[Name] | None = None
     where: Where | None = None
+    number: int = 0
 
 
 class Dropped(Body, tag=34):
@@ -432,11 +436,13 @@ class Withdraw(Body, tag=55):
 
 
 class Advance(Body, tag=56):
-    """The trainer is at this version; what it has finished may give its places back."""
+    """The trainer is at this version; what it has finished may give its places back. number: as in
+    `Tag`."""
 
     partition: str
     generation: int
     version: int
+    number: int = 0
 
 
 # looking

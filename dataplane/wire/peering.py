@@ -96,10 +96,12 @@ class Pulled(Body, tag=135):
 
 
 class Release(Body, tag=120):
-    """Value references that a shard no longer holds, to their owner. RANGE records, u4 counts."""
+    """Value references that a shard no longer holds, to their owner. RANGE records, u4 counts.
+    number: of one message after the other from this sender; one that came before is passed over."""
 
     ranges: bytes
     counts: bytes
+    number: int
 
 
 class Beat(Body, tag=140):
@@ -179,9 +181,12 @@ class Inherited(Body, tag=144):
 
 
 class Void(Body, tag=152):
-    """Was this operation carried out, which the receiver never answered? If not, it never will be.
+    """Was the put, finish or restore of this number carried out, which the receiver never answered?
+    If not, it never will be. `PutDone` where it was."""
 
-    session and op are the envelope's. `PutDone` where it was."""
+    partition: str
+    generation: int
+    number: int
 
 
 class CanFree(Body, tag=150):
@@ -236,8 +241,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
     sender: str
     incarnation: int
     session: int
-    op: int
-    floor: int
     epoch: tuple[int, int]
     deadline_ms: int
     body: (

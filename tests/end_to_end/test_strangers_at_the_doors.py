@@ -94,7 +94,7 @@ class Dealer:
         self.socket.connect(address)
 
     def ask(self, body: Any, sender: str, epoch: tuple[int, int]) -> Any:
-        request = PeerRequest(1, sender, 1, 0, 0, 0, epoch, 1000, body)
+        request = PeerRequest(1, sender, 1, 0, epoch, 1000, body)
         self.socket.send(peering.encode(request))
         return self.answer()
 
@@ -127,7 +127,7 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
             ):
                 reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
                 assert isinstance(reply, Failed) and reply.code == code and says in reply.message
-            reply = stranger.ask(peering.Release(b"", b""), other, (0, 0))
+            reply = stranger.ask(peering.Release(b"", b"", 1), other, (0, 0))
             assert isinstance(reply, Failed) and "only greets" in reply.message
         still_works(plane)
 

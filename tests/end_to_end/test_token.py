@@ -65,7 +65,7 @@ def what_a_dealer_gets(address: str, secure: object) -> list[int]:
             secure(dealer)
         with dealer.get_monitor_socket(REFUSALS) as monitor:
             dealer.connect(address)
-            dealer.send(peering.encode(PeerRequest(1, address, 1, 0, 0, 0, (0, 0), 1000, hello)))
+            dealer.send(peering.encode(PeerRequest(1, address, 1, 0, (0, 0), 1000, hello)))
             assert monitor.poll(20_000), "it was not turned away"
             event = recv_monitor_message(monitor)["event"]
             assert not dealer.poll(0), "it was answered"

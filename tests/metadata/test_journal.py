@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ from dataplane.wire.journal import (
     encoded,
 )
 from dataplane.wire.limits import MAX_OPS_PER_MESSAGE
-from dataplane.wire.messages import Finish, Tag, Want
+from dataplane.wire.messages import Body, Done, Drop, Dropped, Finish, PutDone, Reset, Tag, Want
 from dataplane.wire.peering import Append, PeerRequest, Shipment
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Definition, Owner
@@ -130,18 +131,23 @@ def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it(
     store, ops = journaled(free="drop")
     put(store, ["a"])
     follower, rows = Store("step-1", store.definition, 1), named(["a"])
-    store.tag(rows, {"owner": ["me"]}, {}, number=5)
-    store.tag(rows, {"owner": ["you"]}, number=6)
-    store.reset("reward", 7)
+
+    def asked(at: Store, *changes: Any) -> list[Body]:
+        return [at.answer_to(one.number) or at.carry_out(one) for one in changes]
+
+    first = Tag("step-1", 1, rows, {"owner": ["me"]}, number=5)
+    asked(store, first, Tag("step-1", 1, rows, {"owner": ["you"]}, number=6))
+    asked(store, Reset("step-1", 1, "reward", 7), Drop("step-1", 1, named(["x"]), number=4))
     finish(store, take(store, "reward", ROWS))
     columns = [stores.Column("reward", stores.values(1))]
     store.put(wrote(rows, columns, stores.SPECS, OWNERS, number=9))
     carried_over(follower, list(ops), 0.0)
     for one in (store, follower, copy_of(store)):
-        assert one.was_carried_out(9) and not one.was_carried_out(8)
-        one.tag(rows, {"owner": ["me"]}, {"owner": "nobody"}, number=5)
-        one.tag(rows, {"owner": ["me"]}, number=5)
-        assert one.reset("reward", 7) == 0
+        assert one.carried_out[9] == PutDone() and 8 not in one.carried_out
+        another = msgspec.structs.replace(first, expect={"owner": "nobody"})
+        again = another, first, Reset("step-1", 1, "reward", 7)
+        assert asked(one, *again) == [Done()] * 3
+        assert asked(one, Drop("step-1", 1, rows, number=4)) == [Dropped(0, 0)]
         assert rows_out.tags_held(rows_out.find_rows(one, rows.keys, None))["owner"] == ["you"]
         assert one.reset("reward", 8) == 1  # what was acked since
 
@@ -346,7 +352,7 @@ def test_operations_stand_in_a_message_as_they_were_encoded_and_are_bounded_in_n
 
     def message(ops: list[Op]) -> bytes:
         append = Append(1, 0, [Shipment("p", 1, ops)])
-        return peering.encode(PeerRequest(1, "", 1, 1, 0, 0, (1, 1), 1, append))
+        return peering.encode(PeerRequest(1, "", 1, 1, (1, 1), 1, append))
 
     raw = message([encoded(encode(op)) for op in ops])
     assert raw == message(ops)

@@ -21,7 +21,7 @@ from dataplane.errors import (
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.peer.host import call_deadline
+from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests import claims as claims_module
@@ -56,6 +56,7 @@ class Asker:
         self.host: Any = SimpleNamespace(
             address=HERE,
             incarnation=1,
+            caller=lambda session=0: Caller(HERE, 1, session),
             numbers=Numbers(),
             solo=False,
             silent=False,

@@ -17,8 +17,6 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.once import Once, Operations
-from dataplane.peer.sessions import caller_of
 from dataplane.peer.shards.references import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone
 from dataplane.wire.peering import Void
@@ -28,8 +26,8 @@ from dataplane.wire.tables import Owner
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 SEEDS = Roster.from_seeds([HERE, THERE])
 TO = Owner(THERE, 0)
-CALLER = Caller(HERE, 1, 7, 3, 3)
-ACK = Finish(5, "ack")
+CALLER = Caller(HERE, 1, 7)
+ACK = Finish(5, "ack", partition="p", generation=1, number=3)
 
 
 class Far:
@@ -39,27 +37,23 @@ class Far:
 
     def __init__(self) -> None:
         self.host: Any = None
-        self.once = Once(Operations())
         self.carried_out = 0
+        self.answers: dict[int, Body] = {}
         self.loses: set[str] = set()
         self.refuses: DataplaneError | None = None
         self.tasks: list[asyncio.Task[Any]] = []
 
-    async def call(self, address: str, body: Body, *, caller: Caller, **_: Any) -> Body:
+    async def call(self, address: str, body: Finish | Void, **_: Any) -> Body:
         if "requests" in self.loses:
             raise Unavailable("nothing comes through")
         if self.refuses is not None and not isinstance(body, Void):
             raise self.refuses
-        start = Done if isinstance(body, Void) else self._carry_out
-        outcome = self.once.run(caller.session, caller.op, caller.floor, start)
-        assert isinstance(outcome, Body)
+        if body.number not in self.answers:
+            self.answers[body.number] = Done() if isinstance(body, Void) else PutDone()
+            self.carried_out += not isinstance(body, Void)
         if "answers" in self.loses:
             raise Unavailable("nothing comes back")
-        return outcome
-
-    def _carry_out(self) -> Body:
-        self.carried_out += 1
-        return PutDone()
+        return self.answers[body.number]
 
     def spawn(self, work: Awaitable[Any]) -> None:
         self.tasks.append(asyncio.ensure_future(work))
@@ -77,7 +71,6 @@ class Near:
         self.host: Any = SimpleNamespace(
             space=self.space,
             roster=SEEDS,
-            unanswered={},
             heirs=Heirs(),
             address=HERE,
             incarnation=1,
@@ -98,7 +91,7 @@ class Near:
     async def ended(self) -> None:
         """The call is over: its own hold goes, and what is in doubt is found out."""
         self.space.release(self.ranges)
-        self.doubts.settle(CALLER)
+        self.doubts.settle(ACK.number)
         self.far.loses.clear()
         await asyncio.gather(*self.far.tasks)
 
@@ -115,13 +108,10 @@ def test_what_was_not_answered_is_found_out(lost: str, taken: bool) -> None:
         with pytest.raises(Unavailable):
             await near.hand_over()
         assert len(near.lent) == len(near.doubts) == 1
-        session: Any = SimpleNamespace(id=7)
-        later: Any = SimpleNamespace(op=9, floor=9)
-        assert caller_of(near.host, later, session).floor == CALLER.op  # it must be remembered
         await near.ended()
         assert near.far.carried_out == len(near.lent) == taken
         assert near.used_bytes == (4096 if taken else 0)
-        assert (len(near.doubts), near.host.unanswered) == (0, {})
+        assert len(near.doubts) == 0
 
     asyncio.run(scenario())
 

@@ -189,7 +189,7 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
     put = Put("p", 1, Rows(b""), [], [])
-    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = mesh._asked(_Call("tcp://10.0.0.2:7101", put, who), 1.0)
     with pytest.raises(
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
@@ -217,7 +217,7 @@ async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_whe
 
     mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
-    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=epoch)
     with pytest.raises(Unavailable):
         await mesh._asked(asked, 1.0)
@@ -238,7 +238,7 @@ async def test_what_waited_for_the_backup_until_the_roster_changed_looks_where_t
     host.progress.reached = reached
     mesh._ask_now = lambda *asked: pytest.fail("who was asked may be gone")
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
-    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=(1, 2))
     with pytest.raises(StaleEpoch):
         await mesh._asked(asked, 1.0)
@@ -279,7 +279,7 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
 
     mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
-    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = mesh._asked(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0)
     if always:
         with pytest.raises(Unavailable, match="not a reply") as told:

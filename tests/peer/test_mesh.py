@@ -15,7 +15,7 @@ import pytest
 from dataplane.errors import PeerNameTaken, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Progress, Serving
+from dataplane.peer.host import Caller, Progress, Serving
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.streams import Streams
@@ -68,6 +68,7 @@ async def mesh(far: Far) -> AsyncIterator[Mesh]:
     host: Any = SimpleNamespace(
         address=HERE, name="near", plane="plane", incarnation=1, roster=ROSTER, now=time.monotonic,
         founding=ROSTER.epoch, progress=Progress(), sent_between=Counter(), speak=lambda: None,
+        caller=lambda: Caller(HERE, 1),
     )  # fmt: skip
     host.serving = Serving(host)
     mesh = Mesh(host, lambda: ("", "", ""), Gate(None, "plane"))

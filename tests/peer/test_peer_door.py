@@ -58,7 +58,7 @@ class Door:
         return self._seal(caller, body)
 
     async def when_it_may(self, caller: Caller, body: Body) -> Body:
-        self.begun.put_nowait(caller.op)
+        self.begun.put_nowait(caller.session)
         await self.may_end.acquire()
         return Done()
 
@@ -66,7 +66,7 @@ class Door:
         self.answered.put_nowait(peering.decode_reply(frame))
 
     def arrives(self, rid: int) -> None:
-        request = PeerRequest(rid, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, Seal("p", 1))
+        request = PeerRequest(rid, THERE, 2, 0, FIRST.epoch, 1000, Seal("p", 1))
         self.door._arrived(self, peering.encode(request))  # type: ignore[arg-type]
 
     async def answer(self) -> Body:
@@ -124,7 +124,7 @@ async def test_a_request_that_fails_as_its_peer_ends_leaves_no_traceback(door: D
     assert not told and door.answered.empty()
 
 
-@pytest.mark.parametrize("body", [Inherited(Owner(ELSEWHERE, 3), b"", b""), Release(b"", b"")])
+@pytest.mark.parametrize("body", [Inherited(Owner(ELSEWHERE, 3), b"", b""), Release(b"", b"", 1)])
 @pytest.mark.parametrize(
     ("keeper", "number", "is_heard"), [(0, -1, True), (0, 1, False), (1, 0, False)]
 )
@@ -151,7 +151,7 @@ async def test_what_shards_name_is_heard_once_it_is_known_whose_they_are(
     door.door.handlers[type(body)] = lambda caller, body: Done()
     door.host.roster = NEXT
     epoch = (NEXT.epoch[0] + keeper, NEXT.epoch[1] + number)
-    request = PeerRequest(1, THERE, 2, 0, 0, 0, epoch, 1000, body)
+    request = PeerRequest(1, THERE, 2, 0, epoch, 1000, body)
     door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
     said = await door.answer()
     assert isinstance(said, Done if is_heard else Failed)
@@ -167,7 +167,7 @@ async def test_what_a_peer_that_leaves_has_done_is_confirmed_when_it_is_passed_o
     door.host.roster, door.host.silent = roster, False
     door.host.progress = SimpleNamespace(is_settled=False, reached=lambda until: has_it)
     door.door.handlers[Append] = lambda caller, body: Done()
-    request = PeerRequest(1, THERE, 2, 0, 0, 0, roster.epoch, 1000, Append(1, 0, []))
+    request = PeerRequest(1, THERE, 2, 0, roster.epoch, 1000, Append(1, 0, []))
     door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
     assert door.answered.empty() == leaves
     has_it.set_result(None)
@@ -182,7 +182,7 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
     hello = PeerHello((1, 1), "p", "b", 2, THERE, (1, 1), 4096, "")
 
     def said(body: Body) -> Body:
-        request = PeerRequest(1, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, body)  # type: ignore[arg-type]
+        request = PeerRequest(1, THERE, 2, 0, FIRST.epoch, 1000, body)  # type: ignore[arg-type]
         return peering.decode_reply(door.door.greeted(peering.encode(request))).body
 
     first, second = said(hello), said(hello)
@@ -210,7 +210,7 @@ async def stream(door: Door) -> AsyncIterator[Stream]:
 
 
 def seal(rid: int) -> bytes:
-    return peering.encode(PeerRequest(rid, THERE, 2, 0, rid, 0, FIRST.epoch, 5000, Seal("p", 1)))
+    return peering.encode(PeerRequest(rid, THERE, 2, rid, FIRST.epoch, 5000, Seal("p", 1)))
 
 
 async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(

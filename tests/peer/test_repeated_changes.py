@@ -3,16 +3,24 @@ died before it answered."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from dataplane.errors import DataplaneError, FieldExists, LeaseExpired, Unavailable
-from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.journal import apply
+from dataplane.errors import (
+    DataplaneError,
+    FieldExists,
+    LeaseExpired,
+    ProtocolError,
+    Unavailable,
+)
+from dataplane.metadata.shard import leases, rows_out
+from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
@@ -22,7 +30,8 @@ from dataplane.peer.requests.puts import NONE, Writing
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Op
-from dataplane.wire.messages import Body, Finish, Put, PutDone, Request, Want
+from dataplane.wire.messages import Body, Done, Drop, Dropped, Finish, Put, PutDone, Request, Want
+from dataplane.wire.peering import Void
 from dataplane.wire.tables import Column, Definition, Owner, Rows
 from tests.metadata.observed import observed
 from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
@@ -38,13 +47,16 @@ class Shard:
         self.store = store
         self.freed: list[tuple[Owner, list[int]]] = []
         entry = Entry(store)
-        host: Any = SimpleNamespace(shard=lambda *of: entry, lent=None)
+        entry.inherited = set(store.carried_out)
+        host: Any = SimpleNamespace(
+            shard=lambda *of: entry, lent=None, owner=None, numbers=store.numbers
+        )
         mesh: Any = SimpleNamespace(handlers={})
         nothing: Any = None
         references = References(host, mesh, nothing, nothing)
         references.let_go = self._let_go  # type: ignore[method-assign]
         share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
-        copying: Any = SimpleNamespace(beforehand=lambda *of: contextlib.AsyncExitStack())
+        copying: Any = SimpleNamespace(beforehand=self._beforehand)
         settle = nothing, references, copying, share, lambda entry: None
         writing = Writing(host, mesh, *settle)
         writing.settle, host.entry = lambda entry: None, host.shard
@@ -57,12 +69,16 @@ class Shard:
         return False
 
     def _asked(self, body: Body) -> Any:
-        caller = Caller("tcp://c", 1, 5, 6, 6)
+        caller = Caller("tcp://c", 1, 5)
         return self._handlers[type(body)](caller, msgspec.structs.replace(body))
 
-    def change(self, body: Put | Finish) -> Body:
-        answer: Body = self._asked(body)
-        return answer
+    @contextlib.asynccontextmanager
+    async def _beforehand(self, *of: Any) -> AsyncIterator[None]:
+        await asyncio.sleep(0)
+        yield
+
+    def change(self, body: Put | Finish | Void) -> Any:
+        return self._asked(body)
 
     async def restore(self, body: Restore) -> Body:
         answer: Body = await self._asked(body)
@@ -107,7 +123,7 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
         asked = Put("p", 1, named(["k"]), [], [])
         outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
         assert not isinstance(outcome, Body) and await outcome == PutDone()
-    assert [body.number for _, body, _ in shards.asked] == [7, 7, 8]
+    assert [body.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
 def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
@@ -217,3 +233,87 @@ async def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     assert await heir.restore(asked) == PutDone()
     assert len(heir.store) == 1
     assert heir.freed == [(OWNERS[0], [0, 1])]
+
+
+async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_copies_of_it() -> (
+    None
+):
+    """How much stayed, passed over or dropped is told to people."""
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead.emit = told.append
+    shard = Shard(dead)
+    shard.change(body(named(["a", "b"])))
+    answers = []
+    for number in (9, 10):
+        end = Finish(take(dead, "s", Want("rows", 2, 2)).lease or 0, "ack", number=number, **ADDED)
+        answers.append(shard.change(end))
+        dead.reset("s")
+    assert answers == [PutDone(), PutDone(kept={"y": 2})]
+    drop = Drop("p", 1, named(["a"]), number=12)
+    assert dead.carry_out(drop) == Dropped(1, 2 * 8_192)
+    heir = heir_of(dead, told)
+    copy = heir_of(dead, list(dump(heir.store)))
+    for one in (shard, heir, copy):
+        assert one.change(end) == PutDone(kept={"y": 2})
+        assert one.store.answer_to(drop.number) == Dropped(1, 2 * 8_192)
+
+
+async def test_one_that_comes_twice_while_second_copies_are_made_is_carried_out_once() -> None:
+    shard = Shard(Store("p", Definition(stages={"s": ["x"]}, replicas=2), 1))
+    asked = body(named(["a"]))
+    twice = [shard.change(asked) for _ in range(2)]
+    assert await asyncio.gather(*twice) == [PutDone()] * 2
+    assert len(shard.store) == 1 and not shard.freed
+
+
+async def test_one_that_was_given_up_while_second_copies_are_made_is_not_carried_out() -> None:
+    shard = Shard(Store("p", Definition(stages={"s": ["x"]}, replicas=2), 1))
+    asked = body(named(["a"]))
+    coming = asyncio.ensure_future(shard.change(asked))
+    await asyncio.sleep(0)
+    assert shard.change(Void("p", 1, asked.number)) == Done()
+    assert await coming == Done() and not len(shard.store)
+
+
+async def test_of_what_is_forgotten_nobody_says_that_it_was_not_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its values would be let go although rows name them, or written twice."""
+    monkeypatch.setattr(leases, "MAX_CARRIED_OUT", 2)
+    shard = Shard(Store("p", Definition(free="drop"), 1))
+    numbers = leases.Numbers(5)
+    first, *others = (body(named([key]), next(numbers)) for key in "abc")
+    for one in (first, *others):
+        assert shard.change(one) == PutDone()
+    for again in (first, Void("p", 1, first.number)):
+        with pytest.raises(ProtocolError, match="forgotten"):
+            shard.change(again)
+    for again in others:
+        assert shard.change(again) == PutDone()
+    other_peers = body(named(["d"]), next(leases.Numbers(4)))
+    assert shard.change(other_peers) == PutDone() and len(shard.store) == 4
+
+
+async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> None:
+    """It may wait for long, while the shard forgets what came before others."""
+    shards = Asked(PutDone())
+    shards.host.space = SimpleNamespace(hold=lambda ranges: None, release=lambda ranges: None)
+    shards.host.lent = None
+
+    numbers = []
+
+    async def twice(session: Any, attempt: Any) -> Any:
+        for _ in range(2):
+            done = await attempt()
+            numbers.append(asked.number)
+        return done
+
+    share: Any = SimpleNamespace(until_taken=twice)
+    nothing: Any = None
+    references = References(shards.host, shards.mesh, shards.router, nothing)
+    writing = Writing(
+        shards.host, shards.mesh, nothing, references, nothing, share, lambda entry: None
+    )
+    session: Any = SimpleNamespace(id=5)
+    asked = body(named(["k"]), 0)
+    assert await writing.carry(session, asked, NONE) == PutDone() and numbers == [1, 2]

@@ -21,10 +21,10 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
-from dataplane.peer.host import call_deadline
+from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
-from dataplane.wire.messages import Admit, Body, Done, Request, Reset, Seal, Tag, Wait
+from dataplane.wire.messages import Admit, Body, Done, Drop, Request, Seal, Tag, Wait
 from dataplane.wire.tables import Rows
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
@@ -46,8 +46,8 @@ class Asked:
         self.host: Any = SimpleNamespace(
             address=HERE,
             incarnation=1,
-            unanswered={},
-            numbers=Numbers(7),
+            caller=lambda session=0: Caller(HERE, 1, session),
+            numbers=Numbers(),
             roster=at(first, THERE),
             now=lambda: self.time,
             another_roster=self.another_roster,
@@ -86,10 +86,10 @@ def at(roster: Roster, home: str) -> Roster:
 
 
 @pytest.mark.parametrize(
-    "change", [Tag("p", 1, Rows(bytes(16)), {"status": ["mine"]}), Reset("p", 1, "s")]
+    "change", [Tag("p", 1, Rows(bytes(16)), {"status": ["mine"]}), Drop("p", 1, groups=["g"])]
 )
 async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
-    change: Tag | Reset,
+    change: Tag | Drop,
 ) -> None:
     """By which a shard whose peer died before it answered knows that it was carried out."""
     shards = Asked(Unavailable("went away"), Done())
@@ -100,7 +100,7 @@ async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
     for _ in range(2):
         asked = msgspec.structs.replace(change)
         await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
-    assert [body.number for _, body, _ in shards.asked] == [7, 7, 8]
+    assert [body.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("away")])

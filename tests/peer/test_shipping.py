@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Awaitable
@@ -92,7 +91,7 @@ class Primary:
 
     def declare(self) -> Entry:
         definition = Definition({"s": ["tokens"]})
-        entry = Entry(Store("p", definition, 1, itertools.count(1)))
+        entry = Entry(Store("p", definition, 1))
         self.host.entries["p"] = entry
         self.shipping.watch(entry)
         return entry
@@ -126,7 +125,7 @@ async def test_a_backup_that_cannot_have_a_copy_gets_another_later_and_later_and
     """It fails at the first message, whatever is sent to it."""
     backup, waited = Backup(), list[float]()
     primary = Primary(backup)
-    entry = Entry(Store("p", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    entry = Entry(Store("p", Definition({"s": ["tokens"]}), 1))
     primary.host.entries["p"] = entry
     backup.refusals = [failure] * 9
 
@@ -171,7 +170,7 @@ async def test_a_copy_that_takes_more_than_may_wait_for_a_backup_is_sent_whole(
     backup, keys = Backup(), list(range(100))
     primary = Primary(backup)
     for name in "pqr":
-        store = Store(name, Definition({"s": ["tokens"]}), 1, itertools.count(1))
+        store = Store(name, Definition({"s": ["tokens"]}), 1)
         put(store, keys if name == "p" else [1])
         primary.host.entries[name] = Entry(store)
     monkeypatch.setattr(appends, "MAX_PENDING_BYTES", 1000)
@@ -254,7 +253,7 @@ async def test_a_peer_says_in_sync_only_when_what_it_took_over_is_at_its_backup_
     await primary.begin()
     assert primary.shipping.has_all
     backup.refusals = [Unavailable("away")] * 3
-    taken = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    taken = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     put(taken.store, ["a"])
     primary.host.entries["q"] = taken
     primary.shipping.take_over(taken)
@@ -274,13 +273,13 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
-    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     put(copy.store, ["a"])
     primary.shipping.pass_on(copy.store)
     primary.shipping.turned(primary.roster)
     assert primary.shipping.has_all is None
     primary.shipping.happened(copy.store, Seal("q", 1, True))
-    another = Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))
+    another = Store("q", Definition({"s": ["tokens"]}), 1)
     primary.shipping.happened(another, Seal("q", 1, True))  # which was not passed on
     whole = len(backup.got)
     while not primary.shipping.has_all:
@@ -301,9 +300,7 @@ async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> No
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
-    one, other = (
-        Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1))) for _ in "ab"
-    )
+    one, other = (Entry(Store("q", Definition({"s": ["tokens"]}), 1)) for _ in "ab")
     put(one.store, ["a"])
     primary.shipping.pass_on(one.store)
     put(other.store, ["a", "b"])
@@ -322,7 +319,7 @@ async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> No
 async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
     backup = Backup()
     primary = Primary(backup)
-    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     primary.shipping.pass_on(copy.store)
     if ended:
         primary.shipping.happened(copy.store, Ended())

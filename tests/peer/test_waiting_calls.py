@@ -47,7 +47,7 @@ class Shard:
 
     def __init__(self, definition: Definition = DEFINITION) -> None:
         self.roster = Roster.from_seeds([HERE, THERE])
-        self.entry = Entry(Store(NAME, definition, 1, itertools.count(1)))
+        self.entry = Entry(Store(NAME, definition, 1))
         self.host: Any = SimpleNamespace(
             address=HERE,
             owner=Owner(HERE, 1),

@@ -25,6 +25,7 @@ SECONDS = 20.0
 HELLO = {"@": "Hello", "version": 1, "label": "raw"}
 WELCOME, HELLO_DONE, DONE, FAILED, PEER_HELLO = 1, 3, 60, 61, 100
 STATS_DONE, ROSTERED = 51, 141
+DEFINED, PUT_DONE, DROPPED = 11, 31, 34
 LOCAL, PEERS = Layout("local"), Layout("peers")
 
 
@@ -214,8 +215,8 @@ class Link:
         return self._stream
 
     def ask(self, rid: int, body: dict[str, Any], **envelope: Any) -> Any:
-        fields = {"rid": rid, "sender": self.address, "incarnation": 9, "session": 0, "op": 0}
-        fields |= {"floor": 0, "epoch": self.epoch, "deadline_ms": 5000, "body": body} | envelope
+        fields = {"rid": rid, "sender": self.address, "incarnation": 9, "session": 0}
+        fields |= {"epoch": self.epoch, "deadline_ms": 5000, "body": body} | envelope
         packed = pack(PEERS.array("PeerRequest", fields))
         if body["@"] == "PeerHello":
             self.socket.send(packed)
@@ -325,23 +326,35 @@ def test_a_sender_that_is_no_member_is_refused(who: dict[str, Any], link: Link) 
     assert answer[:2] == [FAILED, "StaleEpoch"]
 
 
-def test_an_operation_that_was_given_up_is_carried_out_no_more(link: Link) -> None:
-    keys = bytes(15) + b"k"
-    number = {"session": 77, "op": 1, "floor": 1}
-    put = {"@": "Put", "partition": "none", "generation": 1, "rows": {"@": "Rows", "keys": keys}}
-    put |= {"columns": [], "specs": []}
-    in_force(link)
-    answer = link.ask(1, {"@": "Void"}, **number)[2]
-    assert answer == [DONE]
-    while True:
-        epoch = in_force(link)[2]
-        answer = link.ask(2, put, epoch=epoch, **number)[2]
-        if answer[1:2] != ["StaleEpoch"]:
+def test_a_change_is_carried_out_once_and_one_that_was_given_up_never(link: Link) -> None:
+    def ask(body: dict[str, Any]) -> Any:
+        """Under the roster that is in force."""
+        while True:
+            answer = link.ask(1, body, epoch=in_force(link)[2])[2]
+            if answer[1:2] != ["StaleEpoch"]:
+                return answer
+
+    definition = {"@": "Definition", "stages": {}}
+    for name in map(str, range(50)):  # until the shard of one is at this peer
+        declared = link.ask(
+            1,
+            {"@": "Define", "partition": name, "definition": definition},
+            epoch=in_force(link)[2],
+            deadline_ms=500,
+        )[2]
+        if declared[0] == DEFINED:
             break
-    assert answer == [DONE]
-    # Another one is tried, though in vain: the partition's home may be this test, which is mute.
-    another = number | {"op": 2}
-    assert link.ask(3, put, epoch=epoch, **another, deadline_ms=1000)[2][0] == FAILED
+    of = {"partition": name, "generation": declared[1]}
+    rows = {"@": "Rows", "keys": bytes(15) + b"k"}
+    put = {"@": "Put", "columns": [], "specs": [], "rows": rows} | of
+    given_up, carried_out = 7, 8
+    assert ask({"@": "Void", "number": given_up} | of) == [DONE]
+    assert ask(put | {"number": given_up}) == [DONE]
+    for _ in range(2):
+        assert ask(put | {"number": carried_out})[0] == PUT_DONE
+    assert ask({"@": "Void", "number": carried_out} | of)[0] == PUT_DONE
+    drop = {"@": "Drop", "rows": rows, "number": 9} | of
+    assert [ask(drop)[:2] for _ in range(2)] == [[DROPPED, 1]] * 2
 
 
 def test_figures_are_told_under_any_roster(link: Link) -> None:
@@ -369,8 +382,8 @@ def test_a_message_that_cannot_be_read_leaves_the_link(message: bytes, link: Lin
 
 
 def test_over_zmq_a_peer_only_greets(link: Link) -> None:
-    fields = {"rid": 5, "sender": link.address, "incarnation": 9, "session": 0, "op": 0}
-    fields |= {"floor": 0, "epoch": link.epoch, "deadline_ms": 5000, "body": {"@": "Beat"}}
+    fields = {"rid": 5, "sender": link.address, "incarnation": 9, "session": 0}
+    fields |= {"epoch": link.epoch, "deadline_ms": 5000, "body": {"@": "Beat"}}
     link.socket.send(pack(PEERS.array("PeerRequest", fields)))
     assert msgpack.unpackb(link.socket.recv())[2][:2] == [FAILED, "ProtocolError"]
 

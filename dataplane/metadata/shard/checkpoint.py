@@ -23,7 +23,7 @@ from dataplane.metadata.shard.blocks import (
     Rows,
 )
 from dataplane.metadata.shard.leases import Part
-from dataplane.metadata.shard.puts import PutPlan, enter_rows, new_parts, note_added
+from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts, note_added
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
@@ -178,7 +178,7 @@ def restore(state: State, op: Restore) -> None:
             stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
         state.permits.acked([group for group in groups if not group.is_spent])
-    state.remember(op.number)
+    state.remember(op.number, PUT)
 
 
 def _enter_rows(

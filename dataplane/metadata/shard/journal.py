@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,10 +32,10 @@ from dataplane.metadata.shard.blocks import (
 )
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
-from dataplane.metadata.shard.puts import add_to
+from dataplane.metadata.shard.puts import PUT, add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.store import CHANGES, Store
+from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
@@ -66,7 +66,7 @@ from dataplane.wire.journal import (
     Summary,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Finish, Put, Tag, Withdraw
+from dataplane.wire.messages import Done, Dropped, Finish, Put, PutDone, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
@@ -90,7 +90,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
         if how is not None:
             how(store, op, now)
         else:
-            CHANGES[type(op)](store, op)
+            store.carry_out(op)
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
@@ -286,8 +286,8 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    for number in column(op.carried_out, U8).tolist():
-        store.remember(number)
+    for number, answer in op.carried_out:
+        store.remember(number, PUT if answer == PUT else answer)
     for name, rows in op.lost.items():
         store.stage(name).lost = rows
     for name, rows in op.acked.items():
@@ -375,7 +375,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         store.short_groups,
         store.tombstones.forgotten,
         [name for name, had in store.fields.items() if had],
-        np.array(list(store.carried_out), U8).tobytes(),
+        cast(list[tuple[int, PutDone | Dropped | Done]], list(store.carried_out.items())),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )

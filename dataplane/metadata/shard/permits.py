@@ -252,8 +252,8 @@ class Permits:
             if not over.left:
                 return
 
-    def advance(self, version: int, state: State) -> bool:
-        """The trainer is at this version. False where it was already; InvalidCall for an older."""
+    def advance(self, version: int, state: State) -> None:
+        """The trainer is at this version. InvalidCall for an older one."""
         if not 0 <= version < DONE:
             raise InvalidCall(f"advance({version}): a version is a number from 0 on")
         if version < self.version:
@@ -264,13 +264,12 @@ class Permits:
                 version=self.version,
             )
         if version == self.version:
-            return False
+            return
         self.begin(state)
         self.version = version
         live = [group.begun for group in state.groups.values()]
         oldest = min([version, *live, *self._promised()])
         self.trained = {v: n for v, n in self.trained.items() if v >= oldest}
-        return True
 
     def stats(self, state: State) -> dict[str, Any]:
         """lag: how many versions the slowest groups are behind that are not all there yet."""

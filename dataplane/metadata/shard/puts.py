@@ -38,13 +38,15 @@ from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
-from dataplane.wire.messages import Put
+from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
 
 Tagging = Mapping[str, Sequence[Scalar]]
+PUT = PutDone()
+"""The answer to most changes that bring values: one for all that are remembered."""
 
 
 class PutOutcome(msgspec.Struct):
@@ -120,8 +122,7 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     outcome = _apply(state, plan, op)
     if outcome.closed_groups:
         seal_if_full(state)
-    if plan.rows.count:  # of what was passed over the same is said again
-        state.remember(op.number)
+    state.remember(op.number, PutDone(gone=outcome.gone) if outcome.gone else PUT)
     state.tell(op)
     return outcome
 

@@ -37,7 +37,7 @@ from dataplane.metadata.tables.where import test as holding
 from dataplane.wire.journal import Leased, Op, Unit
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.records import VALUE, joined
-from dataplane.wire.tables import INLINE, Definition, Name, Owner, Scalar, Spec, Where
+from dataplane.wire.tables import INLINE, Body, Definition, Name, Owner, Scalar, Spec, Where
 
 _MANY_LAYOUTS = 1_024
 _NO_VALUES = Values(0)
@@ -75,8 +75,8 @@ class State:
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
-        self.carried_out: dict[int, None] = {}
-        """numbers of changes that were, the oldest first"""
+        self.carried_out: dict[int, Body] = {}
+        """changes by number, the oldest first, with what was answered"""
         self.permits = Permits()
         self.tombstones = Tombstones()
         self.sealed = False
@@ -104,13 +104,18 @@ class State:
         if self.emit is not None:
             self.emit(op)
 
-    def remember(self, number: int) -> None:
-        """A change with this number was carried out; 0 is none."""
+    def remember(self, number: int, answer: Body) -> None:
+        """A change with this number was carried out, and is answered so; 0 is none."""
         if number:
-            self.numbers.remember(number, self.carried_out)
+            self.numbers.remember(number, answer, self.carried_out)
 
-    def was_carried_out(self, number: int) -> bool:
-        return number in self.carried_out
+    def answer_to(self, number: int) -> Body | None:
+        """What was answered, where this change was carried out before. ProtocolError where that may
+        be forgotten."""
+        answer = self.carried_out.get(number)
+        if answer is None:
+            self.numbers.check_known(number)
+        return answer
 
     @property
     def nbytes(self) -> int:

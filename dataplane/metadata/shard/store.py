@@ -65,8 +65,11 @@ from dataplane.wire.messages import (
     Advance,
     Body,
     Close,
+    Done,
     Drop,
+    Dropped,
     Finish,
+    PutDone,
     Reset,
     Seal,
     Tag,
@@ -80,6 +83,8 @@ from dataplane.wire.tables import (
     Scalar,
     Where,
 )
+
+_DONE = Done()
 
 
 class Store(State):
@@ -102,12 +107,12 @@ class Store(State):
 
     # rows in
 
-    def close(self, group: Name, n: int) -> int:
+    def close(self, group: Name, n: int, number: int = 0) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
         closed = drops.close(self, group, n)
         if closed:
             drops.seal_if_full(self)
-        self.tell(Close(self.partition, self.generation, group, n))
+        self.tell(Close(self.partition, self.generation, group, n, number))
         return closed
 
     def tag(
@@ -117,10 +122,7 @@ class Store(State):
         expect: Mapping[str, Scalar] | None = None,
         number: int = 0,
     ) -> None:
-        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`.
-        Where this number was carried out before, nothing happens; 0 is none."""
-        if self.was_carried_out(number):
-            return
+        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
         rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
@@ -144,17 +146,16 @@ class Store(State):
             at = places.stop
             self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
         self.retag([block for block, _ in found.parts])
-        self.remember(number)
         keys = wire.Rows(rows.keys)
         self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
 
-    def seal(self, keep_short: bool = False) -> int:
+    def seal(self, keep_short: bool = False, number: int = 0) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
         have; where groups have a size, these are short and are dropped, unless they are to be kept.
         Returns how many closed; asking again changes nothing."""
         if self.sealed:
             return 0
-        self.tell(Seal(self.partition, self.generation, keep_short))
+        self.tell(Seal(self.partition, self.generation, keep_short, number))
         return drops.seal(self, keep_short)
 
     # definition and stages
@@ -197,12 +198,8 @@ class Store(State):
         self.tell(Declared(name, list(fields)))
 
     def reset(self, stage: str, number: int = 0) -> int:
-        """Rows that a stage acked become claimable again; leased ones stay leased. number: see
-        `tag`."""
-        if self.was_carried_out(number):
-            return 0
+        """Rows that a stage acked become claimable again; leased ones stay leased."""
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
-        self.remember(number)
         self.tell(Reset(self.partition, self.generation, stage, number))
         return rows
 
@@ -220,7 +217,7 @@ class Store(State):
             kept = plans.finish(self, member, asked)
         else:
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
-        self.remember(asked.number)
+        self.remember(asked.number, PutDone(kept=kept) if kept else puts.PUT)
         self.tell(asked)
         return kept
 
@@ -262,11 +259,11 @@ class Store(State):
         if back:
             self.tell(Withdraw(self.partition, self.generation, back))
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, number: int = 0) -> None:
         """The trainer is at this version; groups that it has finished give their places back.
         Nothing for the same version; InvalidCall for an older one."""
-        if self.permits.advance(version, self):
-            self.tell(Advance(self.partition, self.generation, version))
+        self.permits.advance(version, self)
+        self.tell(Advance(self.partition, self.generation, version, number))
 
     # rows out
 
@@ -275,6 +272,7 @@ class Store(State):
         rows: wire.Rows | None = None,
         groups: list[Name] | None = None,
         where: Where | None = None,
+        number: int = 0,
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
@@ -289,7 +287,7 @@ class Store(State):
                 found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
         keys = None if rows is None else wire.Rows(rows.keys)
-        self.tell(Drop(self.partition, self.generation, keys, groups, where))
+        self.tell(Drop(self.partition, self.generation, keys, groups, where, number))
         return dropped
 
     def clear(self) -> int:
@@ -337,6 +335,13 @@ class Store(State):
         drops.seal_if_full(self)
         self.tell(op)
 
+    def carry_out(self, op: Body) -> Body:
+        """One of `CHANGES`, under its number."""
+        outcome = CHANGES[type(op)](self, op)
+        answer = Dropped(*outcome) if isinstance(op, Drop) else _DONE
+        self.remember(op.number, answer)  # type: ignore[attr-defined]
+        return answer
+
     # looking
 
     @property
@@ -366,11 +371,11 @@ class Store(State):
 
 CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
     Tag: lambda store, op: store.tag(op.rows, op.tags, op.expect, op.number),
-    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where),
-    Close: lambda store, op: store.close(op.group, op.n),
-    Seal: lambda store, op: store.seal(op.keep_short),
+    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where, op.number),
+    Close: lambda store, op: store.close(op.group, op.n, op.number),
+    Seal: lambda store, op: store.seal(op.keep_short, op.number),
     Reset: lambda store, op: store.reset(op.stage, op.number),
-    Advance: lambda store, op: store.advance(op.version),
+    Advance: lambda store, op: store.advance(op.version, op.number),
 }
 """What clients ask for in the words in which a backup is told of it."""
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.reasons import Subject
+from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.door.client_door import WAITING
 from dataplane.peer.notices import Telling, Why
-from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations, final
+from dataplane.peer.once import Once, Operations, final
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
@@ -20,6 +21,12 @@ from dataplane.wire.records import EXTENT, column
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
+
+
+ONCE: frozenset[type[m.Body]] = frozenset(
+    {m.Claim, m.Reserve, m.GiveBack, m.Put, m.Finish, c.Restore, *CHANGES}
+)
+"""Operations that are carried out once however often a client asks for them."""
 
 
 class Answers:
@@ -55,8 +62,7 @@ class Answers:
             c.Save: self._reads(peer.checkpoints.save),
             c.Restore: peer.checkpoints.restore,
         }
-        once = {*self.handlers} & {*CARRIED_OUT_ONCE, m.Claim, m.Reserve, m.GiveBack}
-        self.handlers |= {body: self._once(body, self.handlers[body]) for body in once}
+        self.handlers |= {body: self._once(body, self.handlers[body]) for body in ONCE}
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)

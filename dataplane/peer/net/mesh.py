@@ -23,7 +23,6 @@ from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.links import Acquaintances, Bulk, Link, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
-from dataplane.peer.once import CARRIED_OUT_ONCE, may_repeat
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body
@@ -110,7 +109,7 @@ class Mesh:
         to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
         where it works under another one.
         """
-        who = caller or Caller(self.host.address, self.host.incarnation)
+        who = caller or self.host.caller()
         if address == self.host.address:
             outcome = self.here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
@@ -119,7 +118,7 @@ class Mesh:
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
         """As `call` of another peer, for what is UNHELD: sent at once where a link is there that
         takes it. Where that breaks, the answer is LinkBroken."""
-        asked = _Call(address, body, Caller(self.host.address, self.host.incarnation), to)
+        asked = _Call(address, body, self.host.caller(), to)
         answer = self._ask_now(asked, self._until(address, timeout_s))
         return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
 
@@ -143,7 +142,7 @@ class Mesh:
 
     async def _asked(self, asked: _Call, timeout_s: float) -> Any:
         """Once the backup has what the request may tell of; again on a new connection where the
-        one before broke and that does no harm, until the peer is away."""
+        one before broke, until the peer is away."""
         until, kind = self._until(asked.address, timeout_s), type(asked.body)
         if kind not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.reached(until)
@@ -159,15 +158,15 @@ class Mesh:
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
-                if unreadable or self._is_lost(asked) or not may_repeat(asked.body, asked.who.op):
+                if unreadable or self._is_lost(asked):
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
                 await asyncio.sleep(RECONNECT_S)
             except StaleEpoch:
-                if broken is None or kind not in CARRIED_OUT_ONCE:
+                if broken is None:
                     raise
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
-                # refused, and go to another peer with it as if for the first time.
+                # refused.
                 raise Unavailable(broken.message, **broken.details) from broken
 
     def _is_lost(self, asked: _Call) -> bool:
@@ -293,8 +292,8 @@ class Mesh:
 
     async def _greet(self, address: str) -> Link:
         link = Link(address, self._break, self._bring, lambda: self.on_stale())
-        who = Caller(self.host.address, self.host.incarnation)
-        rid, greeting = self._request(_Call(address, self.others.introduction(), who), CALL_S)
+        asked = _Call(address, self.others.introduction(), self.host.caller())
+        rid, greeting = self._request(asked, CALL_S)
         try:
             dial = self.door.streams.dial
             await link.greet(self._greetings, rid, greeting, self.others.meet, dial)
@@ -370,8 +369,6 @@ class Mesh:
             self.host.address,
             self.host.incarnation,
             who.session,
-            who.op,
-            who.floor,
             asked.epoch or self.host.roster.epoch,
             int(timeout_s * 1000),
             asked.body,  # type: ignore[arg-type]

@@ -23,9 +23,8 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
-from dataplane.peer.once import CARRIED_OUT_ONCE, Once, Operations
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Done, Failed, Stats
+from dataplane.wire.messages import Body, Failed, Stats
 from dataplane.wire.peering import (
     Append,
     Beat,
@@ -73,7 +72,6 @@ class PeerDoor:
     _gate: Gate
 
     def __post_init__(self) -> None:
-        self._once = Once(Operations())
         self.streams = Streams(self._gate.encrypted, self._arrived)
         self.refusals = Refusals(log, "the peer door")
         self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
@@ -200,21 +198,13 @@ class PeerDoor:
 
     def _carry_out(self, request: PeerRequest) -> Body | Awaitable[Body]:
         body, kind = request.body, type(request.body)
-        session, op, floor = request.session, request.op, request.floor
-        if kind is Void:
-            # The answer that this operation got, or is getting. One that never came never will be
-            # carried out: `Done` is its answer from now on.
-            return self._once.run(session, op, floor, Done)
         handler = self.handlers.get(kind)
         if handler is None:
             raise ProtocolError(f"{kind.__name__} is not for the peer door")
         if kind not in WHENEVER:
             self.host.speak()
-        caller = Caller(request.sender, request.incarnation, session, op, floor, request.epoch)
-        if op and kind in CARRIED_OUT_ONCE:
-            outcome = self._once.run(session, op, floor, self._start, handler, caller, body)
-        else:
-            outcome = self._start(handler, caller, body)
+        caller = Caller(request.sender, request.incarnation, request.session, request.epoch)
+        outcome = self._start(handler, caller, body)
         if isinstance(outcome, Body):
             return outcome
         call = asyncio.ensure_future(outcome)

@@ -10,13 +10,12 @@ from typing import Any
 from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.router import Router
-from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import (
     Advance,
     Body,
     Close,
-    Done,
     Drop,
     Dropped,
     Request,
@@ -42,9 +41,8 @@ class Changes:
         self, session: Session, request: Request, body: Tag | Drop | Close | Seal | Reset | Advance
     ) -> Body:
         """At the partition's shard: once, also where another peer has it when it is asked again."""
-        if isinstance(body, Tag | Reset):
-            body.number = next(self.host.numbers)
-        done: Body = await self.router.ask(body, caller_of(self.host, request, session))
+        body.number = next(self.host.numbers)
+        done: Body = await self.router.ask(body, self.host.caller(session.id))
         return done
 
     # at the shard
@@ -54,6 +52,6 @@ class Changes:
             self.partitions.drop(body.partition, body.generation)
             return Dropped(0, 0)
         entry = self.host.shard(body.partition, body.generation)
-        done = CHANGES[type(body)](entry.store, body)
+        done = entry.store.answer_to(body.number) or entry.store.carry_out(body)
         self.settle(entry)
-        return Dropped(*done) if isinstance(body, Drop) else Done()
+        return done

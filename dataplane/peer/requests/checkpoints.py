@@ -100,18 +100,17 @@ class Checkpoints:
             raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
-        asked.number = next(self.host.numbers)
-        return await self.writing.carry(session, request, asked, committed)
+        return await self.writing.carry(session, asked, committed)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        if entry.store.was_carried_out(body.number):
-            self.writing.references.passed_over(body)
-            return PutDone()
-        if body.rows.keys:
+        if body.rows.keys and body.number not in entry.store.carried_out:
             self.writing.share.check_rows()
         async with self.writing.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
+            answer = self.writing.references.answered(entry, body)
+            if answer is not None:
+                return answer
             entry.store.restore(body)
             self.writing.settle(entry)
         return PutDone()

@@ -30,7 +30,7 @@ from dataplane.errors import (
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
+from dataplane.peer.host import ByLabel, Host, call_deadline
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Lease, Part
@@ -98,8 +98,7 @@ class Claims:
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
-        caller = Caller(self.host.address, self.host.incarnation, session.id)
-        answer = self.router.begin_here(self._asked(one), caller)
+        answer = self.router.begin_here(self._asked(one), self.host.caller(session.id))
         if not answer.done() or answer.exception() is not None:
             return self._until_here(one, answer)
         handed = self._hand_out(one, answer.result())

@@ -166,7 +166,7 @@ class Finishing:
             self.host.space.unpin(session.id, [body.pin])
         asked = _at_shard(lease, body, committed)
         if not self.host.serves(lease.partition) or self._makes_copies(asked):
-            return self._finish_carried(lease, request, body, asked, committed)
+            return self._finish_carried(lease, body, asked, committed)
         try:
             done = self._finish_at(asked)
         except BaseException as exc:
@@ -177,11 +177,10 @@ class Finishing:
         return self._finished(lease, body, done)
 
     async def _finish_carried(
-        self, lease: Lease, request: Request, body: Finish, asked: Finish, committed: Committed
+        self, lease: Lease, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
-        asked.number = next(self.host.numbers)
         try:
-            done = await self.writing.carry(lease.session, request, asked, committed)
+            done = await self.writing.carry(lease.session, asked, committed)
         except LeaseExpired:
             self.leases.close(lease)
             raise
@@ -202,9 +201,6 @@ class Finishing:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
-        if entry.store.was_carried_out(body.number):
-            self.writing.references.passed_over(body)
-            return PutDone()
         self.writing.share.check_values(body.inline)
         kept = entry.store.finish(body)
         self.writing.settle(entry)
@@ -212,7 +208,9 @@ class Finishing:
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self._makes_copies(body)
-        return self._finish_at(body) if entry is None else self._finish_with_copies(entry, body)
+        if entry is not None and body.number not in entry.store.carried_out:
+            return self._finish_with_copies(entry, body)
+        return self._finish_once(body)
 
     def _makes_copies(self, body: Finish) -> Entry | None:
         entry = self.host.entry(body.partition, body.generation)
@@ -220,7 +218,12 @@ class Finishing:
 
     async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
         async with self.writing.copying.beforehand(entry, body):
-            return self._finish_at(body)
+            return self._finish_once(body)
+
+    def _finish_once(self, body: Finish) -> Body:
+        entry = self.host.entry(body.partition, body.generation)
+        answer = None if entry is None else self.writing.references.answered(entry, body)
+        return answer or self._finish_at(body)
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

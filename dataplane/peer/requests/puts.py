@@ -26,7 +26,7 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.devices import Devices
-from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.sessions import Session
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
@@ -228,7 +228,7 @@ class Writing:
         )
         entry = self.host.entry(body.partition, body.generation)
         if entry is None or entry.copies is not None or self.share.is_full:
-            return self._put_carried(session, request, body, asked, committed)
+            return self._put_carried(session, body, asked, committed)
         try:
             done = self._put_into(entry, session.id, asked)
         except BaseException as exc:
@@ -237,19 +237,20 @@ class Writing:
         return self._put_done(session, body, committed, done.gone)
 
     async def _put_carried(
-        self, session: Session, request: Request, body: Put, asked: Put, committed: Committed
+        self, session: Session, body: Put, asked: Put, committed: Committed
     ) -> Body:
-        asked.number = next(self.host.numbers)
-        done = await self.carry(session, request, asked, committed)
+        done = await self.carry(session, asked, committed)
         return self._put_done(session, body, committed, done.gone)
 
     async def carry(
-        self, session: Session, request: Request, body: Put | Finish | Restore, committed: Committed
+        self, session: Session, body: Put | Finish | Restore, committed: Committed
     ) -> PutDone:
         """To the partition's shard, wherever that is then; again while that has no room."""
-        caller = caller_of(self.host, request, session)
+        caller = self.host.caller(session.id)
 
         def attempt() -> Awaitable[PutDone]:
+            self.references.doubts.settle(body.number)  # it was refused
+            body.number = next(self.host.numbers)
             return self.references.hand_over(body, committed.ranges, caller)
 
         try:
@@ -258,7 +259,7 @@ class Writing:
             self.grants.keep_where_full(session, committed, exc)
             raise
         finally:
-            self.references.arrived(committed.ranges, committed.counts, caller)
+            self.references.arrived(committed.ranges, committed.counts, body.number)
 
     def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
         space = self.host.space
@@ -274,18 +275,19 @@ class Writing:
 
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
-        if entry.store.was_carried_out(body.number):
-            self.references.passed_over(body)
-            return PutDone()
-        if entry.copies is not None:
+        if entry.copies is not None and body.number not in entry.store.carried_out:
             return self._put_with_copies(caller, body)
-        return self._put_into(entry, caller.session, body)
+        return self._put_once(entry, caller, body)
 
     async def _put_with_copies(self, caller: Caller, body: Put) -> Body:
         entry = self.host.shard(body.partition, body.generation)  # a turn later
         async with self.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
-            return self._put_into(entry, caller.session, body)
+            return self._put_once(entry, caller, body)
+
+    def _put_once(self, entry: Entry, caller: Caller, body: Put) -> Body:
+        answer = self.references.answered(entry, body)
+        return answer or self._put_into(entry, caller.session, body)
 
     def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:
         plan = plan_put(entry.store, body)

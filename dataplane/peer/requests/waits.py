@@ -24,7 +24,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Caller, Host, waits_s
+from dataplane.peer.host import Host, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
@@ -58,7 +58,7 @@ class Waits:
             why = self._why(session, body, said) or why
             self.host.notices.said(subject, why[0])
 
-        caller = Caller(self.host.address, self.host.incarnation, session.id)
+        caller = self.host.caller(session.id)
         with Telling(self.host, what, subject, lambda: why, soon=own):
             why = self.host.notices.why(subject) or UNSAID, {}  # as others were told
             try:

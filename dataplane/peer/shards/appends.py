@@ -173,12 +173,11 @@ class Shipping:
         if parted is not None:
             parted.cancel()
         before, in_sync = self.backup, new.backup_of(self.host.address)[1]
-        stays = owner == before and parted is None
-        if stays and (self.synced or in_sync or not self.progress.required):
-            pass
-        elif before is not None and self.progress.required and new.has(before):
+        required = self.progress.required
+        stays = owner == before and parted is None and (self.synced or in_sync or not required)
+        if not stays and before is not None and required and new.has(before):
             self._parting = self.mesh.spawn(self._part(before, owner))
-        else:
+        elif not stays:
             self._change_to(owner)
         self._whole = self._end
         self._require()

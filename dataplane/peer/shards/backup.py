@@ -337,6 +337,7 @@ class Replicas:
             for values, ranges, counts in copy.store.holdings():
                 held.setdefault(values, []).append((ranges, counts))
             entry = self.partitions.serve(copy.store)
+            entry.inherited = set(copy.store.carried_out)
             self.shipping.take_over(entry)
             if copy.values is not None:
                 self.copying.succeed(entry, copy.values, owner)

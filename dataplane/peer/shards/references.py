@@ -11,19 +11,18 @@ import asyncio
 import itertools
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, Unavailable
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
@@ -35,6 +34,8 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
+MAX_VOID = 16_384
+"""Changes that were given up before they came, and are known by number."""
 MOST_RANGES = 1 << 20
 """that one message says to be free, or taken over"""
 AGAIN_S = 2.0
@@ -57,16 +58,19 @@ class References:
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
         """owners that have yet to answer what this peer took over of theirs"""
         self._releases = itertools.count(1)
-        mesh.handlers[Release] = self._release_here
+        self._heard: dict[Owner, int] = {}
+        """the last of what each peer let go of here"""
+        self._void: dict[int, None] = {}
+        mesh.handlers |= {Release: self._release_here, Void: self._void_here}
 
     # at the peer that carries values to their shards
 
-    def arrived(self, ranges: Ranges, counts: Ranges, caller: Caller) -> None:
+    def arrived(self, ranges: Ranges, counts: Ranges, number: int) -> None:
         """Values stayed while they were carried to their shards, which took references of their
         own; what none took is free."""
         if not len(ranges):
             return
-        self.doubts.settle(caller)
+        self.doubts.settle(number)
         self.room.release(ranges, counts)
 
     async def hand_over(
@@ -98,11 +102,29 @@ class References:
 
     # at the peer of the shards: of values anywhere
 
-    def passed_over(self, body: Put | Finish | Restore) -> None:
-        """What was carried out before brought its values once more: the first time they were
-        taken."""
-        for owner, ranges, counts, _ in named_by(body):
-            self.let_go(owner, ranges, counts)
+    def answered(self, entry: Entry, body: Put | Finish | Restore) -> Body | None:
+        """What was answered, where this was carried out before; `Done` where it was given up. Where
+        another peer did so, the values were lent to that one, and have been to this one since."""
+        if body.number in self._void:
+            return Done()
+        answer = entry.store.answer_to(body.number)
+        if answer is not None and body.number in entry.inherited:
+            entry.inherited.discard(body.number)
+            for owner, ranges, counts, _ in named_by(body):
+                self.let_go(owner, ranges, counts)
+        return answer
+
+    def _void_here(self, caller: Caller, body: Void) -> Body:
+        """StaleEpoch where the shard may have moved: whoever has it then says what it holds."""
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None and self.host.address in self.host.roster.leaving:
+            raise StaleEpoch(f"{self.host.address} leaves, and may have handed it over")
+        answer = entry.store.answer_to(body.number) if entry is not None else None
+        if answer is None:
+            self._void[body.number] = None
+            if len(self._void) > MAX_VOID:
+                del self._void[next(iter(self._void))]
+        return answer or Done()
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
         """Values that a shard here no longer holds; their bytes may be another peer's. Whether any
@@ -140,12 +162,10 @@ class References:
         most = MOST_RANGES * RANGE.itemsize, MOST_RANGES * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
-        body = Release(ranges[: most[0]], counts[: most[1]])
-        # An owner is told of one at a time, so that it need remember the answer to no other.
-        me, number = self.host.owner, next(self._releases)
-        caller = Caller(me.peer, me.incarnation, me.incarnation, number, number)
+        # An owner is told of one at a time, so that it need know of no other.
+        body = Release(ranges[: most[0]], counts[: most[1]], next(self._releases))
         try:
-            await self.mesh.tell(owner, body, caller)
+            await self.mesh.tell(owner, body)
         except DataplaneError:
             self._freed[owner].insert(0, (body.ranges, body.counts))
             raise
@@ -179,13 +199,15 @@ class References:
         """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
-        by = Owner(caller.address, caller.incarnation)
-        self.room.release(ranges, self.lent.returned(by, ranges, counts))
+        if body.number > self._heard.get(caller.owner, 0):
+            self._heard[caller.owner] = body.number
+            self.room.release(ranges, self.lent.returned(caller.owner, ranges, counts))
         return Done()
 
     def gone(self, owner: Owner) -> None:
         """A process is no member any more. Where it had no shards nobody speaks for it: what it was
         being handed, under a roster that gave its address some, it cannot have taken."""
+        self._heard.pop(owner, None)
         if self.host.heirs.heir(owner) == owner:
             self.room.release(*self.lent.lost(owner))
 
@@ -218,13 +240,8 @@ def _named(body: Put | Finish | Restore) -> Ranges:
     return ranges_of(ids_of(flat[rowset.in_ranges(flat, body.owners)]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Doubt:
-    """A client's operation, at one life of a peer: carried out there once or never."""
-
-    to: Owner
-    session: int
-    op: int
+Doubt = tuple[Owner, int]
+"""A change, by its number, at one life of a peer: carried out there once or never."""
 
 
 class Doubts:
@@ -239,8 +256,7 @@ class Doubts:
         self.host = host
         self.mesh = mesh
         self.lent = lent
-        self._open: dict[_Doubt, tuple[Caller, Ranges]] = {}
-        self._unnumbered = itertools.count(-1, -1)
+        self._open: dict[Doubt, tuple[Void, Ranges]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -255,12 +271,12 @@ class Doubts:
     ) -> PutDone:
         """Hand over what names these ranges of this host, once for each value. What is refused is
         let go, what was not answered is in doubt. Unavailable for what was given up before."""
-        doubt = _Doubt(to, caller.session, caller.op or next(self._unnumbered))
+        doubt = to, body.number
         again = doubt in self._open
         if not again:
             self.host.space.hold(ranges)
             self.lent.lend(to, ranges)
-            self._note(doubt, caller, ranges)
+            self._open[doubt] = Void(body.partition, body.generation, body.number), ranges
         try:
             done: Done | PutDone = await self.mesh.call(
                 to.peer, body, caller=caller, to=to.incarnation, epoch=epoch
@@ -269,11 +285,9 @@ class Doubts:
             # What was in doubt before may be on its way still, whatever was said now.
             if not again and not isinstance(exc, Unavailable):
                 self._take_back(doubt)
-            elif not caller.op:
-                self._forget(doubt)  # nobody can ask about it: lent until that peer is lost
             raise
         if isinstance(done, PutDone):
-            self._forget(doubt)
+            self._open.pop(doubt, None)
             return done
         self._take_back(doubt)
         raise Unavailable(
@@ -281,16 +295,15 @@ class Doubts:
             address=to.peer,
         )
 
-    def settle(self, caller: Caller) -> None:
+    def settle(self, number: int) -> None:
         """The client's call is over: what is in doubt of it is found out."""
-        for doubt in list(self._open):
-            if (doubt.session, doubt.op) == (caller.session, caller.op):
-                self.mesh.spawn(self._find_out(doubt, *self._open[doubt]))
+        for doubt in [one for one in self._open if one[1] == number]:
+            self.mesh.spawn(self._find_out(doubt, *self._open[doubt]))
 
-    async def _find_out(self, doubt: _Doubt, caller: Caller, ranges: Ranges) -> None:
-        to = doubt.to
+    async def _find_out(self, doubt: Doubt, asked: Void, ranges: Ranges) -> None:
+        to = doubt[0]
         try:
-            said = await self.mesh.tell(to, Void(), caller)
+            said = await self.mesh.tell(to, asked)
         except DataplaneError as exc:
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error("%d bytes stay lent to %s: %s", nbytes, to.peer, exc)
@@ -299,24 +312,11 @@ class Doubts:
                 self._take_back(doubt)
         if not self.host.roster.has(to) and self.host.heirs.heir(to) == to:
             self._take_back(doubt)  # it had no shards
-        self._forget(doubt)  # what a lost peer had, its heir says
+        self._open.pop(doubt, None)  # what a lost peer had, its heir says
 
-    def _note(self, doubt: _Doubt, caller: Caller, ranges: Ranges) -> None:
-        self._open[doubt] = caller, ranges
-        self.host.unanswered.setdefault(doubt.session, []).append(doubt.op)
-
-    def _forget(self, doubt: _Doubt) -> None:
-        if self._open.pop(doubt, None) is None:
-            return
-        ops = self.host.unanswered[doubt.session]
-        ops.remove(doubt.op)
-        if not ops:
-            del self.host.unanswered[doubt.session]
-
-    def _take_back(self, doubt: _Doubt) -> None:
+    def _take_back(self, doubt: Doubt) -> None:
         """It was not taken: no more than is lent, the peer may have been lost meanwhile."""
-        found = self._open.get(doubt)
-        if found is not None:
-            counts = self.lent.returned(doubt.to, found[1], np.ones(len(found[1]), U4))
-            self.host.space.release(found[1], counts)
-            self._forget(doubt)
+        if doubt in self._open:
+            _, ranges = self._open.pop(doubt)
+            counts = self.lent.returned(doubt[0], ranges, np.ones(len(ranges), U4))
+            self.host.space.release(ranges, counts)

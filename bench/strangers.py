@@ -145,7 +145,7 @@ class Target:
         versions = (limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION)
         who = "stranger", 1, "tcp://127.0.0.1:1"
         hello = PeerHello(versions, self.plane, *who, self.founding, limits.SHARDS, "")
-        return peering.encode(PeerRequest(1, who[2], who[1], 0, 0, 0, self.founding, 1000, hello))
+        return peering.encode(PeerRequest(1, who[2], who[1], 0, self.founding, 1000, hello))
 
     def processes(self) -> list[psutil.Process]:
         """The peer and its bulk workers."""

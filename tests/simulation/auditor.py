@@ -36,7 +36,7 @@ class Auditor(Role):
             row = self.ledger.rows.get(key)
             if row is None:
                 self.ledger.wrong(f"a row {key.hex()} is there that nobody put")
-            elif row.dropped_at is not None and not row.group.excused:
+            elif row.dropped_in == self.generation and not row.group.excused:
                 self.ledger.wrong(f"a row of {row.group.name} is there, which was dropped")
 
     def _owed(self) -> list[Row]:

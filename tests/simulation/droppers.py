@@ -62,6 +62,6 @@ class Dropper(Role):
         began = self.ledger.beginnings
         dropped = await self.client.call(body, m.Dropped, 10.0)
         if self.ledger.beginnings == began:
-            self.ledger.ended(keys, self.client.cluster.loop.now)
+            self.ledger.ended(keys, self.client.cluster.loop.now, body.generation)
         if dropped.rows > max(len(keys), 1) * self.ledger.group_rows:
             self.ledger.wrong(f"{self!r} dropped {dropped.rows} rows")

@@ -40,6 +40,8 @@ class Row:
     dropping: bool = False
     """somebody asked for its end"""
     dropped_at: float | None = None
+    dropped_in: int = 0
+    """the generation: another one has not heard of it"""
     """when somebody was told that it is gone, which a drop had to know of"""
 
 
@@ -83,9 +85,9 @@ class Ledger:
         self.rows: dict[bytes, Row] = {}
         self.named: dict[bytes, Group] = {}
         """by the hash of its name"""
-        self.condemned: dict[bytes, float | None] = {}
-        """keys of rows and groups that somebody asked to drop, and when it was told that they are;
-        they may not have been put yet"""
+        self.condemned: dict[bytes, tuple[float, int] | None] = {}
+        """keys of rows and groups that somebody asked to drop, and when it was told so of
+        which generation; they may not have been put yet"""
         self.live: dict[tuple[str, bytes], tuple[Client, int]] = {}
         """who holds a row for a stage, and under which lease, as far as that client knows"""
         self.gone: dict[Owner, float] = {}
@@ -118,7 +120,7 @@ class Ledger:
                 self.condemn([key])
                 at = self.condemned[key]
                 if at is not None:
-                    self.dropped(self._meant(key), at)
+                    self.dropped(self._meant(key), *at)
 
     def _meant(self, key: bytes) -> list[Row]:
         """The row with this key, or all of the group, as far as they were put."""
@@ -133,16 +135,17 @@ class Ledger:
             for row in self._meant(key):
                 row.dropping = True
 
-    def ended(self, keys: list[bytes], now: float) -> None:
+    def ended(self, keys: list[bytes], now: float, generation: int) -> None:
         """It was told that they are dropped."""
         for key in keys:
-            self.condemned[key] = now
-            self.dropped(self._meant(key), now)
+            self.condemned[key] = now, generation
+            self.dropped(self._meant(key), now, generation)
 
-    def refused(self, group: Group, began: float) -> bool:
+    def refused(self, group: Group, began: float, generation: int) -> bool:
         """Whether a put of it that began then could only be refused."""
-        at = [row.dropped_at for row in group.rows if row.dropped_at is not None]
-        return bool(at) and min(at) < began and not group.excused and not group.repeated
+        dropped = [row for row in group.rows if row.dropped_in == generation]
+        before = any(row.dropped_at is not None and row.dropped_at < began for row in dropped)
+        return before and not group.excused and not group.repeated
 
     # what clients see
 
@@ -161,7 +164,9 @@ class Ledger:
             holder = self.live.get((stage, key))
             if holder is not None and self._holds(*holder) and not row.group.excused:
                 self.wrong(f"{client!r} claimed {row.group.name} of {stage}, {holder[0]!r} has it")
-            if row.dropped_at is not None and row.dropped_at < began and not row.group.excused:
+            dropped = row.dropped_at is not None and row.dropped_at < began
+            of_now = row.group.generation in (None, row.dropped_in)
+            if dropped and of_now and not row.group.excused:
                 self.wrong(f"{client!r} claimed a row of {row.group.name}, which was dropped")
             if row.acks.get(stage) and not row.group.excused and not row.group.repeated:
                 self.wrong(f"{client!r} claimed {row.group.name} of {stage}, which was acked")
@@ -189,11 +194,11 @@ class Ledger:
                 continue
             row.acks[stage] = row.acks.get(stage, 0) + 1
 
-    def dropped(self, rows: list[Row], now: float) -> None:
+    def dropped(self, rows: list[Row], now: float, generation: int) -> None:
         """A client was told that they are gone."""
         for row in rows:
             if row.dropped_at is None:
-                row.dropped_at = now
+                row.dropped_at, row.dropped_in = now, generation
 
     # what the authority decides
 

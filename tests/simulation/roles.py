@@ -302,7 +302,7 @@ class Producer(Role):
             self._again(groups)
             raise
         for group in groups:
-            if self.ledger.refused(group, began):
+            if self.ledger.refused(group, began, generation):
                 self.ledger.wrong(f"{self!r} put {group.name}, which had been dropped")
             if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
                 group.excused = "its peer was lost already"
@@ -474,7 +474,7 @@ class Consumer(Role):
             await self.client.call(m.Finish(claimed.lease, "drop"), m.PutDone, 10.0)
         except LeaseExpired:
             return
-        self.ledger.dropped(rows, self.client.cluster.loop.now)
+        self.ledger.dropped(rows, self.client.cluster.loop.now, self.generation)
 
     async def _ended(self, body: m.Finish, keys: list[bytes]) -> None:
         try:

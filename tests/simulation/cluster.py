@@ -17,6 +17,7 @@ from unittest import mock
 from dataplane.launch.settings import PeerConfig
 from dataplane.memory.arena import Arena
 from dataplane.metadata.shard import journal
+from dataplane.peer import main
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.membership import authority
@@ -158,7 +159,8 @@ class Cluster:
             self.known[peer.host.owner] = peer
             self.network.peers[peer.host.address, peer.host.incarnation] = place.machine, peer
             try:
-                await peer.start("/nowhere")
+                if not await main._started(peer, "/nowhere", (place.leave,)):
+                    return
                 place.serves = True
                 again = await peer.run(place.leave, asyncio.Event())
             except Exception as exc:

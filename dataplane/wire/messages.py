@@ -255,7 +255,7 @@ class Read(Body, tag=35):
 
 class ReadDone(Body, tag=36):
     """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
-    Between peers the last key, and columns hold VALUE records."""
+    Between peers columns hold VALUE records."""
 
     table: Table
     pin: int

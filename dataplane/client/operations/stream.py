@@ -99,7 +99,7 @@ class Looping(Generic[B]):
         stream._loops.add(self)
 
     def _advance(self) -> Operation[B]:
-        """Ack, and claim the next, in one frame. StreamEnd where there is none."""
+        """Ack, and claim the next, in one piece. StreamEnd where there is none."""
         stream, lease, call = self._stream, self.lease, None
         try:
             if lease is not None and lease.state == "leased" and not stream._closed:

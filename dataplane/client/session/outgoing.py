@@ -31,7 +31,7 @@ class Call(msgspec.Struct, eq=False):
     deadline_s: float | None
     blocking: bool = False
     then: Call | None = None
-    """goes in the same frame, and is waited for by itself afterwards, or left"""
+    """goes in the same piece, and is waited for by itself afterwards, or left"""
     sent: tuple[Connection, Outgoing] | None = None
     """where its answer comes, of one that went along with the call before it"""
 

@@ -1,8 +1,8 @@
 """The local door: clients of this host, over a unix socket that only this user may open.
 
-The peer speaks first (Welcome, with the arena's descriptors). A connection carries one request at a
-time; when it closes, the request it carried is cancelled if it only waits. A bad frame ends that
-connection and nothing else.
+The peer speaks first (Welcome, with the arena's descriptors). When a
+connection closes, what it carried is cancelled if it only waits. A bad frame ends that connection
+and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A checkpoint at the peer: what there is, groups as they stand, and rows that come back.
 
-The client writes and reads the files. Restored rows and their bytes live at the peer of the client
-that restores, as if it had put them; so any number of peers will do.
+The client writes and reads the files. Restored rows come as if that client had put them: into the
+shard of their partition, their bytes at its host; so any number of peers will do.
 """
 
 from __future__ import annotations

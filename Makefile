@@ -107,7 +107,7 @@ $(VENV)/.engines-installed: $(VENV)/.test-installed
 	  'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' 'libucx-cu13>=1.21,<1.22' 'librmm-cu13>=26.10,<26.11' 'rapids-logger>=0.3,<0.4'
 	touch $@
 
-# With the Python that it is given: a machine with a GPU may have no network, see docs/gpu.md.
+# With the Python that it is given: a machine with a GPU may have no network, see tests/gpu/README.md.
 test-gpu:
 	$(PYTHON) -m pytest -rs -m gpu tests/gpu
 

@@ -152,7 +152,7 @@ def test_a_graph_that_one_thread_captures_is_left_alone_by_what_another_puts_and
         while not captured.is_set():
             part.put({"x": tensors})
             batch = part.claim("s", rows=4, timeout=20)
-            kept.append(list(batch["x"]))  # see docs/gpu.md: views are kept meanwhile
+            kept.append(list(batch["x"]))  # see docs/transports.md: views are kept during a capture
             batch.ack()
 
     graph, worker = torch.cuda.CUDAGraph(), threading.Thread(target=work)

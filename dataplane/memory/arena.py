@@ -19,11 +19,14 @@ import logging
 import mmap
 import os
 import re
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+
+from dataplane.memory import prefault
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +77,6 @@ class Arena:
         """Where the peer's own mapping begins."""
         want_huge_pages(self.address, size_bytes)
         self.view = memoryview(self._map)
-        self._mapped = threading.Lock()
-        """held by whoever brings pages in: it must not end under him"""
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> Arena:
@@ -98,28 +99,30 @@ class Arena:
     def __repr__(self) -> str:
         return f"<Arena {self.size_bytes} B {'closed' if self.rw_fd < 0 else 'open'}>"
 
-    def prefault(self, start: int, length: int) -> bool:
-        """Bring pages in before anybody writes; other threads run meanwhile. False where the
-        kernel cannot, or it is closed, which costs speed only."""
+    def prefault(self, start: int, length: int) -> subprocess.Popen[bytes]:
+        """Start a process that allocates pages before anybody writes; the caller waits for its end
+        or kills it. OSError where it cannot be started."""
         first = start // MAP_UNIT_BYTES * MAP_UNIT_BYTES
-        with self._mapped:
-            if self.rw_fd < 0:
-                return False
-            return populate(self.address + first, min(start + length, self.size_bytes) - first)
+        nbytes = min(start + length, self.size_bytes) - first
+        asked = (self.rw_fd, first, nbytes)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", prefault.__file__, *map(str, asked)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(self.rw_fd,),
+        )
 
     def close(self) -> None:
         """Close the descriptors. The peer's mapping goes when the last slice of it does."""
-        with self._mapped:
-            if self.rw_fd < 0:
-                return
-            os.close(self.rw_fd)
-            os.close(self.ro_fd)
-            self.rw_fd = self.ro_fd = -1
-            try:
-                self.view.release()
-                self._map.close()
-            except BufferError:
-                pass  # somebody still looks into it; it ends with that view
+        if self.rw_fd < 0:
+            return
+        os.close(self.rw_fd)
+        os.close(self.ro_fd)
+        self.rw_fd = self.ro_fd = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # somebody still looks into it; it ends with that view
 
 
 def map_to_read(fd: int, length: int) -> int:

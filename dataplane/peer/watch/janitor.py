@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from dataplane.launch import runs
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 PREFAULT_AHEAD_BYTES = 256 << 20
-PREFAULT_STEP_BYTES = 16 << 20
 ARRIVAL_S = 5.0
 """Whoever started this peer has so long to come, however short it is to linger."""
 
@@ -99,15 +99,35 @@ class Janitor:
         return self._over
 
     async def _prefault(self) -> None:
-        """Keep some pages above the highest use warm: the first touch of a page is the slow one.
+        """Keep some pages above the highest use allocated: the first touch of a page is slow.
 
-        Not before half of them are used: a short burst of puts needs the processor for itself.
+        Starts when half of them are used: a short burst of puts needs the processor for itself. A
+        child touches the pages (`memory.prefault` says why), and ends with this.
         """
-        space, loop = self.host.space, asyncio.get_running_loop()
+        space = self.host.space
         ahead = min(PREFAULT_AHEAD_BYTES, space.size_bytes // 4)
-        if self._faulted - space.high_water > ahead // 2:
+        start, goal = self._faulted, min(space.high_water + ahead, space.size_bytes)
+        if start - space.high_water > ahead // 2 or start >= goal:
             return
-        while self._faulted < (goal := min(space.high_water + ahead, space.size_bytes)):
-            start, step = self._faulted, min(PREFAULT_STEP_BYTES, goal - self._faulted)
-            self._faulted += step
-            await loop.run_in_executor(None, self.host.arena.prefault, start, step)
+        self._faulted = goal
+        try:
+            child = self.host.arena.prefault(start, goal - start)
+        except OSError as exc:
+            log.warning("arena: no process prefaults %d bytes: %s", goal - start, exc)
+            return
+        try:
+            await _exited(child.pid)
+        finally:
+            child.kill()
+            child.wait()
+
+
+async def _exited(pid: int) -> None:
+    """Wait until a child has ended."""
+    loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

@@ -38,12 +38,16 @@ class ProcessDied(RuntimeError):
     """A process ended that should not have, or with an exit code other than 0."""
 
     def __init__(self, name: str, returncode: int, log: str, services: str = "") -> None:
-        how = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
-        told = f"{name} ended with {how}; its last log lines:\n{log or '  (none)'}"
+        told = f"{name} ended with {_how(returncode)}; its last log lines:\n{log or '  (none)'}"
         super().__init__(told + services)
         self.name = name
         self.returncode = returncode
         self.log = log
+
+
+def _how(returncode: int) -> str:
+    """How a process ended."""
+    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
 
 
 def die_with(parent: int) -> None:
@@ -139,6 +143,15 @@ class Crew:
         told = [f"\n{name} is stopped, and nobody has continued it" for name in stopped]
         told += [f"\n{m.name}:\n{tail}" for m in self.members.values() if (tail := m.tail())]
         return "".join(told)
+
+    def endings(self) -> list[str]:
+        """A sentence for each process that ended out of turn, or with an exit code other than 0."""
+        ended = [m for m in self.members.values() if m.process.poll() is not None]
+        return [
+            f"{m.name} ended with {_how(m.process.returncode)}"
+            for m in ended
+            if m.process.returncode or not m.done
+        ]
 
     def killed(self, count: int) -> list[str]:
         """Who ended by SIGKILL before anybody here sent one: `count` names, or fewer where it was

@@ -1,13 +1,15 @@
 """One run after the other: start a plane's services and the workers, listen, check, add up.
 
 A run ends `ok` only when every row reached a trainer with the content that was put; a worker that
-dies, a deadline or the kernel's OOM killer end it with `error` or `oom` and the last log lines.
+dies, a deadline or the kernel's OOM killer end it with `error` or `oom` and the last log lines. The
+logs of a run that ends with `error` are kept.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -71,6 +73,7 @@ class Settings:
     trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
     link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
     computed_link: str | None = None  # where there are no links: the rate to compute for
+    logs: Path = Path(tempfile.gettempdir())  # where a run that fails leaves those of its processes
 
 
 def variants(settings: Settings) -> list[tuple[str, bool]]:
@@ -111,11 +114,21 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
             status = _outcome(exc, kills)
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
+        if status == "error":
+            problems += [*run.endings, f"the logs of all processes: {_kept(folder, settings.logs)}"]
         if run.killed:
             status = "oom"
             whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
             problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
         return run.result(name, status, "\n".join(problems))
+
+
+def _kept(folder: str, logs: Path) -> Path:
+    """The logs of a run's processes, copied to where they outlive it."""
+    kept = Path(tempfile.mkdtemp(prefix="bench-logs-", dir=logs))
+    for log in Path(folder).glob("*.log"):
+        shutil.copy(log, kept)
+    return kept
 
 
 def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
@@ -209,6 +222,7 @@ class _Run:
         self._traffic: Traffic | None = None
         self._messages: dict[str, Any] | None = None
         self.killed: dict[str, Any] | None = None
+        self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._trainers_done: Counter[int] = Counter()
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
@@ -252,7 +266,10 @@ class _Run:
                 self._moved = self._plane.moved(self._done)
                 self._messages = self._per_group(counted, self._plane.messages())
                 check_limits(self._limits)
-            except Exception:
+            except Exception as exc:
+                self.endings = crew.endings()
+                if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
+                    self.endings += crew.account().splitlines()
                 self.killed = self._killed(crew)
                 if not self.killed:  # a kill below the limit explains what else went wrong
                     check_limits(self._limits)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +121,27 @@ def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "train"])
-def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(role: str) -> None:
-    run = execute(MATH, "controller", False, killing(role))
+def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(
+    role: str, tmp_path: Path
+) -> None:
+    run = execute(replace(MATH, logs=tmp_path), "controller", False, killing(role))
     assert run["status"] == "error"
     assert f"{role}-" in run["error"] and "signal 9" in run["error"]
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in run["error"]
+    assert {"controller.log", f"{role}-0.log"} <= {log.name for log in kept.iterdir()}
     assert not leaks.children()
 
 
-def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for() -> None:
+def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for(
+    tmp_path: Path,
+) -> None:
     def stopping(rows: int, expected: int) -> None:
         for process in descendants("train"):
             process.send_signal(signal.SIGSTOP)
 
     settings = Settings(trace="math", planes=("controller",), prompts=4, timeout_s=6)
+    settings = replace(settings, logs=tmp_path)
     run = execute(settings, "controller", False, stopping)
     assert run["status"] == "error"
     assert "still waited for the workers to" in run["error"]

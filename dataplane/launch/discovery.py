@@ -4,7 +4,8 @@
 |---|---|---|---|
 | any | – | DATAPLANE_SEEDS (`none`: this host alone) | DATAPLANE_RUN |
 | Open MPI | OMPI_COMM_WORLD_SIZE > _LOCAL_SIZE | MASTER_ADDR, others join | PMIX_NAMESPACE |
-| Slurm | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | SLURM_JOB_ID, _STEP_ID |
+| Slurm, a step | SLURM_STEP_NUM_NODES > 1 | SLURM_STEP_NODELIST | SLURM_JOB_ID, _STEP_ID |
+| Slurm, no step | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | – |
 | Kubernetes LeaderWorkerSet | LWS_GROUP_SIZE > 1 | leader and its workers | LWS_LEADER_ADDRESS |
 | Ray | the head is elsewhere, or ray knows of several | the head, others join | session, job |
 | torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR, others join | TORCHELASTIC_RUN_ID |
@@ -12,9 +13,9 @@
 
 From the top: the run is named by the first launcher that tells an id, seeds come from the first
 that sees several hosts and names them; where hosts are seen and not named, SeedsMissing. Only what
-one launch of a launcher has for itself is an id: a Slurm job without a step is a shell or a script
-in which many things may be started, torchrun's id is "none" unless one is given, and the job ids of
-Ray begin anew in each of its sessions.
+one launch of a launcher has for itself is an id: a Slurm job without a step, or with one that only
+has a shell, is a place in which many things may be started, torchrun's id is "none" unless one is
+given, and the job ids of Ray begin anew in each of its sessions.
 mpirun is asked before Slurm, by which it may start ranks: those of its own host have no step then.
 "Others join": only the first host is known, so a peer must start there; those of other hosts wait
 for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
@@ -200,14 +201,35 @@ def _slurm(environ: Environ) -> Job | None:
     job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID")
     if not job:
         return None
+    step = _slurm_step(environ)
     groups = _integer(environ, "SLURM_HET_SIZE", 0)
-    suffixes = [f"_HET_GROUP_{group}" for group in range(groups)] or [""]
-    lists = [environ.get(f"SLURM_JOB_NODELIST{suffix}", "") for suffix in suffixes]
-    nodes = expand_nodelist(",".join(lists)) if all(lists) else ()
-    count = max(len(nodes), groups, _integer(environ, "SLURM_JOB_NUM_NODES", 1))
+    of_step = "SLURM_STEP_NODELIST" in environ or "SLURM_STEP_NUM_NODES" in environ
+    if step and of_step and groups < 2:
+        # A step may have fewer nodes than its job.
+        nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST", ""))
+        count = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    else:
+        # A step of several components sees only those nodes that are of its own one.
+        suffixes = [f"_HET_GROUP_{group}" for group in range(groups)] or [""]
+        lists = [environ.get(f"SLURM_JOB_NODELIST{suffix}", "") for suffix in suffixes]
+        nodes = expand_nodelist(",".join(lists)) if all(lists) else ()
+        count = max(groups, _integer(environ, "SLURM_JOB_NUM_NODES", 1))
     several = len(nodes) > 1 if nodes else count > 1
-    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     return Job("slurm", f"{job}.{step}" if step else "", several, nodes)
+
+
+_SHELL_STEPS = 0xFFFFFFF0
+"""Slurm's numbers for what is no srun: a batch script, an interactive allocation's shell."""
+
+
+def _slurm_step(environ: Environ) -> str:
+    """The step that srun made, "" where there is none. A step that is one terminal (`srun --pty`)
+    is a shell in which commands are typed, and starts nothing itself."""
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    if step.isdigit() and int(step) >= _SHELL_STEPS:
+        return ""
+    alone = _integer(environ, "SLURM_STEP_NUM_TASKS", 1) == 1
+    return "" if alone and "SLURM_PTY_PORT" in environ else step
 
 
 def _leader_worker_set(environ: Environ) -> Job | None:

@@ -97,6 +97,35 @@ def test_slurm() -> None:
         find_seeds({"SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "3"})
 
 
+FOUR_NODES = {"SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "a[1-4]"}
+
+
+def test_a_slurm_step_has_its_own_nodes_and_not_those_of_its_job() -> None:
+    step = {**FOUR_NODES, "SLURM_STEP_ID": "3"}
+    one = {**step, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "a2"}
+    assert find_seeds(one) == () and launchers_run(one) == "slurm-42.3"
+    assert find_seeds({**step, "SLURM_STEP_NUM_NODES": "1"}) == ()
+    two = {**step, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "a[2,4]"}
+    assert hosts(find_seeds(two)) == ["a2", "a4"]
+    with pytest.raises(SeedsMissing):
+        find_seeds({**step, "SLURM_STEP_NUM_NODES": "2"})
+    # What a batch script finds in its environment of the step that it was itself submitted from.
+    assert hosts(find_seeds({**one, "SLURM_STEP_ID": ""})) == ["a1", "a2", "a3", "a4"]
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {},
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_STEP_ID": "4294967290"},  # the shell of an interactive allocation
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "34129"},
+    ],
+)
+def test_a_slurm_step_that_is_a_shell_launches_nothing(shell: dict[str, str]) -> None:
+    assert launchers_run({"SLURM_JOB_ID": "42", **shell}) is None
+
+
 def test_a_heterogeneous_slurm_job_is_one_plane() -> None:
     environ = {
         "SLURM_JOB_ID": "43",

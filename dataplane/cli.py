@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
-from dataplane.launch import embedded, rundir, runs, settings
+from dataplane.launch import embedded, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.version import __version__
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _peer(arguments: argparse.Namespace) -> int:
+    processes.open_standard_descriptors()
     configuration = peer_config(arguments)
     # Imported here: `dataplane status` must not load the peer.
     from dataplane.peer.main import run

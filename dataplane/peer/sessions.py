@@ -12,13 +12,14 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dataplane.errors import ClientClosed
 from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Host
+from dataplane.wire.messages import Hello
 from dataplane.wire.tables import SESSIONS
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,21 @@ class Held(NamedTuple):
     version: int
 
 
+COMMAND_CHARACTERS = 200
+"""Of the command line that a client says; the rest is cut off."""
+
+
 @dataclass(slots=True, eq=False)
 class Session:
+    """pid: as the kernel shows it to this peer; 0 where the client is in another pid namespace.
+    own_pid, command: what the client says of itself. began: on the host's clock."""
+
     id: int
     pid: int
     label: str
+    own_pid: int = 0
+    command: str = ""
+    began: float = 0.0
     connections: int = 0
     leases: set[int] = field(default_factory=set)
     permits: dict[int, Held] = field(default_factory=dict)
@@ -49,6 +60,10 @@ class Session:
     gone: bool = False
     waiting: int = 0
     """its calls that wait for room or for rows"""
+
+    def is_of(self, other: Session) -> bool:
+        """Whether both are certainly sessions of one process. Two containers may use one pid."""
+        return self is other or (self.pid != 0 and self.pid == other.pid)
 
     def check(self) -> None:
         """ClientClosed where its process exited before this request was read: what it were handed
@@ -76,16 +91,22 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._live.values()))
 
-    def open(self, pid: int, label: str, pools: Sequence[int] = ()) -> Session:
-        """pools: the device arenas that it reads in place."""
-        name = self._host.name
-        where = socket.gethostname() if is_embedded(name) else name
-        session = Session(self._number(), pid, label or f"pid {pid} on host {where}")
+    def open(self, pid: int, hello: Hello) -> Session:
+        """A new session. pid: of the client, as the kernel shows it here."""
+        number = self._number()
+        session = Session(
+            number,
+            pid,
+            hello.label or self._label(number, pid, hello.pid),
+            hello.pid,
+            hello.command[:COMMAND_CHARACTERS],
+            self._host.now(),
+        )
         self._live[session.id] = session
         self.came = True
         self._host.label(session.id, session.label)
-        if pools:
-            self._host.space.reads_in_place(session.id, pools)
+        if hello.pools:
+            self._host.space.reads_in_place(session.id, hello.pools)
         try:
             session.pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)
@@ -94,15 +115,26 @@ class Sessions:
             session.pidfd = -1
         return session
 
+    def _label(self, number: int, pid: int, own_pid: int) -> str:
+        """What people call a client. A label names one process, so that "this process" can be told
+        by it: of another pid namespace, where pids repeat, it has the session's number too."""
+        name = self._host.name
+        where = socket.gethostname() if is_embedded(name) else name
+        if pid:
+            return f"pid {pid} on host {where}"
+        nth = number - self._host.owner.first_session
+        return f"pid {own_pid} of another container on host {where} (client {nth})"
+
     def _number(self) -> int:
         while True:
             number = self._host.owner.first_session + next(self._numbers) % SESSIONS
             if number not in self._live and number not in self._quarantined:
                 return number
 
-    def join(self, session_id: int, pid: int) -> Session:
+    def join(self, session_id: int, pid: int, own_pid: int) -> Session:
+        """The session, for one more connection of its process."""
         session = self._live.get(session_id)
-        if session is None or session.pid != pid:
+        if session is None or (session.pid, session.own_pid) != (pid, own_pid):
             raise ClientClosed("this session has ended at the peer: connect again")
         return session
 

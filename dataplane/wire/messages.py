@@ -55,12 +55,15 @@ class Welcome(Body, tag=1):
 class Hello(Body, tag=2):
     """The client's first frame. `session` 0 opens a session, else this connection joins it.
 
-    pools: which device arenas the session reads in place, 1 is the first."""
+    pools: which device arenas the session reads in place, 1 is the first. pid, command: the
+    client's process as it sees itself; a peer in another pid namespace cannot see either."""
 
     version: int
     session: int = 0
     label: str = ""
     pools: list[int] = []
+    pid: int = 0
+    command: str = ""
 
 
 class HelloDone(Body, tag=3):

@@ -202,6 +202,30 @@ def test_a_host_that_no_seed_names_needs_a_peer_by_hand(
         dataplane.connect()
 
 
+def test_a_process_without_standard_descriptors_connects(folder: Path, tmp_path: Path) -> None:
+    """As a daemon is, and what some launchers start. What it prints goes into no socket of ours."""
+    told = tmp_path / "told"
+    code = f"""
+        import os
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+        import dataplane
+        told = open({str(told)!r}, "w")
+        try:
+            with dataplane.connect() as plane:
+                os.write(1, b"printed")
+                plane.partition("p", {{"s": ["x"]}}).put({{"x": [1]}})
+                os.write(2, b"printed")
+                told.write(f"{{len(plane.partition('p').rows())}} rows")
+        except BaseException as exc:
+            told.write(repr(exc))
+        told.close()
+    """
+    process = python(code)
+    process.communicate(timeout=60)
+    assert told.read_text() == "1 rows"
+
+
 def test_a_peer_ends_when_told_whatever_signals_its_starter_blocks(folder: Path) -> None:
     code = """
         import signal

@@ -24,6 +24,7 @@ from dataplane.errors import (
     ProtocolError,
     VersionMismatch,
 )
+from dataplane.launch import processes
 from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
@@ -76,7 +77,9 @@ def open_connection(
         joined = 0 if session is None else session.id
         rid = connection.next_rid()
         version = negotiate(welcome)
-        hello = Hello(version, joined, pools=greet(welcome) if session is None else [])
+        hello = Hello(version, joined, pid=os.getpid())
+        if session is None:
+            hello.pools, hello.command = greet(welcome), processes.own_command()
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
         connection.send(encode(request), limit_s)
         done = unwrap(answer(connection.receive(limit_s), rid))

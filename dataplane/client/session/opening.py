@@ -18,7 +18,7 @@ from dataplane.client.session.handshake import HANDSHAKE_S, open_connection
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.errors import PeerLost, PeerNotFound
-from dataplane.launch import settings
+from dataplane.launch import processes, settings
 from dataplane.launch.embedded import attach
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
@@ -39,6 +39,7 @@ def open_session(
 ) -> Housekeeper:
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
     which; processes that this one starts from now on belong to the same run."""
+    processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     for attempt in range(_ATTEMPTS):
         attached = attach(run, name, fresh=fresh)
@@ -104,6 +105,7 @@ def join(
     opener: Callable[[], socket.socket], wish: Wish = AUTO, limit_s: float = HANDSHAKE_S
 ) -> Housekeeper:
     """A new session over the sockets that `opener` makes."""
+    processes.open_standard_descriptors()
     devices = Devices(wish)
     try:
         anchor, welcome, done, (readable, writable) = open_connection(

@@ -375,14 +375,14 @@ class Connection(asyncio.Protocol):
                 "of dataplane on both sides"
             )
         if body.session:
-            return sessions.join(body.session, self._pid)
+            return sessions.join(body.session, self._pid, body.pid)
         if self._door.is_over() or not self._door.is_open:
             raise PeerLost(
                 f"peer {host.name!r} was about to end as this client came: connect again with "
                 "dataplane.connect(), which finds or starts another",
                 peer=host.name,
             )
-        return sessions.open(self._pid, body.label, body.pools)
+        return sessions.open(self._pid, body)
 
     def _notice(self, text: str) -> None:
         self._send(0, Notice(text))

@@ -85,7 +85,7 @@ class Waits:
             facts = reasons.Facts(unit, silent=f"{self.router.mesh.others.name(home)} at {home}")
         told = reasons.reason(facts, body.stage, _wanted(body), session.label)
         others = (s for s in self.sessions if body.partition in s.partitions)
-        alone = self.host.solo and all(other.pid == session.pid for other in others)
+        alone = self.host.solo and all(other.is_of(session) for other in others)
         # Who waits may be who could end it, and is told.
         own = isinstance(body, Wait) or body.own
         own = own and reasons.only_own(facts, body.stage, session.label, alone)

@@ -1,0 +1,104 @@
+"""Processes of this host as /proc shows them: identity, parents, command line. Also the standard
+descriptors of this one. Never signals or starts a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMAND_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of this pid namespace. started: in clock ticks since the host's boot."""
+
+    pid: int
+    parent: int
+    started: int
+
+    @property
+    def identity(self) -> str:
+        """Text that names this process and no later one with the same pid."""
+        return f"{self.pid}-{self.started}"
+
+
+def read(pid: int) -> Process | None:
+    """Return what /proc says of `pid`; None where the process has ended or is not visible."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in brackets, and may have brackets in it.
+    state, parent, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else Process(pid, int(parent), int(fields[17]))
+
+
+def this() -> Process:
+    """This process; started 0 where /proc is not mounted."""
+    return read(os.getpid()) or Process(os.getpid(), os.getppid(), 0)
+
+
+def ancestors(process: Process) -> Iterator[Process]:
+    """The living ancestors of a process, its parent first."""
+    above = read(process.parent)
+    while above is not None:
+        yield above
+        above = read(above.parent)
+
+
+def is_python(pid: int) -> bool:
+    """Whether a Python interpreter runs in the process, whatever its command is called."""
+    try:
+        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+    return program.startswith(("python", "pypy"))
+
+
+def environ_has(pid: int, variable: str) -> bool:
+    """Whether the process was started with this variable in its environment."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"\0{variable}=".encode() in b"\0" + environ
+
+
+def command(pid: int) -> str:
+    """The command line that a person knows the process by, in one line of at most 60 characters.
+    A child that `multiprocessing` started has its parent's."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    words = [word for word in raw.decode(errors="replace").split("\0") if word]
+    if words[-1:] == ["--multiprocessing-fork"] and (child := read(pid)) is not None:
+        return command(child.parent)
+    if words and "/" in words[0]:
+        words[0] = words[0].rpartition("/")[2]
+    line = " ".join(words)
+    line = "".join(character if character.isprintable() else " " for character in line)
+    return line if len(line) <= COMMAND_CHARACTERS else f"{line[: COMMAND_CHARACTERS - 1]}…"
+
+
+@functools.lru_cache(maxsize=1)
+def _own_command(pid: int) -> str:
+    return command(pid)
+
+
+def own_command() -> str:
+    """The command line of this process."""
+    return _own_command(os.getpid())
+
+
+def open_standard_descriptors() -> None:
+    """Open /dev/null at each of the descriptors 0, 1 and 2 that is closed. Otherwise the next
+    socket or file gets that number, and what somebody prints goes into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)

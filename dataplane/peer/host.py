@@ -189,7 +189,7 @@ class Host:
     """partitions whose shards are here"""
     notices: Notices = field(default_factory=Notices)
     """what calls of this host wait for, and when that is said"""
-    labels: dict[int, str] = field(default_factory=dict)
+    labels: OrderedDict[int, str] = field(default_factory=OrderedDict)
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
     spare: Flags | None = None
@@ -294,7 +294,7 @@ class Host:
         """Remember what a client of any host is called; the oldest are forgotten."""
         self.labels[holder] = label
         while len(self.labels) > MAX_LABELS:
-            del self.labels[next(iter(self.labels))]
+            self.labels.popitem(last=False)
 
     def who(self, holder: int) -> str:
         """What people call a client of any host; 0 is the plan of which no rank works now."""

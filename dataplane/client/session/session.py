@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -126,7 +126,9 @@ class Session:
         """what copies from the arena to GPUs without any other memory in between"""
         self._lock = threading.Lock()
         self._next_op = 1
-        self._unanswered: dict[int, None] = {}
+        self._unanswered: set[int] = set()
+        self._floor = 1
+        """no operation below it is unanswered"""
         self._minted = 0
         self.due: SimpleQueue[Finish | GiveBack] = SimpleQueue()
         """what the peer is to be told beside the next call: leases and extents that go back.
@@ -157,15 +159,17 @@ class Session:
             op = self._next_op
             self._next_op += 1
             if not isinstance(body, WAITING):
-                self._unanswered[op] = None
-            # Ids are entered in increasing order, so the first is the lowest.
-            floor = next(iter(list(self._unanswered)), op)
+                self._unanswered.add(op)
+            while self._floor < op and self._floor not in self._unanswered:
+                self._floor += 1
+            floor = self._floor
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
     def answered(self, request: Request) -> None:
-        """It has its answer, or will never be repeated."""
-        self._unanswered.pop(request.op, None)
+        """It has its answer, or will never be repeated. Callable from a finalizer, so it takes no
+        lock."""
+        self._unanswered.discard(request.op)
 
     def mint_keys(self, n: int) -> npt.NDArray[np.void]:
         """n new row keys (KEY records)."""
@@ -370,18 +374,25 @@ class Familiar:
     """Groups and keys that this client has put or leased: writing to them again is `continuing`. By
     the generation of their partition: the next step's partition has groups of the same names.
 
-    Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest.
+    Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest,
+    unread ones too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: deque[tuple[int, bytes]] = deque(maxlen=1024)
-        self._keys: dict[tuple[int, bytes], None] = {}
+        self._noted: deque[tuple[int, bytes]] = deque()
+        self._noted_bytes = 0
+        self._keys: OrderedDict[tuple[int, bytes], None] = OrderedDict()
 
     def note(self, generation: int, keys: bytes) -> None:
         """keys: KEY records."""
-        if keys:
+        if not keys:
+            return
+        with self._lock:
             self._noted.append((generation, keys))
+            self._noted_bytes += len(keys)
+            while self._noted_bytes - len(self._noted[0][1]) >= MAX_FAMILIAR * KEY.itemsize:
+                self._noted_bytes -= len(self._noted.popleft()[1])
 
     def knows(self, generation: int, keys: bytes) -> bool:
         """Whether all of these were noted, and there are any."""
@@ -390,9 +401,10 @@ class Familiar:
         with self._lock:
             while self._noted:
                 of, column = self._noted.popleft()
+                self._noted_bytes -= len(column)
                 self._keys.update(dict.fromkeys((of, key) for key in split_keys(column)))
             while len(self._keys) > MAX_FAMILIAR:
-                del self._keys[next(iter(self._keys))]
+                self._keys.popitem(last=False)
             return all((generation, key) in self._keys for key in split_keys(keys))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,7 +45,7 @@ class Authority:
         self._keeper = keeper
         self._incarnation = incarnation
         self._number = roster.epoch[1]
-        self._gone: dict[Owner, None] = {}
+        self._gone: OrderedDict[Owner, None] = OrderedDict()
         self._told: dict[tuple[int, int], Roster] = {}
         """what members knew of authorities before this one when it began"""
         self._followers: set[Owner] = set()
@@ -133,7 +133,7 @@ class Authority:
         if self.roster.has(peer):
             self._gone[peer] = None
             if len(self._gone) > MAX_GONE:
-                del self._gone[next(iter(self._gone))]
+                self._gone.popitem(last=False)
             self._followers.discard(peer)
             self._strays.discard(peer)
             self._remove(peer.peer)

@@ -38,7 +38,7 @@ class Numbers:
     def __init__(self, peer: int = 0) -> None:
         self._coming = count((peer << COUNTED_BITS) + 1)
         self._carried_out: deque[tuple[int, dict[int, Body]]] = deque()
-        self._forgotten: dict[int, int] = {}
+        self._forgotten: OrderedDict[int, int] = OrderedDict()
         """by the peer that gave them, the last one"""
 
     @classmethod
@@ -59,7 +59,7 @@ class Numbers:
                 among.clear()  # it keeps its size else
             self._forgotten[number >> COUNTED_BITS] = number
             if len(self._forgotten) > MAX_CARRIED_OUT:
-                del self._forgotten[next(iter(self._forgotten))]
+                self._forgotten.popitem(last=False)
 
     def check_known(self, number: int) -> None:
         """ProtocolError for a change of which is forgotten whether it was carried out."""

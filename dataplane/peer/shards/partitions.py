@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Partitions:
     def __post_init__(self) -> None:
         self.on_drop: Callable[[Entry], None] = lambda entry: None
         """called when a partition whose shard is here was dropped"""
-        self.heard_of: dict[str, None] = {}
+        self.heard_of: OrderedDict[str, None] = OrderedDict()
         """partitions that clients here attached to, for people"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
@@ -83,10 +84,10 @@ class Partitions:
         body = Define(partition, definition, int(in_vain_s * 1000))
         reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
         self.heard(reply.generation)
-        self.heard_of.pop(partition, None)
         self.heard_of[partition] = None
+        self.heard_of.move_to_end(partition)
         if len(self.heard_of) > MAX_NAMES:
-            del self.heard_of[next(iter(self.heard_of))]
+            self.heard_of.popitem(last=False)
         return reply
 
     def heard(self, generation: int) -> None:

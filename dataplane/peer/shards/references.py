@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class References:
         self._releases = itertools.count(1)
         self._heard: dict[Owner, int] = {}
         """the last of what each peer let go of here"""
-        self._void: dict[int, None] = {}
+        self._void: OrderedDict[int, None] = OrderedDict()
         mesh.handlers |= {Release: self._release_here, Void: self._void_here}
 
     # at the peer that carries values to their shards
@@ -123,7 +124,7 @@ class References:
         if answer is None:
             self._void[body.number] = None
             if len(self._void) > MAX_VOID:
-                del self._void[next(iter(self._void))]
+                self._void.popitem(last=False)
         return answer or Done()
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:

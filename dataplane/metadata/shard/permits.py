@@ -9,6 +9,7 @@ finished since then gives its place back: that is what bounds the lag, whoever o
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError, InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard.blocks import ACKED, Group
+from dataplane.metadata.shard.by_age import ByAge
 from dataplane.wire.messages import Admit, Admitted
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 DONE = (1 << 63) - 1
 """In place of the version at which it was begun: the group is finished, and still here."""
 MAX_PLACES = 1 << 31
+_FEW = 64
 SHOWN = 3
 """Names of groups in a message."""
 
@@ -59,8 +62,12 @@ class Permits:
         """whether account is kept: groups then say at which version they were begun, or `DONE`"""
         self.done = 0
         """groups that are here and `DONE`"""
-        self._slow: Group | None = None
-        """a group that was not all there, when somebody looked last, and none was begun earlier"""
+        self._begun: list[tuple[int, int, Group]] | None = None
+        """a heap of groups by the version at which they were begun, which has all groups that are
+        not all there; groups that are there leave it when it is asked for the first one. None: it
+        is made when it is needed"""
+        self._spent = 0
+        """of them, those of groups that are gone, or are there once more"""
 
     @property
     def places(self) -> int:
@@ -85,6 +92,7 @@ class Permits:
         if self.counts:
             return
         self.counts = True
+        self.look_again()
         for group in state.groups.values():
             group.begun = self.version
             if state.definition.free == "drop" and _acked(group):
@@ -92,6 +100,17 @@ class Permits:
 
     def opened(self, group: Group) -> None:
         group.begun = self.version
+        self._enter(group)
+
+    def _enter(self, group: Group) -> None:
+        if self._begun is not None:
+            heapq.heappush(self._begun, (group.begun, group.number, group))
+
+    def _spend(self) -> None:
+        if self._begun is not None:
+            self._spent += 1
+            if self._spent > _FEW and 2 * self._spent > len(self._begun):
+                self.look_again()
 
     def use(self, holder: int, groups: Sequence[Group]) -> None:
         """New groups were opened by a session: with its permits, the oldest first."""
@@ -99,8 +118,8 @@ class Permits:
         for permit in self._of.get(holder, {}).values():
             for group in islice(coming, permit.left):
                 group.begun = permit.version
-                if self._slow is not None and permit.version < self._slow.begun:
-                    self._slow = group
+                self._enter(group)
+                self._spend()  # the entry that it got as it was opened
                 permit.left -= 1
 
     def acked(self, groups: Iterable[Group]) -> None:
@@ -112,8 +131,7 @@ class Permits:
 
     def removed(self, group: Group, finished: bool) -> None:
         """A group is no more; whether it was finished, and not dropped or lost."""
-        if self._slow is group:
-            self._slow = None
+        self._spend()
         if not self.counts:
             return
         if group.begun == DONE:
@@ -192,16 +210,25 @@ class Permits:
 
     def oldest(self, state: State) -> int:
         """The version at which the first was begun of all that is not all there yet; a permit may
-        have been given out then, too. Asked whenever something changes while somebody waits: all
-        groups are looked at when the slowest one is there."""
-        if self.counts and (self._slow is None or not self._lacks(state, self._slow)):
-            self._slow = None
-            for group in state.groups.values():
-                slowest = self._slow is None or group.begun < self._slow.begun
-                if slowest and group.begun != DONE and self._lacks(state, group):
-                    self._slow = group
-        slow = [] if self._slow is None else [self._slow.begun]
-        return min([self.version, *slow, *self._promised()])
+        have been given out then, too. Asked whenever something changes while somebody waits."""
+        slow = self._slowest(state)
+        begun = [] if slow is None else [slow.begun]
+        return min([self.version, *begun, *self._promised()])
+
+    def _slowest(self, state: State) -> Group | None:
+        """The group that was begun first of those that are not all there."""
+        if not self.counts:
+            return None
+        if self._begun is None:
+            self._begun = [(group.begun, group.number, group) for group in state.groups.values()]
+            heapq.heapify(self._begun)
+        while self._begun:
+            begun, _, group = self._begun[0]
+            here = state.groups.get(group.key) is group and group.begun == begun != DONE
+            if here and self._lacks(state, group):
+                return group
+            heapq.heappop(self._begun)
+        return None
 
     def lag(self, state: State) -> int:
         """How many versions the slowest groups are behind that are not all there yet."""
@@ -209,7 +236,7 @@ class Permits:
 
     def look_again(self) -> None:
         """Groups that were all there may not be any more, or were begun earlier than was known."""
-        self._slow = None
+        self._begun, self._spent = None, 0
 
     def _lacks(self, state: State, group: Group) -> bool:
         """Whether a group is not all there: it is open, or has rows that some stage's fields
@@ -309,37 +336,35 @@ class AdmitQueue:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._waiting: dict[int, WaitingAdmit] = {}
+        self._waiting: ByAge[WaitingAdmit] = ByAge()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[WaitingAdmit]:
-        return iter(list(self._waiting.values()))
+        return iter(list(self._waiting))
 
     def __contains__(self, number: int) -> bool:
         return number in self._waiting
 
     def add(self, one: WaitingAdmit) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age."""
-        before = self._waiting.pop(one.number, one)
-        one.since = min(one.since, before.since)
-        self._waiting[one.number] = one
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].since))
+        self._waiting.add(one)
 
     def withdraw(self, number: int) -> bool:
         """The call was given up. Whether it waited here."""
-        return self._waiting.pop(number, None) is not None
+        return self._waiting.remove(number) is not None
 
     def before(self, number: int) -> int:
         """How many calls one that waits is behind."""
-        return list(self._waiting).index(number) if number in self._waiting else 0
+        return self._waiting.before(number) if number in self._waiting else 0
 
     def serve(self, now: float, keep: bool) -> list[tuple[WaitingAdmit, Admitted | DataplaneError]]:
         """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
         nobody goes before another."""
         outcomes: list[tuple[WaitingAdmit, Admitted | DataplaneError]] = []
-        for one in self:
+        while self._waiting:
+            one = self._waiting.oldest
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
             try:
                 if not self.store.admit(asked.number, one.holder, asked.count, *limits):
@@ -347,5 +372,5 @@ class AdmitQueue:
                 outcomes.append((one, Admitted(asked.number, self.store.permits.version)))
             except DataplaneError as exc:
                 outcomes.append((one, exc))
-            del self._waiting[asked.number]
+            self._waiting.remove(asked.number)
         return outcomes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -100,6 +103,34 @@ def test_a_claim_by_budget_takes_what_fits(plane: dataplane.Plane) -> None:
     part.seal()
     sizes = [len(b) for b in part.stream("s", budget={"length": 65})]
     assert sizes == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, "10", None, -1.0, True])
+def test_a_tag_that_is_no_number_ends_a_claim_by_budget(plane: dataplane.Plane, bad: Any) -> None:
+    part = plane.partition("w", stages={"s": ["x"]})
+    part.put({"x": [0, 1, 2]}, key=["a", "b", "c"], tags={"n": [10, bad, 10]})
+    how: dict[str, Any] = {"budget": {"n": 50}, "timeout": 20}
+    for wait in (
+        lambda: part.claim("s", **how),
+        lambda: next(iter(part.stream("s", **how))),
+        lambda: next(iter(part.loader("s", **how))),
+    ):
+        with pytest.raises(dataplane.InvalidRows, match="1 row has no number .* 'n', .*'b' has"):
+            wait()
+    part.tag(["b"], {"n": 10})
+    part.seal()
+    assert [len(batch) for batch in part.stream("s", **how)] == [3]
+
+
+def test_what_waits_by_a_misspelt_tag_is_told_so(plane: dataplane.Plane) -> None:
+    part = plane.partition("w", stages={"s": ["x", "y"]})
+    part.put({"x": [0, 1]}, key=["a", "b"], tags={"length": 10})
+    with pytest.raises(dataplane.ClaimTimeout, match="2 rows have no number .* `lenght`.*'a'"):
+        part.claim("s", budget={"lenght": 50}, timeout=0.2)
+    part.put({"y": [0, 1]}, key=["a", "b"])
+    with pytest.raises(dataplane.InvalidRows, match="'a' lacks the tag; other tags .* 'length'"):
+        part.claim("s", budget={"lenght": 50}, timeout=20)
+    assert part.stats()["stages"]["s"]["ready_rows"] == 2
 
 
 def test_dropping_seven_of_eight_rows_frees_their_bytes(plane: dataplane.Plane) -> None:

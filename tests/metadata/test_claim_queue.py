@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from dataplane.errors import (
     DataplaneError,
+    InvalidRows,
     LimitExceeded,
     ProtocolError,
     StreamEnd,
@@ -28,6 +33,16 @@ def rows(count: int, minimum: int | None = None, where: list[object] | None = No
 
 def budget(total: float, count: int = 0) -> Want:
     return Want("rows", count, 0, None, "length", total)
+
+
+def raised(shard: Shard, act: Callable[[], object]) -> list[tuple[int, Any]]:
+    """What became of claims, with their errors."""
+    told: list[tuple[int, Any]] = []
+    shown = shard.shown
+    shard.shown = lambda outcome: told.append((outcome[0].number, outcome[1]))  # type: ignore[method-assign]
+    act()
+    shard.shown = shown  # type: ignore[method-assign]
+    return told
 
 
 class Shard:
@@ -82,7 +97,7 @@ def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
     assert shard.claim(1, rows(8)) == []
     assert shard.claim(2, rows(2)) == []  # it would overtake the first
     assert shard.claim(3, budget(1.0)) == []
-    assert shard.put(4, 7) == [(1, list(range(8))), (2, [8, 9])]
+    assert shard.put(4, 7, length=[0]) == [(1, list(range(8))), (2, [8, 9])]
 
 
 def test_a_minimum_is_enough() -> None:
@@ -166,6 +181,97 @@ def test_a_budget_also_ends_with_its_count() -> None:
     shard = Shard()
     shard.put(0, 5, length=[1])
     assert shard.claim(1, budget(100.0, count=3)) == [(1, [0, 1, 2])]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "9", None, -1, -0.5, True])
+def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: Any) -> None:
+    shard = Shard()
+    shard.put(0, 2, length=[10, 10])
+    assert shard.claim(1, budget(50.0)) == []
+    ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
+    assert claim == 1 and isinstance(why, InvalidRows)
+    assert "1 row has no number of 0 or more as tag 'length', by which budget=" in why.message
+    assert f"row 2 has {bad!r}" in why.message
+    assert why.details["keys"] == [2]
+    assert shard.claim(2, budget(20.0)) == [(2, [0, 1])]  # what comes before it is not in its way
+    shard.store.tag(named([2]), {"length": [30]})
+    assert shard.claim(3, budget(40.0)) == [(3, [2, 3])]
+
+
+def test_rows_without_the_tag_are_told_apart_from_rows_with_another_one() -> None:
+    shard = Shard()
+    shard.claim(1, budget(50.0))
+    ((_, why),) = raised(shard, lambda: shard.put(0, 3, lenght=[10]))
+    assert isinstance(why, InvalidRows) and why.details["rows"] == 3
+    assert "row 0 lacks the tag; other tags here are 'even', 'lenght'" in why.message
+
+
+def test_a_group_with_a_row_without_weight_ends_a_claim_of_groups_by_budget() -> None:
+    shard = Shard(group_size=2)
+    put(shard.store, ["a", "b", "c", "d"], ["g", "g", "h", "h"], length=[1, 1, 1, float("nan")])
+    want = Want("groups", 0, 0, None, "length", 2.5)
+    ((_, why),) = raised(shard, lambda: shard.claim(1, want))
+    assert isinstance(why, InvalidRows) and "row 'd' has nan" in why.message
+    shard.store.drop(groups=["h"])
+    assert shard.claim(2, want) == [] and shard.seal() == [(2, ["a", "b"])]
+
+
+def test_a_budget_is_met_by_weights_that_change_while_its_claim_waits() -> None:
+    shard = Shard()
+    shard.put(0, 3, length=[10])
+    assert shard.claim(1, budget(50.0)) == []
+    shard.store.tag(named([1]), {"length": [40]})
+    assert shard.serve() == [(1, [0, 1])]
+
+
+def test_a_budget_is_met_when_one_message_holds_no_more_of_what_its_claim_would_take() -> None:
+    shard = Shard()
+    assert shard.claim(1, budget(1e9), "b", most_bytes=60_000) == []
+    for key in range(6):
+        assert shard.put(key, length=[1]) == []
+    assert shard.put(6, length=[1]) == [(1, [0, 1, 2, 3, 4, 5])]
+
+
+def test_ten_weights_of_a_tenth_fit_a_budget_of_one() -> None:
+    shard = Shard()
+    shard.put(0, 11, length=[0.1])
+    assert shard.claim(1, budget(1.0)) == [(1, list(range(10)))]
+
+
+def test_a_waiting_budget_costs_each_put_the_same_however_many_rows_are_ready() -> None:
+    shard, began = Shard(), time.process_time()
+    shard.claim(1, budget(1e9))
+    for key in range(4_000):
+        assert shard.put(key, length=[1]) == []
+    assert time.process_time() - began < 10  # 24 s where each put looks at every row
+
+
+def test_claims_behind_a_short_one_do_not_look_at_what_it_keeps_at_each_put() -> None:
+    shard, began = Shard(), time.process_time()
+    shard.claim(1, rows(9_000))
+    shard.claim(2, rows(8, where=EVEN))
+    shard.claim(3, Want("rows", 0, 0, ["eq", "even", False], "length", 1.0))
+    for key in range(8_000):
+        assert shard.put(key, length=[1]) == []
+    assert time.process_time() - began < 10
+
+
+def test_filters_of_waiting_claims_are_kept_however_many_there_are() -> None:
+    shard, began = Shard(), time.process_time()
+    for number in range(80):
+        shard.claim(number + 1, rows(1_000, where=["eq", "length", number]))
+    for key in range(500):
+        assert shard.put(key, length=[key % 80]) == []
+    assert time.process_time() - began < 10  # 15 s where each put sorts all rows by 80 filters
+
+
+def test_claims_that_ask_again_after_a_failover_come_into_their_order() -> None:
+    shard, began, many = Shard(), time.process_time(), 20_000
+    for number in range(many):
+        shard.queue.add(waiting(number + 1, rows(1), since=float(-number)))
+    assert shard.queue.before(1) == many - 1
+    assert shard.put(0, 2) == [(many, [0]), (many - 1, [1])]
+    assert time.process_time() - began < 10  # 37 s where each sorts all others
 
 
 def test_what_its_host_can_never_pull_fails_at_once() -> None:

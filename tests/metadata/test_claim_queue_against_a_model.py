@@ -47,6 +47,7 @@ class Naive:
 
     ready: list[int] = field(default_factory=list)
     leased: dict[int, list[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
     lanes: list[str] = field(default_factory=list)
     sealed: bool = False
@@ -86,7 +87,7 @@ class Naive:
 
     def fitting(self, head: Claim, rows: list[int], free: list[int], some_kept: bool) -> list[int]:
         if head.budget:
-            sums = list(itertools.accumulate(map(length_of, free)))
+            sums = list(itertools.accumulate(map(self.lengths.__getitem__, free)))
             fit = max(sum(total <= head.budget for total in sums), min(1, len(free)))
             full = fit < len(free) or (bool(fit) and sums[fit - 1] >= head.budget)
             last = self.sealed and not some_kept
@@ -134,7 +135,23 @@ class Queue(RuleBasedStateMachine):
         columns = [Column("tokens", values(count, first=rows[0]))]
         self.store.put(wrote(named(list(rows)), columns, SPECS, [Owner("a", 7)], tags))
         self.naive.ready += rows
+        self.naive.lengths |= {row: length_of(row) for row in rows}
         self.serve()
+
+    @rule(which=st.integers(0, 50), length=st.integers(0, 12))
+    def weigh(self, which: int, length: int) -> None:
+        if self.naive.ready:
+            row = self.naive.ready[which % len(self.naive.ready)]
+            self.naive.lengths[row] = length
+            self.store.tag(named([row]), {"length": [length]})
+            self.serve()
+
+    @rule(which=st.integers(0, 50))
+    def drop(self, which: int) -> None:
+        if self.naive.ready:
+            row = self.naive.ready.pop(which % len(self.naive.ready))
+            self.store.drop(named([row]))
+            self.serve()
 
     @rule(
         lane=st.sampled_from(sorted(FILTERS)),

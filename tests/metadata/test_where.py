@@ -162,6 +162,6 @@ def test_a_tag_has_one_value_a_row_or_one_for_all() -> None:
     tags = Tags(4)
     tags.set(range(3), {"t": [5]})
     assert tags.items(range(4)) == [("t", [5, 5, 5, MISSING])]
-    assert [tags.number("t", row) for row in range(4)] == [5, 5, 5, 0]
+    assert [tags.get("t", row) for row in range(4)] == [5, 5, 5, MISSING]
     tags.set([1], {"t": ["word"]})
     assert [tags.number("t", row) for row in range(3)] == [5, 0, 5]

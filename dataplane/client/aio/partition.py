@@ -143,9 +143,10 @@ class Partition:
         """Lease rows for a stage: exactly one of `rows`, `groups` (whole ones) or `budget`.
 
         budget={tag: sum}: as many groups (rows, where the partition has no group_size, or as
-        `unit` says) as fit. min: be content with fewer. where: only rows, or whole groups, with
-        such tags. fields: what is fetched at once (default: the stage's fields). lease: seconds
-        after which the rows go back, whatever the holder does.
+        `unit` says) as fit. The tag of a ready row must be a finite number of 0 or more;
+        InvalidRows names a row where it is not. min: be content with fewer. where: only rows, or
+        whole groups, with such tags. fields: what is fetched at once (default: the stage's fields).
+        lease: seconds after which the rows go back, whatever the holder does.
 
         Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -93,10 +94,12 @@ class Demand(msgspec.Struct, eq=False):
         if unit not in ("rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
-        if not isinstance(amount, Real) or not amount > 0:
-            raise InvalidCall(f"budget={shown!r}: the sum must be a positive number")
+        number = isinstance(amount, Real) and not isinstance(amount, bool)
+        if not number or not 0 < amount < math.inf:
+            raise InvalidCall(f"budget={shown!r}: the sum must be a finite number above 0")
         arguments.text(tag, "a tag")
-        return Want(unit, 0, 0, where, tag, float(amount))
+        kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
+        return Want(kind, 0, 0, where, tag, float(amount))
 
 
 class Claiming:

@@ -24,7 +24,8 @@ from dataplane.errors import (
     counted,
 )
 from dataplane.metadata.shard import plans, rows_out, takes
-from dataplane.metadata.shard.stages import Counts
+from dataplane.metadata.shard.by_age import ByAge
+from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
 from dataplane.wire.messages import Claim, Claimed, Want
@@ -74,7 +75,7 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: dict[Lane, dict[int, WaitingClaim]] = {}
+        self._lanes: dict[Lane, ByAge[WaitingClaim]] = {}
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
@@ -101,22 +102,21 @@ class ClaimQueue:
             return
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
-        if want.where is not None:
-            self.store.counts(self.stage, want.unit, want.where)
+        if want.budget_tag is not None and not want.budget > 0:
+            raise ProtocolError(f"a claim by a budget of {want.budget} asks for nothing")
         before = self._claims.get(claim.number)
-        if before is not None and before.lane == claim.lane:
-            claim.since = min(claim.since, before.since)
-            claim.let_by = before.let_by
-            self._claims[claim.number] = self._lanes[claim.lane][claim.number] = claim
-            return
-        if before is not None:
+        if before is not None and before.lane != claim.lane:
             self.withdraw(claim.number)
+        if claim.lane not in self._lanes:
+            self._units(want).want(want.where, True)
+            self._lanes[claim.lane] = ByAge()
+        elif before is not None:
+            claim.let_by = before.let_by
         self._claims[claim.number] = claim
-        lane = self._lanes.setdefault(claim.lane, {})
-        last = next(reversed(lane.values()), claim)
-        lane[claim.number] = claim
-        if last.since > claim.since:
-            self._lanes[claim.lane] = dict(sorted(lane.items(), key=lambda one: one[1].since))
+        self._lanes[claim.lane].add(claim)
+
+    def _units(self, want: Want) -> Units:
+        return self.store.stage(self.stage).units(want.unit)
 
     def withdraw(self, number: int) -> bool:
         """The claim was given up. Whether it waited here."""
@@ -126,9 +126,10 @@ class ClaimQueue:
         if self._joining.pop(number, None) is not None:
             return True
         lane = self._lanes[claim.lane]
-        del lane[number]
+        lane.remove(number)
         if not lane:
             del self._lanes[claim.lane]
+            self._units(claim.want).want(claim.want.where, False)
         return True
 
     def before(self, number: int) -> int:
@@ -136,7 +137,7 @@ class ClaimQueue:
         claim = self._claims.get(number)
         if claim is None or claim.asked.plan is not None:
             return 0
-        return list(self._lanes[claim.lane]).index(number)
+        return self._lanes[claim.lane].before(number)
 
     def waits_for(self, number: int, now: float) -> str:
         """Why one that asks for a part in the plan waits, where rows are not the reason."""
@@ -156,7 +157,7 @@ class ClaimQueue:
     def _next(self, now: float, keep: bool) -> Outcome | None:
         """What becomes of the first who can be met."""
         kept: list[Kept] = []
-        heads = [next(iter(queue.values())) for queue in self._lanes.values()]
+        heads = [queue.oldest for queue in self._lanes.values()]
         for head in sorted(heads, key=lambda one: one.since) if len(heads) > 1 else heads:
             outcome = self._advance(head, now, kept)
             if outcome is not None:
@@ -277,7 +278,7 @@ class ClaimQueue:
     # who goes before whom
 
     def _near(
-        self, head: WaitingClaim, queue: dict[int, WaitingClaim], counts: Counts
+        self, head: WaitingClaim, queue: ByAge[WaitingClaim], counts: Counts
     ) -> WaitingClaim | None:
         """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
         head's."""
@@ -286,7 +287,7 @@ class ClaimQueue:
         near = takes.near(self.store, self.stage, head.want.unit, head.want.where)
         if near.get(head.address):
             return None
-        for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
+        for other in itertools.islice(queue, 1, NEAR_CLAIMS):
             enough = min(counts.ready, near.get(other.address, 0)) >= other.least
             if enough and other.want.budget_tag is None:
                 return other

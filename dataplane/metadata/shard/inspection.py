@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.shard import weights
 from dataplane.metadata.shard.blocks import LEASED, READY
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
@@ -21,12 +22,17 @@ Holder = tuple[int, str, int, float]
 
 
 def missing(
-    state: State, name: str, unit: str, now: float, where: Where | None = None
+    state: State,
+    name: str,
+    unit: str,
+    now: float,
+    where: Where | None = None,
+    budget_tag: str | None = None,
 ) -> dict[str, Any]:
     """Why units are not ready: parts of `reasons.Facts` by name.
 
     leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
-    get, the longest first.
+    get, the longest first. budget_tag: by which the claim that asks weighs rows.
     """
     stage = state.stage(name)
     pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
@@ -50,6 +56,7 @@ def missing(
         "adders": {name: by for name in lacking if (by := _adder(state, name))},
         "open_groups": sum([not group.closed for group in state.groups.values()]),
         "leases": _in_the_way(state, stage, pending, now),
+        "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
     }
 
 
@@ -93,6 +100,15 @@ def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float)
 
     found = _holders(state, wanted, now)
     return sorted(found, key=lambda one: -one[3])
+
+
+def _weightless(state: State, stage: Stage, tag: str) -> list[Any]:
+    """How many rows that the stage may still get have no weight, the tag, and one of them."""
+    parts = [
+        (block, stage.pending(block) | stage.of(block).ready) for block in state.blocks.values()
+    ]
+    rows = weights.weightless(parts, tag)
+    return [len(rows), tag, rows[0][0].name(rows[0][1])] if rows else []
 
 
 def stats(state: State) -> dict[str, Any]:

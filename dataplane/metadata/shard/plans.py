@@ -7,9 +7,6 @@ goes before it has acked ends it for all: the rows are back, and the next who as
 
 from __future__ import annotations
 
-import math
-import operator
-
 import numpy as np
 
 from dataplane.errors import (
@@ -19,14 +16,13 @@ from dataplane.errors import (
     LimitExceeded,
     PartitionConflict,
     ProtocolError,
-    counted,
 )
-from dataplane.metadata.shard import finishes
-from dataplane.metadata.shard.blocks import Block, Rows
+from dataplane.metadata.shard import finishes, weights
+from dataplane.metadata.shard.blocks import Rows
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.shard.weights import weight
 from dataplane.wire import tables as wire
 from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
@@ -173,19 +169,15 @@ def end(state: State, member: Member) -> int:
 
 def laid(lease: Lease, shape: Shape) -> Laid:
     """What all ranks lay the rows of a plan out by, while none of them has gone yet."""
-    weights = {
-        tag: np.array([_weight(block, row, tag) for block, row in lease.rows]).tobytes()
+    told = {
+        tag: np.array([float(weight(block, row, tag) or 0) for block, row in lease.rows]).tobytes()
         for tag in shape.tags
     }
     if shape.unit == "rows":
-        return Laid(lease.count, weights=weights)
+        return Laid(lease.count, weights=told)
     numbers: dict[bytes, int] = {b"": NO_GROUP}
     groups = [numbers.setdefault(block.group, len(numbers) - 1) for block, _ in lease.rows]
-    return Laid(lease.count, np.array(groups, U4).tobytes(), weights)
-
-
-def _weight(block: Block, row: int, tag: str) -> float:
-    return 0.0 if block.tags is None else block.tags.number(tag, row)
+    return Laid(lease.count, np.array(groups, U4).tobytes(), told)
 
 
 def _shown(ranks: list[int]) -> str:
@@ -203,7 +195,8 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
             rows=len(ready),
             limit=MAX_PLAN_ROWS,
         )
-    _check_tags(shape, ready)
+    for tag in shape.tags:
+        weights.check(ready.parts, tag, "the plan", state.tag_names)
     rows = Rows.of(sorted(ready, key=lambda one: one[0].key(one[1])))
     groups = [group for group, _ in stage.groups.plain]
     whole = sum([group.live for group in groups]) == len(rows)
@@ -216,31 +209,6 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     plan = Plan(lease, shape, laid(lease, shape))
     state.leases.add_plan(plan)
     return plan
-
-
-def _check_tags(shape: Shape, rows: Rows) -> None:
-    for tag in shape.tags:
-        lacking = [
-            block.name(row)
-            for block, bits in rows.parts
-            for row in rows_of(bits & ~_weighed(block, tag))
-        ]
-        if lacking:
-            raise InvalidRows(
-                f"{counted(len(lacking), 'row has', 'rows have')} no number of 0 or more as tag "
-                f"{tag!r}, by which the plan weighs rows, such as {lacking[0]!r}: set it with "
-                "part.tag(…)",
-                tag=tag,
-                rows=len(lacking),
-            )
-
-
-def _weighed(block: Block, tag: str) -> int:
-    """The rows with a finite number of 0 or more as this tag."""
-    if block.tags is None:
-        return 0
-    infinite = block.tags.compare(tag, operator.ge, math.inf)
-    return block.tags.compare(tag, operator.ge, 0) & ~infinite
 
 
 def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:

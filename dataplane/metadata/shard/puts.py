@@ -153,7 +153,7 @@ def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
         if part.block.group:  # it may be in a group that the message leaves out
             touched[part.block.group] = state.groups[part.block.group]
     closed = state.written([*blocks, *known], touched.values())
-    if plan.tags and known:
+    if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
     return PutOutcome(closed, gone)
 

@@ -30,7 +30,8 @@ class Facts:
     leaves them out. alone: rows without a group. missing: field → rows without it. adders: field →
     the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
     puts that wait for room, in an arena or in a shard. before: claims of its kind that wait for
-    longer. plan: why a rank waits for its part in a plan, where rows are not the reason. silent:
+    longer. weightless: for a claim by budget, how many rows have no weight, its tag, one of these
+    rows. plan: why a rank waits for its part in a plan, where rows are not the reason. silent:
     the peer that should know all this, where it says nothing.
     """
 
@@ -47,6 +48,7 @@ class Facts:
     producers: int = 0
     before: int = 0
     plan: str = ""
+    weightless: list[Any] = field(default_factory=list)
     silent: str = ""
 
     @property
@@ -77,6 +79,12 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
     if facts.excluded:
         one, many = f"ready {facts.unit[:-1]} is", f"ready {facts.unit} are"
         parts.append(f"{counted(facts.excluded, one, many)} excluded by the filter")
+    if facts.weightless:
+        rows, tag, such = facts.weightless
+        parts.append(
+            f"{counted(rows, 'row has', 'rows have')} no number of 0 or more as tag `{tag}`, such "
+            f"as {such!r}"
+        )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
     if facts.unit == "groups":
         if facts.open_groups:

@@ -7,7 +7,7 @@ from its blocks. Nothing here scans: every change names the blocks it concerns.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Standing,
 )
+from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
 MAX_FILTERED_LANES = 32
+"""of filters that no call waits for"""
 
 Unit = Any
 """Block or Group: rows of it as bits, or one bit"""
@@ -58,6 +60,8 @@ class Lane:
         self.count = 0
         self.passed_over = 0
         """how often its first unit stayed when others were taken that lay nearer"""
+        self.short: Short | None = None
+        """why a claim by budget is not met by all that is here"""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -86,6 +90,8 @@ class Lane:
         before = self._of.get(unit)
         self._of[unit] = (entry,) if before is None else (*before, entry)
         self.count += bits.bit_count()
+        if self.short is not None:
+            self._keep_short(self.short.came(unit, self.holds(unit)))
 
     def leave(self, unit: Unit, bits: int) -> None:
         """It is not ready any more, or was not here."""
@@ -112,12 +118,26 @@ class Lane:
         if self._spent > _FEW and 2 * self._spent > len(self._queue):
             self._queue = deque([one for one in self._queue if one.bits])
             self._spent = 0
+        if self.short is not None:
+            self._keep_short(self.short.went(unit, self.holds(unit)))
+
+    def _keep_short(self, holds: bool) -> None:
+        if not holds:
+            self.short = None
+
+    def units(self) -> Iterator[tuple[Unit, int]]:
+        """Each unit once, with what is here of it."""
+        return ((unit, self.holds(unit)) for unit in self._of)
 
     def retest(self, unit: Unit, ready: int) -> None:
-        """Tags changed of a unit, of which so much is ready. What matches already keeps its place,
-        what did not comes last."""
-        assert self._matches is not None
-        held, match = self.holds(unit), self._matches(unit, ready)
+        """Tags, or values, of a unit changed, of which so much is ready. What matches already keeps
+        its place, what did not comes last."""
+        held = self.holds(unit)
+        if self.short is not None and held:
+            self._keep_short(self.short.came(unit, held))
+        if self._matches is None:
+            return
+        match = self._matches(unit, ready)
         if held & ~match:
             self.leave(unit, held & ~match)
         if match & ~held:
@@ -144,7 +164,9 @@ class Units:
         self._test = test
         self.counts = [0] * 5
         self.plain = Lane()
-        self._filtered: dict[bytes, Lane] = {}  # the one used last is last
+        self._filtered: OrderedDict[bytes, Lane] = OrderedDict()  # the one used last is last
+        self._wanted: Counter[bytes] = Counter()
+        """filters of calls that wait, whose lanes are kept however many there are"""
         self.changed = True
 
     def add(self, count: int) -> None:
@@ -170,7 +192,7 @@ class Units:
 
     def retest(self, unit: Unit, ready: int) -> None:
         """The tags of a unit changed, of which so much is ready."""
-        for lane in self._filtered.values() if ready else ():
+        for lane in (self.plain, *self._filtered.values()) if ready else ():
             self.changed = True
             lane.retest(unit, ready)
 
@@ -179,16 +201,36 @@ class Units:
         if where is None:
             return self.plain
         name = msgspec.msgpack.encode(where)
-        lane = self._filtered.pop(name, None)
+        lane = self._filtered.get(name)
         if lane is None:
             wanted = checked(where)
             lane = Lane(lambda unit, bits: self._test(wanted, unit, bits))
             for unit, bits in self.plain:
                 lane.enter(unit, bits)
-            if len(self._filtered) >= MAX_FILTERED_LANES:
-                del self._filtered[next(iter(self._filtered))]
-        self._filtered[name] = lane
+            self._filtered[name] = lane
+            self._evict()
+        self._filtered.move_to_end(name)
         return lane
+
+    def want(self, where: Where | None, wanted: bool) -> None:
+        """A call that waits for what matches a filter has come, or has gone: until then the lane of
+        the filter is kept. ProtocolError when the filter is none."""
+        if where is None:
+            return
+        name = msgspec.msgpack.encode(where)
+        if wanted:
+            self.lane(where)
+        self._wanted[name] += 1 if wanted else -1
+        if not self._wanted[name]:
+            del self._wanted[name]
+            self._evict()
+
+    def _evict(self) -> None:
+        """Of lanes that no call waits for, the one used last stays longest."""
+        while len(self._filtered) - len(self._wanted) > MAX_FILTERED_LANES:
+            name, lane = self._filtered.popitem(last=False)
+            if name in self._wanted:
+                self._filtered[name] = lane
 
     def ready(self, where: Where | None) -> int:
         """How many units are ready and match."""

@@ -8,18 +8,21 @@ where they are.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import msgspec
 import numpy as np
 
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
-from dataplane.metadata.shard import rows_out
+from dataplane.metadata.shard import rows_out, weights
 from dataplane.metadata.shard.blocks import Block, Group, Rows, first_parts
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
+from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.references import far_owners, pulled
 from dataplane.metadata.tables.values import Values
@@ -119,11 +122,11 @@ def take(
     """Lease ready units of a stage, oldest first but that near ones may go before.
 
     `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
-    `sealed`; else nothing. A budget takes what fits the sum of its tag (a row without the tag
-    counts 0; count 0: any number), and unless `sealed` only once the next ready unit would not
-    fit. credit: cut to as many units as the claim's peer may pull the bytes of; `needed_bytes`
-    says how many it would have had to be allowed. kept: units that are not for this claim.
-    claim: its number, by which the lease is found again.
+    `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number), and
+    unless `sealed` only once the next ready unit would not fit; InvalidRows for a row whose tag is
+    no number of 0 or more. credit: cut to as many units as the claim's peer may pull the bytes of;
+    `needed_bytes` says how many it would have had to be allowed. kept: units that are not for this
+    claim. claim: its number, by which the lease is found again.
     """
     stage = state.stage(name)
     if want.unit not in ("rows", "groups"):
@@ -133,9 +136,16 @@ def take(
     least = max(1, min(want.minimum, want.count)) if by_count and not sealed else 1
     if ready < least or (by_count and want.count < 1):
         return Taken()
+    if not by_count and not sealed and _is_short(lane, want, credit):
+        return Taken()
+    for of, where in kept:
+        one_in_the_other = of == want.unit and None in (where, want.where)
+        if one_in_the_other and ready - units.ready(where) < least:
+            return Taken()  # without a walk through all that is kept
     offered = _not_kept(state, stage, want.unit, lane, kept) if kept else iter(lane)
     if not by_count:
-        offer = _by_budget(offered, want, want.count if want.count > 0 else ready)
+        most = want.count if want.count > 0 else ready
+        offer = _by_budget(state, lane, offered, want, most)
     elif credit.address and len(state.peers) > 1 and ready > want.count:
         offer = _near_first(stage, lane, offered, want.count, credit.address)
     else:
@@ -149,6 +159,8 @@ def take(
         rows = offer.rows
         values = rows_out.claimed(state, rows, credit.fields, stage.name)
     if offer.count < least or not (offer.full or sealed):
+        if not by_count and not kept and not needed_bytes:
+            _note_short(lane, want, credit, values)
         return Taken(needed_bytes=needed_bytes)
     if not isinstance(offer.places, range):
         lane.passed_over = 0 if 0 in offer.places else lane.passed_over + 1
@@ -224,31 +236,61 @@ def _host(stage: Stage, unit: Block | Group) -> str:
     return max(sizes, key=sizes.__getitem__, default=INLINE.peer)
 
 
-def _by_budget(offered: Iterator[Part], want: Want, most: int) -> _Offer:
+def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, most: int) -> _Offer:
     """As many units from the front as fit the sum of a tag, at most so many, and at least one: a
-    unit heavier than every budget would be in the way for ever."""
+    unit heavier than every budget would be in the way for ever. InvalidRows where a unit among them
+    has a row without weight."""
     assert want.budget_tag is not None
     units: Picked = []
-    total = 0.0
+    total: int | Fraction = 0
     for one, bits in offered:
         for row in rows_of(bits):
-            weight = _weight(want.budget_tag, one, 1 << row)
-            if len(units) == most or (units and total + weight > want.budget):
+            if len(units) == most:
                 return _Offer(units, range(len(units)))
+            weight = weights.weight_of(one, 1 << row, want.budget_tag)
+            if units and (
+                total >= want.budget
+                if weight is None
+                else not weights.fits(total + weight, want.budget)
+            ):
+                return _Offer(units, range(len(units)))
+            if weight is None:
+                rows = itertools.chain.from_iterable(weights.parts_of(*part) for part in lane)
+                weights.check(rows, want.budget_tag, "budget=", state.tag_names)
+            assert weight is not None
             units.append((one, 1 << row))
             total += weight
     full = bool(units) and total >= want.budget or 0 < want.count <= len(units)
     return _Offer(units, range(len(units)), full)
 
 
-def _weight(tag: str, unit: Block | Group, bits: int) -> float:
-    parts = [(unit, bits)] if isinstance(unit, Block) else [(b, b.live) for b in unit.blocks]
-    return sum(
-        block.tags.number(tag, row)
-        for block, rows in parts
-        if block.tags is not None
-        for row in rows_of(rows)
+def _is_short(lane: Lane, want: Want, credit: PullCredit) -> bool:
+    """Whether it is known that a lane has too little for a budget."""
+    short = lane.short
+    return (
+        short is not None
+        and (short.tag, short.budget, short.grant) == (want.budget_tag, want.budget, credit)
+        and not 0 < want.count <= lane.count
     )
+
+
+def _share(credit: PullCredit, values: Values) -> float:
+    """The part that values take of what one grant can be."""
+    pulled = credit.pulled(values) / credit.most_bytes if credit.most_bytes else 0.0
+    return max(pulled, _told(values) / GRANTED_BYTES)
+
+
+def _note_short(lane: Lane, want: Want, credit: PullCredit, values: Values) -> None:
+    """All of a lane, with these values, is too little for a budget."""
+    assert want.budget_tag is not None
+
+    def share(unit: Block | Group) -> float:
+        blocks = [unit] if isinstance(unit, Block) else unit.blocks
+        return sum([_share(credit, block.values) for block in blocks])
+
+    free = 1.0 - _share(credit, values)
+    short = Short(want.budget_tag, want.budget, credit, share, free, lane.units())
+    lane.short = short if short.holds else None
 
 
 # how many of them

@@ -136,13 +136,12 @@ class Tags:
             rows &= same | (~self.has(name) if value is None else 0)
         return rows
 
-    def number(self, name: str, row: int) -> float:
-        """The tag of a row, 0 where it lacks it or it is no number."""
+    def get(self, name: str, row: int) -> Scalar:
+        """The tag of a row, or `MISSING`."""
         values = self._values.get(name)
         if values is None:
-            return 0.0
-        value = values[row if len(values) > 1 else 0]
-        return float(value) if isinstance(value, bool | int | float) else 0.0
+            return MISSING  # type: ignore[no-any-return]
+        return values[row if len(values) > 1 else 0]
 
     def items(self, rows: Sequence[int]) -> list[tuple[str, list[Scalar]]]:
         """Each tag that one of these rows has, one value a row or `MISSING`."""

@@ -75,8 +75,11 @@ class _Stage:
     entry: Entry
     queue: ClaimQueue | AdmitQueue
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
-    looked: dict[tuple[str, str], tuple[float, dict[str, Any]]] = field(default_factory=dict)
-    """what was found to be missing, by unit and filter, and until when that is taken for true"""
+    looked: dict[tuple[str, str, str | None], tuple[float, dict[str, Any]]] = field(
+        default_factory=dict
+    )
+    """what was found to be missing, by unit, filter and budget tag, and until when that is taken
+    for true"""
 
 
 @dataclass(eq=False, repr=False)
@@ -306,11 +309,16 @@ class WaitingCalls:
         """
         entry = self.host.shard(body.partition, body.generation)
         stage = self._stage(entry, body.stage)
-        if body.where is not None:  # ProtocolError for no filter, before others are looked at too
-            entry.store.counts(body.stage, body.unit, body.where)
+        units = entry.store.stage(body.stage).units(body.unit)
+        units.want(body.where, True)  # ProtocolError for no filter, before others are looked at too
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
-        answer.add_done_callback(stage.waits.pop)
+
+        def ended(answer: Answer) -> None:
+            del stage.waits[answer]
+            units.want(body.where, False)
+
+        answer.add_done_callback(ended)
         if body.below:
             self.producers_wait()
         self._look(stage)
@@ -322,7 +330,8 @@ class WaitingCalls:
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
-        now, key = self.host.now(), (want.unit, str(want.where))
+        tag = want.budget_tag if isinstance(want, Want) else None
+        now, key = self.host.now(), (want.unit, str(want.where), tag)
         assert isinstance(stage.queue, ClaimQueue)
         until, missing = stage.looked.get(key, (0.0, {}))
         if now >= until:
@@ -335,7 +344,8 @@ class WaitingCalls:
         return ClaimTimeout(f"stage {stage.queue.stage!r} has not so many yet", **told)
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
-        found = inspection.missing(entry.store, stage, want.unit, now, want.where)
+        tag = want.budget_tag if isinstance(want, Want) else None
+        found = inspection.missing(entry.store, stage, want.unit, now, want.where, tag)
         found["leases"] = [
             [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]

@@ -25,6 +25,7 @@ from dataplane.peer.net import greetings, peer_door
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
 from dataplane.peer.shards import appends, backup, replication
+from dataplane.peer.watch import janitor
 from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
@@ -117,6 +118,7 @@ class Cluster:
                 (paths, "candidates", lambda choice: [TCP]),
                 (peer_module, "candidates", lambda choice: [TCP]),
                 (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
+                (janitor, "prefaulted", _prefaulted),
                 (authority, "refuses", network.refuses),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
                 # a few hundred rows go to a new backup in several messages, as many do elsewhere
@@ -281,3 +283,7 @@ def described(peer: Peer) -> dict[str, Any]:
         "stores": [repr(entry.store) for entry in host.entries.values()],
         "space": repr(host.space),
     }
+
+
+async def _prefaulted(arena: Arena, start: int, length: int) -> None:
+    """Pages that are allocated ahead change nothing that is simulated."""

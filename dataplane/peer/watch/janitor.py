@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.launch import runs
 from dataplane.launch.settings import LINGER_S
+from dataplane.memory.arena import Arena
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -111,23 +112,23 @@ class Janitor:
             return
         self._faulted = goal
         try:
-            child = self.host.arena.prefault(start, goal - start)
+            await prefaulted(self.host.arena, start, goal - start)
         except OSError as exc:
             log.warning("arena: no process prefaults %d bytes: %s", goal - start, exc)
-            return
-        try:
-            await _exited(child.pid)
-        finally:
-            child.kill()
-            child.wait()
 
 
-async def _exited(pid: int) -> None:
-    """Wait until a child has ended."""
-    loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set)
+async def prefaulted(arena: Arena, start: int, length: int) -> None:
+    """Wait for the process that allocates pages; it ends with the wait. OSError where it cannot be
+    started."""
+    child, loop, ended = arena.prefault(start, length), asyncio.get_running_loop(), asyncio.Event()
     try:
-        await ended.wait()
+        pidfd = os.pidfd_open(child.pid)
+        try:
+            loop.add_reader(pidfd, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
     finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
+        child.kill()
+        child.wait()

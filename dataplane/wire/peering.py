@@ -58,9 +58,10 @@ class PeerHello(Body, tag=100):
 
     epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of the bulk
     worker; "": there is none. bulk_fingerprint: SHA-256 in hex of the certificate that it shows;
-    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory. stream,
-    stream_secret: in an answer, where the asker's requests go from now on, and the secret of that
-    one connection."""
+    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory.
+
+    In an answer only. stream: where the asker dials its two streams from now on. stream_secret,
+    control_secret: the secret of the call stream and of the control stream."""
 
     versions: tuple[int, int]
     plane: str
@@ -75,6 +76,7 @@ class PeerHello(Body, tag=100):
     device_bulk: str = ""
     stream: str = ""
     stream_secret: bytes = b""
+    control_secret: bytes = b""
 
 
 class Pull(Body, tag=134):

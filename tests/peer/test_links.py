@@ -37,7 +37,7 @@ HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress(), roster=ROST
 
 def ask(link: Link, rid: int, frame: bytes) -> asyncio.Future[Body]:
     """On a link that takes it; no answer here is late."""
-    return link.ask(rid, frame, math.inf, RuntimeError)
+    return link.ask(Stats, rid, frame, math.inf, RuntimeError)
 
 
 class Line:
@@ -117,6 +117,7 @@ class Owner:
         await self.streams.listen(here, here)
         hello = PeerHello((1, 1), "p", "b", 1, here, (1, 1), 4096, "")
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
+        hello.control_secret = self.streams.promise(control=True)
         greeting = greet(link, line, self.streams.dial)
         await asyncio.sleep(0)
         line.take(peering.encode(PeerReply(1, 1, hello)))

@@ -52,6 +52,7 @@ class Far:
             "plane", "far", 2, THERE, ROSTER.epoch, limits.SHARDS, "",
         )  # fmt: skip
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
+        hello.control_secret = self.streams.promise(control=True)
         return peering.encode(PeerReply(rid, 2, hello))
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import PartitionGone, StaleEpoch
+from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Serving
 from dataplane.peer.net.greetings import Gate
+from dataplane.peer.net.links import Link
 from dataplane.peer.net.peer_door import REQUEST_BYTES, PeerDoor
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
@@ -46,6 +49,7 @@ class Door:
         self.host.serving, gate = Serving(self.host), Gate(None, "plane")
         self.door = PeerDoor(self.host, {Seal: self._seal}, self.tasks.hold, gate)
         self.id, self.waiting_bytes = b"b", 0
+        self.is_control, self.is_full, self.unanswered_bytes = False, False, 0
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.may_end = asyncio.Semaphore(0)
 
@@ -187,30 +191,55 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
 
     first, second = said(hello), said(hello)
     assert isinstance(first, PeerHello) and isinstance(second, PeerHello)
-    assert len(first.stream_secret) == 16 and first.stream_secret != second.stream_secret
+    promised = {p for hello in (first, second) for p in (hello.stream_secret, hello.control_secret)}
+    assert len(promised) == 4 and {len(one) for one in promised} == {16}
     refused = said(Seal("p", 1))
     assert isinstance(refused, Failed) and refused.code == "ProtocolError" and not door.under
     assert door.door.refusals.total == 1
 
 
+class Dialled:
+    """Streams to the door, whose answers it keeps."""
+
+    def __init__(self, door: Door) -> None:
+        self._door, self._open = door, list[Stream]()
+
+    async def dial(self, control: bool = False) -> Stream:
+        streams = self._door.door.streams
+        stream = await Streams.dial(
+            streams.address,
+            streams.promise(control),
+            lambda stream, frame: self._door.post(frame),
+            lambda stream, why: None,
+        )
+        self._open.append(stream)
+        return stream
+
+    def close(self) -> None:
+        for stream in self._open:
+            stream.close()
+
+
 @pytest.fixture
-async def stream(door: Door) -> AsyncIterator[Stream]:
-    """To the door, whose answers it keeps."""
-    streams = door.door.streams
+async def dialled(door: Door) -> AsyncIterator[Dialled]:
+    streams, dialled = door.door.streams, Dialled(door)
     await streams.listen(HERE.replace("10.0.0.1", "127.0.0.1"), "tcp://127.0.0.1:9")
-    stream = await Streams.dial(
-        streams.address,
-        streams.promise(),
-        lambda stream, frame: door.post(frame),
-        lambda stream, why: None,
-    )
-    yield stream
-    stream.close()
+    yield dialled
+    dialled.close()
     streams.close()
 
 
+@pytest.fixture
+async def stream(dialled: Dialled) -> Stream:
+    return await dialled.dial()
+
+
+def asks(rid: int, body: Any) -> bytes:
+    return peering.encode(PeerRequest(rid, THERE, 2, rid, FIRST.epoch, 5000, body))
+
+
 def seal(rid: int) -> bytes:
-    return peering.encode(PeerRequest(rid, THERE, 2, rid, FIRST.epoch, 5000, Seal("p", 1)))
+    return asks(rid, Seal("p", 1))
 
 
 async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
@@ -229,10 +258,11 @@ async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
     assert (await asyncio.wait_for(door.answered.get(), 10)).rid == 2
 
 
+@pytest.mark.parametrize("bound", ["stream_bytes", "limit_bytes"])
 async def test_requests_beyond_the_room_wait_until_others_are_answered(
-    door: Door, stream: Stream
+    door: Door, stream: Stream, bound: str
 ) -> None:
-    door.door.limit_bytes = 2 * REQUEST_BYTES
+    setattr(door.door, bound, 2 * REQUEST_BYTES)
     door.door.handlers[Seal] = door.when_it_may
     for rid in range(1, 4):
         stream.post(seal(rid))
@@ -245,7 +275,107 @@ async def test_requests_beyond_the_room_wait_until_others_are_answered(
     door.may_end.release()
     door.may_end.release()
     assert [(await asyncio.wait_for(door.answered.get(), 10)).rid for _ in range(3)] == [1, 2, 3]
-    assert door.door._waiting_bytes == 0
+
+
+async def test_a_stream_with_too_much_unanswered_holds_up_no_other(
+    door: Door, dialled: Dialled
+) -> None:
+    door.door.stream_bytes = 2 * REQUEST_BYTES
+    door.door.handlers[Seal] = door.when_it_may
+    door.door.handlers[Append] = lambda caller, body: Done()
+    flood, other, control = await dialled.dial(), await dialled.dial(), await dialled.dial(True)
+    for rid in range(1, 9):
+        flood.post(seal(rid))
+    assert [await asyncio.wait_for(door.begun.get(), 10) for _ in range(2)] == [1, 2]
+    other.post(seal(20))
+    assert await asyncio.wait_for(door.begun.get(), 10) == 20
+    control.post(asks(30, Append(1, 0, [])))
+    assert (await asyncio.wait_for(door.answered.get(), 10)).rid == 30
+    door.may_end = asyncio.Semaphore(100)  # for those that begin from now on
+    assert door.begun.empty()
+
+
+async def test_while_all_streams_together_have_too_much_those_below_their_share_are_read(
+    door: Door, dialled: Dialled
+) -> None:
+    door.door.limit_bytes = 4 * REQUEST_BYTES
+    door.door.handlers[Seal] = door.when_it_may
+    flood, other = await dialled.dial(), await dialled.dial()
+    other.post(seal(20))
+    assert await asyncio.wait_for(door.begun.get(), 10) == 20  # both are accepted
+    for rid in range(1, 9):
+        flood.post(seal(rid))
+    assert [await asyncio.wait_for(door.begun.get(), 10) for _ in range(3)] == [1, 2, 3]
+    other.post(seal(21))
+    assert await asyncio.wait_for(door.begun.get(), 10) == 21
+    for _ in range(20):
+        door.may_end.release()
+    answered = [(await asyncio.wait_for(door.answered.get(), 10)).rid for _ in range(10)]
+    assert sorted(answered) == [*range(1, 9), 20, 21]
+
+
+async def test_a_control_stream_is_always_read_and_refuses_what_it_has_no_room_for(
+    door: Door, dialled: Dialled
+) -> None:
+    door.door.limit_bytes = door.door.stream_bytes = REQUEST_BYTES
+    door.door.control_bytes = 2 * REQUEST_BYTES
+    door.door.handlers[Append] = door.when_it_may
+    control = await dialled.dial(control=True)
+    for rid in range(1, 4):
+        control.post(asks(rid, Append(1, 0, [])))
+    refused = await asyncio.wait_for(door.answered.get(), 10)
+    assert refused.rid == 3 and isinstance(refused.body, Failed)
+    assert refused.body.code == "Unavailable" and str(2 * REQUEST_BYTES) in refused.body.message
+    for _ in range(2):
+        door.may_end.release()
+    assert [(await asyncio.wait_for(door.answered.get(), 10)).rid for _ in range(2)] == [1, 2]
+    control.post(seal(4))  # a call, which has no business here
+    refused = await asyncio.wait_for(door.answered.get(), 10)
+    assert isinstance(refused.body, Failed) and refused.body.code == "ProtocolError"
+
+
+class Side:
+    """A peer that answers a call once the other peer, its backup, has confirmed what it did."""
+
+    def __init__(self, door: Door) -> None:
+        self.door, self.numbers = door.door, itertools.count(100)
+        door.door.stream_bytes = 2 * REQUEST_BYTES
+        door.door.handlers |= {Seal: self.seal, Append: lambda caller, body: Done()}
+        self.link = Link(THERE, lambda link: None, lambda *brought: None, lambda: None)
+
+    async def seal(self, caller: Caller, body: Seal) -> Body:
+        await self.ask(Append(1, 0, []))
+        return Done()
+
+    def ask(self, body: Body) -> asyncio.Future[Body]:
+        rid = next(self.numbers)
+        return self.link.ask(type(body), rid, asks(rid, body), math.inf, RuntimeError)
+
+    async def meets(self, other: Side) -> None:
+        async def stream(control: bool) -> Stream:
+            streams = other.door.streams
+            take, secret = self.link.received, streams.promise(control)
+            return await Streams.dial(
+                streams.address, secret, lambda _, frame: take(frame), lambda _, why: None
+            )
+
+        self.link.calls, self.link.control = await stream(False), await stream(True)
+
+
+async def test_two_peers_that_fill_each_other_with_calls_still_confirm_each_others_changes() -> (
+    None
+):
+    """With one stream for both, neither would read the operations for which the other waits."""
+    sides = Side(Door()), Side(Door())
+    for side in sides:
+        await side.door.streams.listen("tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    await sides[0].meets(sides[1])
+    await sides[1].meets(sides[0])
+    calls = [side.ask(Seal("p", 1)) for side in sides for _ in range(50)]
+    assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [Done()] * 100
+    for side in sides:
+        side.link.close(Unavailable("enough"))
+        side.door.streams.close()
 
 
 async def test_what_is_no_request_is_answered_and_counted(door: Door, stream: Stream) -> None:

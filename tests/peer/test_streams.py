@@ -58,6 +58,14 @@ class Dialler:
         )
         return self.stream
 
+    async def dial_and_pause(self, door: Door) -> tuple[Stream, Stream]:
+        """Both ends of a stream that the accepting side does not read."""
+        stream = await self.dial(door)
+        stream.post(b"first")
+        accepted, _ = await door.next()
+        accepted.pause()
+        return stream, accepted
+
     async def next(self) -> bytes:
         return await asyncio.wait_for(self.came.get(), LIMIT_S)
 
@@ -106,9 +114,8 @@ def test_frames_of_any_size_come_whole_and_in_order_with_uvloop(sealed: bool) ->
 
 
 async def test_who_sends_too_much_waits_until_it_is_taken(door: Door) -> None:
-    door.streams.pause()
     dialler = Dialler()
-    stream = await dialler.dial(door)
+    stream, accepted = await dialler.dial_and_pause(door)
     frame = bytes(1 << 20)
 
     async def send_all() -> None:
@@ -119,7 +126,7 @@ async def test_who_sends_too_much_waits_until_it_is_taken(door: Door) -> None:
     await asyncio.wait({sending}, timeout=0.5)
     assert not sending.done() and stream.is_full and stream.waiting_bytes < 16 << 20
     assert door.came.empty()
-    door.streams.resume()
+    accepted.resume()
     for _ in range(100):
         assert (await door.next())[1] == frame
     await sending
@@ -135,23 +142,23 @@ async def test_a_pause_in_the_middle_of_what_came_holds_the_rest_back(door: Door
     def take(one: Stream, frame: bytes) -> None:
         took(one, frame)
         if frame == b"3":
-            door.streams.pause()
+            one.pause()
 
     door.streams._take = take
-    assert [(await door.next())[1] for _ in range(4)] == [b"0", b"1", b"2", b"3"]
+    came = [await door.next() for _ in range(4)]
+    assert [frame for _, frame in came] == [b"0", b"1", b"2", b"3"]
     later = asyncio.ensure_future(door.next())
     await asyncio.wait({later}, timeout=0.3)
     assert not later.done()
-    door.streams.resume()
+    came[0][0].resume()
     rest = [(await later)[1], *[(await door.next())[1] for _ in range(5)]]
     assert rest == [b"%d" % n for n in range(4, 10)]
     stream.close()
 
 
 async def test_an_end_is_told_once_and_nobody_waits_to_send_any_more(door: Door) -> None:
-    door.streams.pause()
     dialler = Dialler()
-    stream = await dialler.dial(door)
+    stream, _ = await dialler.dial_and_pause(door)
     sending = [asyncio.create_task(send(stream, bytes(8 << 20))) for _ in range(5)]
     await asyncio.wait(sending, timeout=0.3)
     assert not all(one.done() for one in sending)

@@ -205,9 +205,9 @@ class Link:
 
     @property
     def stream(self) -> socket.socket:
-        """Where all but greetings goes."""
+        """The call stream, over which all but greetings goes here."""
         if self._stream is None:
-            *_, address, secret = self.ask(0, self.hello())[2]
+            *_, address, secret, _ = self.ask(0, self.hello())[2]
             host, port = address.rsplit(":", 1)
             self._stream = socket.create_connection((host, int(port)), SECONDS)
             assert len(secret) == 16

@@ -186,7 +186,7 @@ class Network:
 class Stream:
     """One end of a stream, as `peer.net.streams.Stream`."""
 
-    is_full, waiting_bytes = False, 0
+    is_full, is_control, waiting_bytes, unanswered_bytes = False, False, 0, 0
 
     def __init__(
         self,
@@ -205,6 +205,9 @@ class Stream:
             self.network.carry(self.wire, self._way, bytes(frame))
 
     async def drained(self) -> None: ...
+
+    def pause(self) -> None:
+        raise AssertionError("no simulated peer is asked for so much")
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
         if not self.closed:
@@ -233,14 +236,14 @@ class Streams:
         self.address = told
         self.network.doors[told] = self
 
-    def promise(self) -> bytes:
-        return b"%d" % next(self.network._identities)
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def promise(self, control: bool = False) -> bytes:
+        return b"%s %d" % (b"control" if control else b"call", next(self.network._identities))
 
     def answer(self, stream: Stream, frame: bytes) -> None:
         stream.post(frame)
-
-    def pause(self) -> None:
-        raise AssertionError("no simulated peer is asked for so much")
 
     def close(self) -> None:
         for stream in self._open:
@@ -263,6 +266,7 @@ class Streams:
         mine = Stream(network, asks, "to", take, ended)
         theirs = Stream(network, there.machine, "back", there._take)
         theirs.id = mine.id = secret
+        theirs.is_control = secret.startswith(b"control")
         mine.wire = theirs.wire = Wire(mine, theirs)
         there._open.append(theirs)
         network.wires.append(mine.wire)

@@ -1,10 +1,10 @@
 """Other peers: who they are, which of them cannot be reached, and the link to each, from the first
 greeting to the moment in which it breaks.
 
-Strangers are refused. A link is two connections, the one over which it greeted (`greetings`) and a
-stream for calls, and ends with either of them: its calls fail, and the next one makes a new link,
-which learns who is there now. A peer that cannot be reached is away; whether it is lost, and what
-becomes of its rows, only the roster says (`peer.membership.membership`).
+Strangers are refused. A link is three connections: the one over which it greeted (`greetings`), a
+call stream and a control stream. It ends with any of them: its calls fail, and the next one makes a
+new link, which learns who is there now. A peer that cannot be reached is away; whether it is lost,
+and what becomes of its rows, only the roster says (`peer.membership.membership`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataplane.launch.values import parse_address
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
 from dataplane.peer.net.greetings import Dialled, Greetings
+from dataplane.peer.net.peer_door import CONTROL
 from dataplane.peer.net.streams import Dial, Stream
 from dataplane.peer.tasks import in_time
 from dataplane.wire import limits, peering
@@ -173,6 +174,7 @@ class Link:
     stale: Callable[[], None]
     hello: PeerHello | None = None
     calls: Stream | None = None
+    control: Stream | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
@@ -186,7 +188,7 @@ class Link:
         meet: Callable[[PeerHello], None],
         dial: Dial,
     ) -> None:
-        """As soon as somebody is there: who it is, and the stream that it promises. meet: may
+        """As soon as somebody is there: who it is, and the streams that it promises. meet: may
         refuse it. LinkBroken where the connection ends before, or there is no descriptor left for
         it: one may be free a moment later. To be closed where this fails."""
         answer = self._expect(rid)
@@ -197,37 +199,53 @@ class Link:
         if not isinstance(hello, PeerHello):
             raise ProtocolError(f"{self.address} greets with a {type(hello).__name__}")
         meet(hello)
+        self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
+        self.control = await self._stream(dial, hello.stream, hello.control_secret)
+        self.hello = hello
+
+    async def _stream(self, dial: Dial, address: str, secret: bytes) -> Stream:
+        """Dial one of the link's streams."""
         stream = await dial(
-            hello.stream,
-            hello.stream_secret,
+            address,
+            secret,
             lambda _, frame: self.received(frame),
             lambda _, why: self.broke(self),
         )
         if self.ended is not None:
             stream.close()
             raise again(self.ended)
-        self.calls, self.hello = stream, hello
+        return stream
 
-    def takes_now(self) -> bool:
-        """Whether a request can be sent."""
-        return self.ended is None and self.calls is not None and not self.calls.is_full
+    def _way(self, kind: type[Body]) -> Stream | None:
+        """The stream for requests of this kind."""
+        return self.control if kind in CONTROL else self.calls
 
-    async def takes(self) -> None:
-        """As soon as one can be, or the link has ended."""
-        if self.calls is not None:
-            await self.calls.drained()
+    def takes_now(self, kind: type[Body]) -> bool:
+        """Whether a request of this kind can be sent."""
+        way = self._way(kind)
+        return self.ended is None and way is not None and not way.is_full
+
+    async def takes(self, kind: type[Body]) -> None:
+        """As soon as one of this kind can be sent, or the link has ended."""
+        if (way := self._way(kind)) is not None:
+            await way.drained()
 
     def ask(
-        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception]
+        self,
+        kind: type[Body],
+        rid: int,
+        frame: bytes,
+        until: float,
+        late: Callable[[], Exception],
     ) -> asyncio.Future[Body]:
         """Send a request that the link takes: the answer. It fails with its typed error, what the
         link ended with, or as `late` says where it does not come in time (monotonic)."""
-        answer = self._expect(rid)
-        if self.ended is not None or self.calls is None:
+        answer, way = self._expect(rid), self._way(kind)
+        if self.ended is not None or way is None:
             fail(answer, again(self.ended or LinkBroken("not greeted", address=self.address)))
             return answer
         in_time(answer, until, late)
-        self.calls.post(frame)
+        way.post(frame)
         return answer
 
     def _expect(self, rid: int) -> asyncio.Future[Body]:
@@ -279,7 +297,8 @@ class Link:
         self.ended = self.ended or why
         if self._dialled is not None:
             self._dialled.close()
-        if self.calls is not None:
-            self.calls.close()
+        for stream in (self.calls, self.control):
+            if stream is not None:
+                stream.close()
         for answer in self.answers.values():
             fail(answer, again(self.ended))

@@ -178,7 +178,7 @@ class Mesh:
         link = self._links.get(asked.address)
         if link is None or link.hello is None or self._tasks.closed:
             return None
-        if asked.to not in (None, link.hello.incarnation) or not link.takes_now():
+        if asked.to not in (None, link.hello.incarnation) or not link.takes_now(type(asked.body)):
             return None
         return self._send(link, asked, until)
 
@@ -191,13 +191,13 @@ class Mesh:
                 f"peer {link.hello.name} at {link.address} was started anew: repeat the call",
                 address=link.address,
             )
-        await link.takes()
+        await link.takes(type(asked.body))
         return link
 
     def _send(self, link: Link, asked: _Call, until: float) -> asyncio.Future[Body]:
-        limit_s = max(0.0, until - self.host.now())
-        late = functools.partial(self._silent, asked.address, type(asked.body).__name__, limit_s)
-        return link.ask(*self._request(asked, limit_s), until, late)
+        limit_s, kind = max(0.0, until - self.host.now()), type(asked.body)
+        late = functools.partial(self._silent, asked.address, kind.__name__, limit_s)
+        return link.ask(kind, *self._request(asked, limit_s), until, late)
 
     async def _in_time(self, address: str, what: str, until: float, work: Awaitable[T]) -> T:
         limit_s = max(0.0, until - self.host.now())

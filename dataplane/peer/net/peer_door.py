@@ -1,9 +1,14 @@
 """The peer door: greetings of other peers, over a zmq ROUTER, and their requests, over streams.
 
 A request is answered under the roster that its sender works under, or not at all: one that is
-behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up. While
-those that wait fill the bound nothing is taken from any stream, and TCP makes the senders wait. A
+behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up. A
 message that is no request is answered and forgotten; the connection stays.
+
+Unanswered requests are bounded. A call stream with `STREAM_BYTES` of them is not read, and TCP
+makes its sender wait. While all streams together have `limits.MAX_BYTES_UNDER_WAY`, call streams
+that have their share of it or more are not read. Control streams are always read: two peers whose
+calls fill each other would wait for ever for what their backups confirm. A control stream holds at
+most `CONTROL_BYTES`; what comes beyond that is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch
+from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
@@ -28,6 +33,7 @@ from dataplane.wire.messages import Body, Failed, Stats
 from dataplane.wire.peering import (
     Append,
     Beat,
+    CanFree,
     Duplicate,
     Inherited,
     PeerHello,
@@ -46,6 +52,10 @@ log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 4_096
 """A request that waits counts as at least this, which bounds their number (65,536) as well."""
+STREAM_BYTES = 64 << 20
+CONTROL_BYTES = 64 << 20
+"""A backup has one message of its primary at a time, of some 12 MiB at most, and repetitions of
+it."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
@@ -59,6 +69,9 @@ WHENEVER = ANYBODY | ANY_EPOCH
 UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
+CONTROL = frozenset({Beat, Rostered, Append, Duplicate, Inherited, Release, Void, CanFree, Pull})
+"""What peers ask each other so that calls can be answered: it goes over the control stream. Pulls
+are among it because a shard may have to bring values before it answers."""
 
 Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
 
@@ -75,8 +88,9 @@ class PeerDoor:
         self.streams = Streams(self._gate.encrypted, self._arrived)
         self.refusals = Refusals(log, "the peer door")
         self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
-        self._waiting_bytes = 0
-        """of requests that are not answered yet"""
+        self.stream_bytes, self.control_bytes = STREAM_BYTES, CONTROL_BYTES
+        self._unanswered_bytes = 0
+        self._paused: set[Stream] = set()
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
         """what an answer on this connection brings to the backup, so that it need not wait"""
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
@@ -99,9 +113,12 @@ class PeerDoor:
         return peering.encode(PeerReply(request.rid, self.host.incarnation, reply))  # type: ignore[arg-type]
 
     def welcome(self, hello: PeerHello) -> PeerHello:
-        """The answer to a greeting: with a stream for the requests of who greets."""
+        """The answer to a greeting: with two streams for the requests of the peer that greets."""
         return msgspec.structs.replace(
-            hello, stream=self.streams.address, stream_secret=self.streams.promise()
+            hello,
+            stream=self.streams.address,
+            stream_secret=self.streams.promise(),
+            control_secret=self.streams.promise(control=True),
         )
 
     def _refusal(self, exc: ProtocolError) -> bytes:
@@ -122,8 +139,13 @@ class PeerDoor:
             self.heard(sender, *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
         call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
+        outcome: Body | Awaitable[Body]
         try:
-            if type(request.body) in ANYBODY or self._is_in_step(request, sender):
+            if stream.is_control:
+                self._check_control(stream, request)
+            if type(request.body) is Pull and stream.is_full:
+                outcome = self._drained(stream, request, sender)
+            elif type(request.body) in ANYBODY or self._is_in_step(request, sender):
                 outcome = self._carry_out(request)
             else:
                 outcome = self._in_step(request, sender)
@@ -132,17 +154,45 @@ class PeerDoor:
         if isinstance(outcome, Body) and self._answers_now(stream, request, sender, outcome):
             return
         nbytes = max(len(frame), REQUEST_BYTES)
-        self._waiting_bytes += nbytes
-        if self._waiting_bytes >= self.limit_bytes:
-            self.streams.pause()
+        self._unanswered_bytes += nbytes
+        stream.unanswered_bytes += nbytes
+        if self._has_too_much(stream):
+            self._paused.add(stream)
+            stream.pause()
         call = self._hold(asyncio.ensure_future(self._to_its_end(stream, request, sender, outcome)))
-        call.add_done_callback(lambda _: self._over(nbytes))
+        call.add_done_callback(lambda _: self._over(stream, nbytes))
 
-    def _over(self, nbytes: int) -> None:
-        was_full = self._waiting_bytes >= self.limit_bytes
-        self._waiting_bytes -= nbytes
-        if was_full and self._waiting_bytes < self.limit_bytes:
-            self.streams.resume()
+    def _check_control(self, stream: Stream, request: PeerRequest) -> None:
+        """ProtocolError, Unavailable for a request that the control stream does not take."""
+        if type(request.body) not in CONTROL:
+            raise ProtocolError(f"{type(request.body).__name__} goes over the call stream")
+        if stream.unanswered_bytes >= self.control_bytes:
+            raise Unavailable(
+                f"{stream.unanswered_bytes} bytes of requests of {request.sender} are unanswered "
+                f"here, the limit is {self.control_bytes}: repeat the request later"
+            )
+
+    async def _drained(self, stream: Stream, request: PeerRequest, sender: Owner) -> Body:
+        """A pull has a large answer: it waits until the asker has taken the answers before it."""
+        await stream.drained()
+        return await self._in_step(request, sender)
+
+    def _has_too_much(self, stream: Stream) -> bool:
+        """Whether a stream waits until more of its requests are answered."""
+        held = 0 if stream.is_control else stream.unanswered_bytes
+        share = self.limit_bytes // max(1, len(self.streams))
+        is_full = self._unanswered_bytes >= self.limit_bytes
+        return held >= self.stream_bytes or (is_full and held >= max(1, share))
+
+    def _over(self, stream: Stream, nbytes: int) -> None:
+        was_full = self._unanswered_bytes >= self.limit_bytes
+        self._unanswered_bytes -= nbytes
+        stream.unanswered_bytes -= nbytes
+        is_full = self._unanswered_bytes >= self.limit_bytes
+        for one in list(self._paused) if was_full > is_full else [stream]:
+            if one in self._paused and not self._has_too_much(one):
+                self._paused.remove(one)
+                one.resume()
 
     async def _to_its_end(
         self, stream: Stream, request: PeerRequest, sender: Owner, outcome: Body | Awaitable[Body]

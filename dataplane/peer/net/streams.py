@@ -1,11 +1,12 @@
 """Streams: what peers call each other on, TCP on the event loop itself.
 
-A link greets over zmq, whose thread tells of a peer that stopped while this one's loop works; with
-the answer comes where the other side's streams are accepted, and the secret of one of them. It is
-dialled once, and whatever is asked and answered goes over it: on its way through libzmq a message
-would wake two more threads on either side. With a token the secret, which only the encrypted
-greeting carried, has a fresh key for each direction, and every frame is sealed (AES-256-GCM,
-numbered by its place); anything out of place ends the connection.
+A link greets over zmq, whose thread tells of a peer that stopped while this one's loop works. With
+the answer comes where the other side accepts streams, and the secrets of two of them. The *call
+stream* carries what clients ask, and is paused while too much of it is unanswered. The *control
+stream* carries what peers ask each other to keep the plane going, and is never paused. On its way
+through libzmq a message would wake two more threads on either side. With a token a secret, which
+only the encrypted greeting carried, has a fresh key for each direction, and every frame is sealed
+(AES-256-GCM, numbered by its place); anything out of place ends the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataplane.wire.refusals import Refusals
 log = logging.getLogger(__name__)
 
 ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
-MAX_EXPECTED = limits.MAX_MEMBERS
+MAX_EXPECTED = 2 * limits.MAX_MEMBERS
 """Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
 MAX_UNKNOWN = 1_024
 """Connections that have not said yet which stream they are: all peers may come at once."""
@@ -88,6 +89,9 @@ class Stream(asyncio.Protocol):
         self._paused = False
         self._is_accepted = False
         """what comes asks, and what goes answers"""
+        self.is_control = False
+        self.unanswered_bytes = 0
+        """of requests that came on it, counted by the peer door"""
         self._posted: list[bytes] = []
         self._posted_bytes = 0
         self._is_behind = False
@@ -150,8 +154,10 @@ class Stream(asyncio.Protocol):
 
     @property
     def _takes(self) -> bool:
-        """Whether what comes is taken. Who does not take its answers asks nothing more."""
-        return not (self.closed or self._paused or (self._is_accepted and self.is_full))
+        """Whether frames that come are read. A call stream is not read while the other side does
+        not take its answers."""
+        is_gated = self._is_accepted and not self.is_control
+        return not (self.closed or self._paused or (is_gated and self.is_full))
 
     def _look(self) -> None:
         if self._transport is None or self.closed or self._transport.is_closing():
@@ -277,10 +283,9 @@ class Streams:
         """`host:port` where streams are accepted; "": nowhere"""
         self._sealed = sealed
         self._take = take
-        self._expected: OrderedDict[bytes, bytes] = OrderedDict()
+        self._expected: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
         self._open: set[Stream] = set()
         self._server: asyncio.Server | None = None
-        self._paused = False
 
     # those that others dial
 
@@ -292,25 +297,28 @@ class Streams:
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"{told.removeprefix('tcp://').rpartition(':')[0]}:{port}"
 
-    def promise(self) -> bytes:
+    def __len__(self) -> int:
+        """How many that others dialled are open."""
+        return len(self._open)
+
+    def promise(self, control: bool = False) -> bytes:
         """The secret of a stream that will be dialled: its name, and a key for each direction."""
         secret = secrets.token_bytes(ID_BYTES + (2 * KEY_BYTES if self._sealed else 0))
-        self._expected[secret[:ID_BYTES]] = secret
+        self._expected[secret[:ID_BYTES]] = secret, control
         if len(self._expected) > MAX_EXPECTED:
             self._expected.popitem(last=False)
         return secret
 
     def joined(self, name: bytes) -> Stream | None:
         """The stream that has this name; None for a stranger."""
-        secret = self._expected.pop(name, None)
-        if secret is None:
+        expected = self._expected.pop(name, None)
+        if expected is None:
             self.refusals.count("a stranger's stream")
             return None
         stream = Stream(self._take, self._ended)
+        secret, stream.is_control = expected
         stream.use(secret, accepted=True)
         self._open.add(stream)
-        if self._paused:
-            stream.pause()
         return stream
 
     def _ended(self, stream: Stream, why: str) -> None:
@@ -325,16 +333,6 @@ class Streams:
             self._open.discard(stream)
             return
         stream.post(frame)
-
-    def pause(self) -> None:
-        self._paused = True
-        for stream in self._open:
-            stream.pause()
-
-    def resume(self) -> None:
-        self._paused = False
-        for stream in self._open:
-            stream.resume()
 
     def close(self) -> None:
         if self._server is not None:

@@ -107,7 +107,7 @@ class Peer:
         )
         share.on_refused.append(calls.producers_wait)
 
-        self.leases = leases = Leases()
+        self.leases = leases = Leases(room.unpin)
         self.references = refs = References(host, mesh, router, room)
         self.grants = grants = Grants(host, room, self.devices)
         self.reading = reading = Reading(host, router, leases, self.device_pulls)

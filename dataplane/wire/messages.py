@@ -31,6 +31,9 @@ from dataplane.wire.tables import (
     Where,
 )
 
+UNHEARD = "unheard"
+"""Detail of a `Failed`: the request was not looked at, and what it names is still its sender's."""
+
 # handshake
 
 

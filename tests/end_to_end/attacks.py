@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,21 @@ class CancelledAt:
     """Awaits `work`, whose task is cancelled at its `at`-th await.
 
     late: only when what it awaited is there, which is then lost: a time-out that fires in the same
-    moment. `reached` is false when the work had fewer awaits.
+    moment. meanwhile: called at each await, for what others do in that moment. `reached` is false
+    when the work had fewer awaits.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, Any],
+        at: int,
+        late: bool,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.work = work
         self.at = at
         self.late = late
+        self.meanwhile = meanwhile
         self.awaits = 0
 
     @property
@@ -40,6 +48,7 @@ class CancelledAt:
             except StopIteration as stop:
                 return stop.value
             self.awaits += 1
+            self.meanwhile()
             here = self.awaits == self.at
             if here and not self.late:
                 task = asyncio.current_task()

@@ -52,6 +52,14 @@ async def claim_add_ack(part: aio.Partition) -> None:
     await batch.ack()
 
 
+async def acks_of_parts(part: aio.Partition) -> None:
+    """What was added to rows that are acked apart has to be parted too."""
+    batch = await part.claim("s", rows=ROWS, timeout=10)
+    await batch.add(y=[np.full(3000, row, np.uint8) for row in range(ROWS)])
+    await batch[0:2].ack()
+    await batch.release(values={"so_far": rows(1)})
+
+
 async def claim_that_waits(part: aio.Partition) -> None:
     with contextlib.suppress(DataplaneError):
         await part.claim("s", rows=5 * ROWS, timeout=0.1)
@@ -73,7 +81,7 @@ async def stream(part: aio.Partition) -> None:
                 break
 
 
-CALLS = [put, put_with_dedup, claim_add_ack, claim_that_waits, get, stream]
+CALLS = [put, put_with_dedup, claim_add_ack, acks_of_parts, claim_that_waits, get, stream]
 Call = Callable[[aio.Partition], Coroutine[Any, Any, None]]
 
 
@@ -90,7 +98,7 @@ def test_a_cancelled_call_leaves_nothing_behind(
         cluster.connect("b") as b,
         asyncio.Runner(loop_factory=loop) as runner,
     ):
-        assert runner.run(cancelled_everywhere(a, b, call, late)) > 1
+        assert runner.run(cancelled_everywhere(a, b, call, late, crowded=False)) > 1
         with cluster.connect("a") as again:
             part = again.partition(f"q-{call.__name__}", stages={"s": ["x"]})
             part.put({"x": [1]})
@@ -98,14 +106,27 @@ def test_a_cancelled_call_leaves_nothing_behind(
             part.drop()
 
 
-async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool) -> int:
-    """Cancels the call at its first await, its second, …; how many it had."""
+@pytest.mark.parametrize(
+    "call", [put, put_with_dedup, claim_add_ack, acks_of_parts], ids=lambda call: call.__name__
+)
+def test_nor_does_one_that_opens_a_connection_for_each_of_its_messages(
+    cluster: Cluster, call: Call
+) -> None:
+    """As where as many calls are under way as there are connections: a call that has room may be
+    cancelled before the message that names it has one."""
+    with cluster.connect("a") as a, cluster.connect("b") as b, asyncio.Runner() as runner:
+        assert runner.run(cancelled_everywhere(a, b, call, late=False, crowded=True)) > 1
+
+
+async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool, *, crowded: bool) -> int:
+    """Cancels the call at its first await, its second, …; how many it had. crowded: whenever it
+    awaits something, other calls take the connections that are idle."""
     a.stats(), b.stats()
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     client = await aio.connect("a", run="test")
     at = 1
-    while await cancelled(a, b, client, call, at, late):
+    while await cancelled(a, b, client, call, at, late, crowded):
         at += 1
     # The client lives on: what it gave up must come back without its end.
     no_leaks(a, b)
@@ -123,13 +144,21 @@ async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool) -> in
     return at
 
 
-async def cancelled(a: Plane, b: Plane, client: aio.Plane, call: Call, at: int, late: bool) -> bool:
+async def cancelled(
+    a: Plane, b: Plane, client: aio.Plane, call: Call, at: int, late: bool, crowded: bool
+) -> bool:
     """Whether the call had so many awaits."""
     name = f"{call.__name__}-{late}-{at}"
     a.partition(name, stages={"s": ["x"], "t": ["y"]})
     for plane in (a, b):
         plane.partition(name).put({"x": rows(0)})
-    work = CancelledAt(call(await client.partition(name)), at, late)
+    part = await client.partition(name)
+    others: list[asyncio.Task[None]] = []
+
+    def take_connections() -> None:
+        others.append(asyncio.ensure_future(part.wait("t", rows=1, timeout=20)))
+
+    work = CancelledAt(call(part), at, late, take_connections if crowded else lambda: None)
     task = asyncio.ensure_future(waiting(work))
     await asyncio.wait([task], timeout=20)
     assert task.done(), f"not done 20 s after it was cancelled at await {at}"
@@ -137,6 +166,9 @@ async def cancelled(a: Plane, b: Plane, client: aio.Plane, call: Call, at: int, 
         assert task.cancelled(), task
     else:
         task.result()
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
     del task
     gc.collect()  # the frames of the traceback
     return work.reached

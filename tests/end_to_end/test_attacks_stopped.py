@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -81,6 +83,46 @@ def test_a_stopped_client_wakes_up_to_the_bytes_that_it_held(
         part.drop()
         no_leaks(plane)
         until(lambda: used_bytes(plane) == 0, "every byte came back")
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["at the deadline", "by Ctrl-C"])
+def test_a_put_that_did_not_leave_keeps_no_room_and_no_lease(
+    cluster: Cluster, interrupted: bool
+) -> None:
+    """Its message is larger than what the kernel takes for a peer that does not read."""
+    cluster.start("a", arena="32MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        many = {"x": [np.full(1100, 1, np.uint8)] * 4000}
+        first, second = ([f"{'k' * 100}{put}-{n}" for n in range(4000)] for put in range(2))
+        part.put(many, key=first)  # its answer grants the room of the next one
+        batch = part.claim("s", rows=1, timeout=20)
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        assert batch.state == "leased"
+        del batch  # goes back ahead of the put
+        if interrupted:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with signal_raises(signal.SIGALRM), pytest.raises(KeyboardInterrupt):
+                part.put(many, key=second)
+        else:
+            with pytest.raises(dataplane.DeadlineExceeded):
+                part.put(many, key=second, timeout=0.5)
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+        with part.claim("s", rows=4000, timeout=20):
+            assert len(part.rows()) == 4000
+        part.drop()
+        no_leaks(plane)
+        until(lambda: used_bytes(plane) == 0, "every byte came back")
+
+
+@contextmanager
+def signal_raises(number: signal.Signals) -> Iterator[None]:
+    """The signal does what Ctrl-C does."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 WAITER = """

@@ -45,6 +45,7 @@ class Calls:
         """On another connection to the same incarnation of the peer where one breaks."""
         session, began = self._session, time.monotonic()
         outgoing: Outgoing | None = None
+        answered = False
         if step.sent is None:
             connection = session.connections.idle() or await further(session, step.deadline_s)
         else:
@@ -53,16 +54,22 @@ class Calls:
             outgoing = outgoing or Outgoing(session, step, began)
             while True:
                 connection.later = outgoing.later
+                connection.frame_sent = not outgoing.frame
                 session.connections.begins(connection)
                 try:
-                    return await exchange(
+                    body = await exchange(
                         connection,
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
                         GRACE_S,
                     )
-                except PeerLost as exc:
+                    answered = True
+                    return body
+                except BaseException as exc:
+                    outgoing.failed(connection, exc)
+                    if not isinstance(exc, PeerLost):
+                        raise
                     outgoing.broke(exc)
                 finally:
                     session.connections.ends(connection)
@@ -71,4 +78,4 @@ class Calls:
             if outgoing is None:
                 session.connections.give_back(connection)
             else:
-                outgoing.over(connection)
+                outgoing.over(connection, answered)

@@ -14,7 +14,8 @@ import numpy as np
 
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.checkpoint.save import filing, path_of, within
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Operation, ask
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Operation, ask, expect
+from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, PartitionConflict
 from dataplane.memory.placement import place, remainder
@@ -116,17 +117,24 @@ def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> O
             session.keep(extents)
             raise
         session.keep(remainder(sizes, ranges["offset"].copy(), extents))
-    body = Restore(
-        handle.name,
-        generation,
-        portion.rows,
-        portion.columns,
-        portion.specs,
-        portion.tags,
-        portion.progress,
-        ranges=ranges.tobytes(),
-    )
-    done = yield from ask(body, PutDone, within(deadline, _RESTORING))
+    call = None
+    try:
+        body = Restore(
+            handle.name,
+            generation,
+            portion.rows,
+            portion.columns,
+            portion.specs,
+            portion.tags,
+            portion.progress,
+            ranges=ranges.tobytes(),
+        )
+        call = Call(body, within(deadline, _RESTORING).left(_RESTORING))
+        done = expect((yield call), PutDone, body)
+    except BaseException:
+        if call is None or not call.in_flight:
+            session.keep(ranges)
+        raise
     session.keep(column(done.extents, EXTENT))
 
 

@@ -50,10 +50,16 @@ def landed(
     body = Reserve(handle.name, generation, [sizes.tobytes()], continuing())
     reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
     extents = column(reserved.extents, EXTENT)
-    offsets = place(sizes, extents)
-    for offset, first, last in zip(offsets.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-        part = np.frombuffer(written.inline, np.uint8)[first:last]
-        handle.session.writes.view(offset, max(1, len(part)))[: len(part)] = part
+    try:
+        offsets = place(sizes, extents)
+        for offset, first, last in zip(
+            offsets.tolist(), firsts.tolist(), lasts.tolist(), strict=True
+        ):
+            part = np.frombuffer(written.inline, np.uint8)[first:last]
+            handle.session.writes.view(offset, max(1, len(part)))[: len(part)] = part
+    except BaseException:
+        handle.session.keep(extents)
+        raise
     handle.session.keep(remainder(sizes, offsets, extents))
     ranges = np.zeros(count, EXTENT)
     ranges["offset"], ranges["length"] = offsets, sizes

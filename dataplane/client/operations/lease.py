@@ -34,7 +34,17 @@ from dataplane.client.operations.write import write_columns
 from dataplane.client.session.outgoing import Call
 from dataplane.client.write.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.write.written import Written, beside
-from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired, ShardFull
+from dataplane.errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    FieldExists,
+    InvalidCall,
+    InvalidRows,
+    LeaseExpired,
+    PeerLost,
+    ShardFull,
+    Unavailable,
+)
 from dataplane.memory.extents import padded
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES
@@ -47,15 +57,19 @@ from dataplane.wire.messages import (
     Fetched,
     Finish,
     PutDone,
+    Request,
     Want,
 )
-from dataplane.wire.records import EXTENT, KEY, U4
+from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Scalar, Table, volume
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["ack", "release", "drop"]
 Index = npt.NDArray[np.intp]
+Records = npt.NDArray[Any]
+_UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
+"""Failures that do not say whether a call took effect."""
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
@@ -181,6 +195,27 @@ class Added(msgspec.Struct, eq=False):
     written: Written
 
 
+class Doubt(msgspec.Struct, eq=False):
+    """An ack of which nobody knows whether it took effect: it had no answer, or one that does not
+    say so. It is asked again under its number, which the peer answers as the first time."""
+
+    request: Request
+    at: Index | None
+    """its rows; None: all"""
+    parts: list[Added]
+    """what was to be stored with it"""
+
+    def keep(self, ranges: Records) -> None:
+        """The ack failed, and the peer keeps its values as these ranges (RANGE) until the lease
+        ends: the next ack names them so."""
+        for one in self.parts:
+            written, count = one.written, len(one.written.ranges)
+            mine, ranges = ranges[:count], ranges[count:]
+            one.written = msgspec.structs.replace(
+                written, ranges=written.ranges[:0], shared=np.concatenate([mine, written.shared])
+            )
+
+
 class Lease:
     """What a claim handed out. Its rows go back when it dies without ack."""
 
@@ -193,10 +228,12 @@ class Lease:
         self._open: npt.NDArray[np.bool_] | None = None
         """per row whether it was neither finished nor dropped; None: all are open"""
         self._added: list[Added] = []
+        self._doubt: Doubt | None = None
+        """an ack that may have taken effect"""
         self._lost: list[tuple[Index, set[str]]] = []
-        """rows and fields of acks that failed"""
+        """rows and fields of acks that failed, and whose values the peer did not keep"""
         self._refused: set[str] = set()
-        """fields that others had set: whoever adds anything after being told has settled them"""
+        """fields that other writers have set: they are given up by the next `add`"""
         self._abandoned = False
 
     @property
@@ -232,9 +269,13 @@ class Lease:
         """Copy new fields of all rows, or of those at `rows`, into the arena. They are there for
         others after the ack."""
         self.check()
+        deadline = Deadline(timeout)
+        if self._doubt is not None:
+            yield from self._settle_doubt(deadline)
+            self.check()
         at = np.arange(self.n, dtype=np.intp) if rows is None else np.sort(rows)
         there = (one.written.fields for one in self._added if _meet(one.at, at))
-        twice = set(columns) & {name for names in there for name in names}
+        twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
                 f"{', '.join(sorted(twice))} was already added to this batch: fields are "
@@ -243,17 +284,31 @@ class Lease:
             )
         if (devices := self.handle.session.devices) is not None:
             devices.tell_of_host_copies(columns, "what is added to a batch always is")
-        deadline = Deadline(timeout)
         written = yield from write_columns(self.handle, columns, len(at), deadline)
         parts = [*(one.written for one in self._added), written]
         self._check_size(parts, written)
         if rows is not None:  # values are in the order of the rows as they were given
             written, _ = written.take(np.argsort(rows, kind="stable"))
         self._tally(written)
+        self._give_up_refused(at)
         self._added.append(Added(at, written))
         for lost, names in self._lost:
             if _meet(lost, at):
                 names.difference_update(columns, self._refused)
+
+    def _give_up_refused(self, at: Index) -> None:
+        """The caller was told that other writers have set these fields, and adds something else."""
+        if not self._refused:
+            return
+        for one in [one for one in self._added if _meet(one.at, at)]:
+            kept = [c for c in one.written.columns if c.field not in self._refused]
+            if not kept:
+                self._added.remove(one)
+                self.handle.session.keep(one.written.ranges)
+            elif len(kept) < len(one.written.columns):
+                fewer = msgspec.structs.replace(one.written, columns=kept)
+                one.written, unused = fewer.take(np.arange(len(one.at)))
+                self.handle.session.keep(unused)
 
     def _check_size(self, parts: list[Written], written: Written) -> None:
         size = sum(map(part_bytes, parts))
@@ -291,6 +346,12 @@ class Lease:
         lease that has ended already is no error, unless there is something to be told with it.
         """
         self.check()
+        if self._doubt is not None:
+            yield from self._settle_doubt(Deadline(timeout))
+            if self.state != "leased":
+                if outcome == "drop" or tags or values:
+                    self.check()
+                return  # that ack took effect, and nothing is left to be finished
         if self.n and rows is None and self._open is None and not (tags or values or self._added):
             yield from self._finish_whole(outcome, timeout, then)
             return
@@ -398,39 +459,23 @@ class Lease:
         return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
 
     def _ack_alike(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
-        session, parts = self.handle.session, []
-        if self._is_whole(at):
-            parts, self._added = [one.written for one in self._added], []
-        for one in [one for one in self._added if _meet(one.at, at)]:
-            local = np.searchsorted(one.at, at)
-            left = np.setdiff1d(self.open_among(one.at), at)
-            self._added.remove(one)
-            written, unused = one.written, np.zeros(0, EXTENT)
-            if len(left):
-                written, rest, copied = one.written.divide(local, session.writes.view)
-                kept = np.setdiff1d(one.at, at)
-                self._added.append(Added(kept, rest))
-                if copied:
-                    written = yield from self._landed(written, timeout)
-            elif len(local) < len(one.at):
-                written, unused = one.written.take(local)
-            parts.append(written)
-            session.keep(unused)
+        """Values stay with the lease until the ack that carries them is answered: whatever fails
+        before that, the next ack of the rows carries the same ones."""
+        session = self.handle.session
+        yield from self._part_from_others(at, timeout)
+        parts = [one for one in self._added if _meet(one.at, at)]
         body = self._finish_of("ack", at, {})
-        if parts:
-            # From here on the values belong to this one message, whatever becomes of it; should
-            # it fail, an ack without them must not pass for one with them.
-            written = beside(parts)
-            going = (at, set(written.fields))
-            self._lost.append(going)
-            try:
-                done = yield from self._send_with(body, written, timeout, then)
-            except FieldExists as exc:
-                self._refused.add(str(exc.details.get("field")))
+        try:
+            done = yield from self._send_parts(body, at, parts, timeout, then)
+        except ShardFull as full:
+            if not full.details.get("values"):
                 raise
-            self._lost = [one for one in self._lost if one is not going]
-        else:
-            done = yield from self._send(body, timeout, then)
+            self.handle.shard_is_full()
+            for one in parts:
+                if one.written.inline:
+                    one.written = yield from self._landed(one.written, timeout)
+            done = yield from self._send_parts(body, at, parts, timeout)
+        self._added = [one for one in self._added if one not in parts]
         if isinstance(done, PutDone):
             if done.extents:
                 session.keep(np.frombuffer(done.extents, EXTENT))
@@ -442,21 +487,63 @@ class Lease:
                     done.kept,
                 )
 
-    def _send_with(
-        self, body: Finish, written: Written, timeout: float | None, then: Call | None = None
+    def _part_from_others(self, at: Index, timeout: float | None) -> Operation[None]:
+        """What was added to these rows and to others becomes two. Nothing has changed where there
+        is no room for that."""
+        if self._is_whole(at):
+            return
+        session = self.handle.session
+        for one in [one for one in self._added if _meet(one.at, at) and len(one.at) > len(at)]:
+            local = np.searchsorted(one.at, at)
+            apart, unused = [], np.zeros(0, EXTENT)
+            if len(np.setdiff1d(self.open_among(one.at), at)):
+                mine, rest, copied = one.written.divide(local, session.writes.view)
+                if copied:
+                    mine = yield from self._landed(mine, timeout)
+                apart.append(Added(np.setdiff1d(one.at, at), rest))
+            else:
+                mine, unused = one.written.take(local)
+            self._added = [o for o in self._added if o is not one] + [Added(at, mine), *apart]
+            session.keep(unused)
+
+    def _send_parts(
+        self,
+        body: Finish,
+        at: Index,
+        parts: list[Added],
+        timeout: float | None,
+        then: Call | None = None,
     ) -> Operation[Body]:
-        """Once more where the shard has no room for what is inline."""
+        """An ack with these values."""
+        if parts:
+            body = self._with(body, beside([one.written for one in parts]))
+        return (yield from self._send(body, timeout, then, at, parts))
+
+    def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+        """Values that are stored without an ack. Once more where the shard has no room for what is
+        inline."""
         try:
-            return (yield from self._send(self._with(body, written), timeout, then))
+            return (yield from self._send_once(body, written, timeout))
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
             pin = self.handle.session.pinned(full.details.get("pin", 0))
             written = yield from self._landed(written, timeout, full)
-            done = yield from self._send(self._with(body, written), timeout)
+            done = yield from self._send_once(body, written, timeout)
             del pin  # what it holds has another holder now
             return done
+
+    def _send_once(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+        call = None
+        try:
+            body = self._with(body, written)
+            call = Call(body, Deadline(timeout).left(body.outcome))
+            return (yield from self._answer(call))
+        except BaseException:
+            if call is None or not call.in_flight:
+                self.handle.session.keep(written.ranges)
+            raise
 
     def _with(self, body: Finish, written: Written) -> Finish:
         """It brings these, and asks for as much room for what is added next."""
@@ -479,16 +566,77 @@ class Lease:
         return (yield from landed(self.handle, generation, written, lambda: True, deadline, full))
 
     def _send(
-        self, body: Finish, timeout: float | None, then: Call | None = None
+        self,
+        body: Finish,
+        timeout: float | None,
+        then: Call | None = None,
+        at: Index | None = None,
+        parts: Sequence[Added] = (),
     ) -> Operation[Body]:
-        """Finish is answered with PutDone where values came along, else Done will do."""
-        deadline = Deadline(timeout)
+        """at: the rows, None for all. parts: what is stored with an ack."""
+        acks = body.outcome == "ack"
+        call = Call(body, Deadline(timeout).left(body.outcome), then=then, keeps=acks)
         try:
-            reply = yield Call(body, deadline.left(body.outcome), then=then)
-        except LeaseExpired:
-            self._end("expired")
+            return (yield from self._answer(call))
+        except BaseException as exc:
+            if call.again is not None:
+                self._doubt = Doubt(call.again, at, list(parts))
+                self._told(exc)
             raise
-        return reply if isinstance(reply, PutDone) else expect(reply, Done, body)
+
+    def _answer(self, call: Call) -> Operation[Body]:
+        """Finish is answered with PutDone where values came along, else Done will do."""
+        try:
+            reply = yield call
+        except LeaseExpired:
+            if call.again is None:  # or else it is in doubt, and `_told` says what that means
+                self._end("expired")
+            raise
+        return reply if isinstance(reply, PutDone) else expect(reply, Done, call.body)
+
+    def _told(self, exc: BaseException) -> None:
+        """What the failure of an ack says of it. Where it does not say whether the ack took effect,
+        that stays in doubt."""
+        doubt = self._doubt
+        assert doubt is not None
+        if isinstance(exc, LeaseExpired):
+            self._end("expired")
+            return
+        if not isinstance(exc, DataplaneError):
+            return
+        kept = exc.details.pop("ranges", None)
+        if kept is None and isinstance(exc, _UNKNOWN):
+            return
+        self._doubt = None
+        self.handle.session.answered(doubt.request)
+        if isinstance(exc, FieldExists):
+            self._refused.add(str(exc.details.get("field")))
+        if kept is not None:
+            doubt.keep(column(kept, RANGE))
+        elif doubt.parts:
+            # Nobody has the values: an ack without them must not pass for one with them.
+            self._added = [one for one in self._added if one not in doubt.parts]
+            names = {name for one in doubt.parts for name in one.written.fields}
+            rows = np.arange(self.n, dtype=np.intp) if doubt.at is None else doubt.at
+            self._lost.append((rows, names))
+
+    def _settle_doubt(self, deadline: Deadline) -> Operation[None]:
+        """Ask again, under its own number, for the ack that may have taken effect. Where it has
+        failed, its rows and values are here again."""
+        doubt = self._doubt
+        assert doubt is not None
+        body = doubt.request.body
+        call = Call(body, deadline.left("ack"), again=doubt.request, keeps=True)
+        try:
+            yield from self._answer(call)
+        except DataplaneError as exc:
+            self._told(exc)
+            if self._doubt is not None or self.state != "leased":
+                raise
+            return
+        self._doubt = None
+        self._added = [one for one in self._added if one not in doubt.parts]
+        self._closed_rows("ack", doubt.at)
 
     def _closed_rows(self, outcome: Outcome, rows: Index | None) -> None:
         if rows is not None:
@@ -502,9 +650,17 @@ class Lease:
         session = self.handle.session
         self.state = state
         session.leases.discard(self.id)
-        for one in self._added:
-            session.keep(one.written.ranges)
+        for ranges in self._unsent():
+            session.keep(ranges)
         self._added = []
+
+    def _unsent(self) -> list[Records]:
+        """Room with values that no message has named, when the lease ends."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is None:
+            return [one.written.ranges for one in self._added]
+        self.handle.session.answered(doubt.request)
+        return [one.written.ranges for one in self._added if one not in doubt.parts]
 
     def give_back(self, timeout: float | None) -> Operation[None]:
         """Release what is held; the rows are back when this returns, also where `abandon` has
@@ -521,7 +677,7 @@ class Lease:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":
             self.state, self._abandoned = "released", True
-            self.handle.session.abandon(self.id, [one.written.ranges for one in self._added])
+            self.handle.session.abandon(self.id, self._unsent())
 
     def __del__(self) -> None:
         self.abandon()

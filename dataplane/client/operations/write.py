@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
+from dataplane.client.core import Deadline, Handle, Offload, Operation, ask, expect
 from dataplane.client.operations.inlining import landed
+from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.write import parcel as parcels_of
 from dataplane.client.write.few import Few, lay_few
@@ -130,34 +131,32 @@ class Putting(msgspec.Struct, eq=False):
         filled = yield from write_run(
             self.handle, self.generation, run, self._continues, self.deadline
         )
-        count, rows, written = filled.count, filled.parcel.rows, filled.written()
-        here = slice(done, done + count)
-        ahead = [0 if len(written.digests) else self._want(0, filled.nbytes, parcels, here)]
-        if self.elsewhere:
-            written = yield from self._with_elsewhere(written, here)
-            ahead += [0] * (len(self.handle.session.leftovers) - 1)
+        session, parts = self.handle.session, list[Written]()
+        try:
+            parts.append(filled.written())
+            count, rows, digests = filled.count, filled.parcel.rows, parts[0].digests
+            here = slice(done, done + count)
+            ahead = [0 if len(digests) else self._want(0, filled.nbytes, parcels, here)]
+            for other in self.elsewhere:
+                part = yield from other.write(
+                    self.handle, self.generation, here, self._continues, self.deadline
+                )
+                parts.append(part)
+            if self.elsewhere:
+                ahead += [0] * (len(session.leftovers) - 1)
             for other in self.elsewhere:
                 nbytes = parcels_of.join(other.parcels[here]).nbytes
                 ahead[other.memory] = self._want(other.memory, nbytes, other.parcels, here)
-        yield from self._send(written, whole(rows, len(self.identity)), ahead)
-        self.committed_rows.append(rows)
-        return count
-
-    def _with_elsewhere(self, written: Written, which: slice) -> Operation[Written]:
-        """With the values of these parcels that go to other memory."""
-        session, parts = self.handle.session, [written]
-        try:
-            for other in self.elsewhere:
-                part = yield from other.write(
-                    self.handle, self.generation, which, self._continues, self.deadline
-                )
-                parts.append(part)
+            written = beside([part for part in parts if part.columns])
+            index = whole(rows, len(self.identity))
         except BaseException:
             for part in parts:
                 session.keep(part.ranges)
-            session.pinned(written.pin)
+            session.pinned(filled.pin)
             raise
-        return beside([part for part in parts if part.columns])
+        yield from self._send(written, index, ahead)
+        self.committed_rows.append(rows)
+        return count
 
     def _continues(self) -> bool:
         """Whether this client put, or leased, the same group or row before: the first speaks."""
@@ -185,30 +184,33 @@ class Putting(msgspec.Struct, eq=False):
     def _tell(self, written: Written, index: Index | None, ahead: Sequence[int]) -> Operation[None]:
         """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
         asked for, by memory."""
-        session = self.handle.session
-        body = Put(
-            self.handle.name,
-            self.generation,
-            self.identity.wire(index),
-            written.columns,
-            written.specs,
-            take_tags(self.tags, index),
-            written.ranges.tobytes(),
-            written.shared.tobytes(),
-            written.pin,
-            self.replace,
-            written.digests.tobytes(),
-            written.digest_index.tobytes(),
-            ahead[0],
-            inline=written.inline,
-            continuing=self._continues(),
-            reuse=self.reuse,
-            want_on_devices=list(ahead[1:]),
-        )
+        session, call = self.handle.session, None
         try:
-            reply = yield from ask(body, PutDone, self.deadline)
+            body = Put(
+                self.handle.name,
+                self.generation,
+                self.identity.wire(index),
+                written.columns,
+                written.specs,
+                take_tags(self.tags, index),
+                written.ranges.tobytes(),
+                written.shared.tobytes(),
+                written.pin,
+                self.replace,
+                written.digests.tobytes(),
+                written.digest_index.tobytes(),
+                ahead[0],
+                inline=written.inline,
+                continuing=self._continues(),
+                reuse=self.reuse,
+                want_on_devices=list(ahead[1:]),
+            )
+            call = Call(body, self.deadline.left("put"))
+            reply = expect((yield call), PutDone, body)
         except BaseException:
             session.pinned(written.pin)  # nobody keeps it, so it is released
+            if call is None or not call.in_flight:
+                session.keep(written.ranges)
             raise
         if reply.extents:
             session.keep(column(reply.extents, EXTENT))
@@ -258,12 +260,12 @@ def write_columns(
             ranges.append(filled.ranges())
             brought.append(filled.inline)
             done += filled.count
+        joined = parcels_of.join(parcels)
+        return written_of(joined, np.concatenate(ranges), inline=b"".join(brought))
     except BaseException:
         for extents in ranges:
             session.keep(extents)
         raise
-    joined = parcels_of.join(parcels)
-    return written_of(joined, np.concatenate(ranges), inline=b"".join(brought))
 
 
 # runs
@@ -317,10 +319,10 @@ def write_few(
         body = Reserve(handle.name, generation, [unit], continuing())
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
         extents = column(reserved.extents, EXTENT)
-    offsets = few.offsets(extents)
-    written = few.written(offsets)  # and what is left: the copy empties the caches
-    left = remainder(written.ranges["length"], written.ranges["offset"], extents)
     try:
+        offsets = few.offsets(extents)
+        written = few.written(offsets)  # and what is left: the copy empties the caches
+        left = remainder(written.ranges["length"], written.ranges["offset"], extents)
         yield Offload(lambda: few.copy(offsets, extents, session.writes), few.nbytes)
     except BaseException:
         session.keep(extents)
@@ -344,10 +346,10 @@ def write_run(
         return Filled(len(run), joined, np.zeros(0, U8), shared, 0, 0, b"")
     granted = yield from room_for(handle, generation, run, continuing, deadline)
     extents, pin = column(granted.extents, EXTENT), granted.pin
-    if granted.units < len(run):
-        run = run[: granted.units]
-        joined = parcels_of.join(run)
     try:
+        if granted.units < len(run):
+            run = run[: granted.units]
+            joined = parcels_of.join(run)
         if len(digests):
             shared = yield Offload(lambda: share(session, run, granted, len(digests)), nbytes)
             joined = parcels_of.join(run)

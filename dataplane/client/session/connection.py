@@ -103,6 +103,7 @@ class Connection:
         "left",
         "later",
         "early",
+        "frame_sent",
         "_complaint",
         "_readable",
         "_rid",
@@ -120,6 +121,8 @@ class Connection:
         """the request that went along with the one whose answer is waited for, which comes first"""
         self.early: Reply | None = None
         """its answer, which came before that"""
+        self.frame_sent = False
+        """The frame of this call may have left this process to its last byte."""
         self._rid = 0
         self._complaint: DataplaneError | None = None
 
@@ -263,21 +266,26 @@ class Connection:
         if sent < len(frame):
             self._send_slowly(memoryview(frame)[sent:], limit_s)
 
-    def send_some(self, frame: bytearray | memoryview) -> int:
-        """As many bytes as go without waiting."""
-        try:
-            return self.sock.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
+    def send_some(self, rest: bytearray | memoryview) -> int:
+        """Send as much of the rest of a frame as the socket takes without waiting."""
+        # An interrupt may hide the count of a send: until it is known, all of it may have left.
+        self.frame_sent = True
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = self.sock.send(rest, socket.MSG_DONTWAIT)
+        self.frame_sent = sent == len(rest)
+        return sent
 
     def _send_slowly(self, rest: memoryview, limit_s: float | None) -> None:
-        self.sock.settimeout(limit_s)
-        try:
-            self.sock.sendall(rest)
-        except TimeoutError as exc:
-            raise no_answer(self.peer, limit_s or 0.0) from exc
-        finally:
-            self.sock.setblocking(True)
+        until = None if limit_s is None else time.monotonic() + limit_s
+        writable = select.poll()
+        writable.register(self.sock, select.POLLOUT)
+        while rest:
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise no_answer(self.peer, limit_s or 0.0)
+            writable.poll(None if left_s is None else left_s * 1e3)
+            rest = rest[self.send_some(rest) :]
 
 
 def answer(reply: Reply, rid: int) -> Body:

@@ -14,6 +14,8 @@ import threading
 import time
 import weakref
 
+import msgspec
+
 from dataplane.client.session.connection import Connection
 from dataplane.client.session.extents import IDLE_S
 from dataplane.client.session.handshake import further
@@ -148,6 +150,8 @@ class Housekeeper:
         """Tell the peer, and hear that it was heard; on another anchor where the connection broke.
         A peer that is gone needs no telling."""
         with self._sending:
+            for request in self.session.undelivered():
+                self._untold.append(msgspec.structs.replace(request, rid=request.op))
             self._untold += [self.session.request(body, parting=True) for body in bodies]
             for _ in range(1 + REPEATS):
                 if not self._untold or self._anchor is None:

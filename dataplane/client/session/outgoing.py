@@ -14,9 +14,9 @@ import msgspec
 
 from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
-from dataplane.errors import ClientClosed, PeerLeaves, PeerLost
+from dataplane.errors import ClientClosed, DataplaneError, PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import Admit, Body, Claim, Losses, Request, Wait
+from dataplane.wire.messages import UNHEARD, Admit, Body, Claim, Losses, Request, Wait
 
 REPEATS = 8
 """How often one call is sent again, each time on a connection that was made for it."""
@@ -34,6 +34,12 @@ class Call(msgspec.Struct, eq=False):
     """goes in the same piece, and is waited for by itself afterwards, or left"""
     sent: tuple[Connection, Outgoing] | None = None
     """where its answer comes, of one that went along with the call before it"""
+    in_flight: bool = False
+    """The whole message may have left this process. Until then the caller owns what it names."""
+    again: Request | None = None
+    """The request of an earlier call that has no answer yet: it is asked under the same number."""
+    keeps: bool = False
+    """If this call fails in flight, its request stays unanswered, to be asked again."""
 
     def leave(self) -> None:
         """Nobody will wait for it, should it have gone along; what it is given is given back."""
@@ -52,6 +58,7 @@ class Outgoing:
         "_repeats",
         "_request",
         "_session",
+        "_step",
         "_then",
         "_until",
         "frame",
@@ -64,13 +71,17 @@ class Outgoing:
         along: with the call before it."""
         left = step.deadline_s
         self._session = session
+        self._step = step
         self._blocking = step.blocking
         self._until = None if left is None else began + max(left, 0.0)
         self._repeats = 0
         self._ahead: list[Request] = []
         self._then: tuple[Call, Outgoing] | None = None
         deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
-        request = session.request(step.body, 0 if step.blocking else deadline_ms)
+        if step.again is None:
+            request = session.request(step.body, 0 if step.blocking else deadline_ms)
+        else:
+            request = msgspec.structs.replace(step.again, deadline_ms=deadline_ms)
         if not along:
             request.unpin = session.unpinned()
         self._request = request
@@ -118,13 +129,33 @@ class Outgoing:
         if self._then is not None:
             self.frame += self._then[1].frame
 
-    def over(self, connection: Connection) -> None:
-        """Answered, or given up. The connection is free, or waits for what is asked along."""
-        for request in (self._request, *self._ahead):
-            self._session.answered(request)
+    def failed(self, connection: Connection, exc: BaseException) -> None:
+        """There is no answer on this connection, or an error. Whether the peer may have looked at
+        the request is known from then on."""
+        step = self._step
+        unheard = isinstance(exc, DataplaneError) and exc.details.pop(UNHEARD, False)
+        if connection.frame_sent and (not unheard or self._repeats or step.again is not None):
+            step.in_flight = True
+
+    def over(self, connection: Connection, answered: bool = False) -> None:
+        """The call has its answer, or was given up. The connection is free, or waits for the answer
+        to what went along."""
+        session, step = self._session, self._step
+        step.in_flight = step.in_flight or answered
+        if not answered and step.in_flight and step.keeps:
+            step.again = self._request
+        else:
+            session.answered(self._request)
+        for request in self._ahead:
+            if step.in_flight:
+                session.answered(request)
+            else:
+                session.tell_again(request)
         if not connection.is_whole:  # perhaps it was not sent to its end
-            self._session.not_told(self._request.unpin)
+            session.not_told(self._request.unpin)
         then, self._then = self._then, None
+        if then is not None:
+            then[0].in_flight = step.in_flight
         if then is not None and connection.is_whole:
             call, outgoing = then
             outgoing.frame = bytearray()  # it was sent

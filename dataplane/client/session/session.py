@@ -133,6 +133,8 @@ class Session:
         self.due: SimpleQueue[Finish | GiveBack] = SimpleQueue()
         """what the peer is to be told beside the next call: leases and extents that go back.
         SimpleQueue.put is reentrant, so the collector may call it anywhere"""
+        self.untold: SimpleQueue[Request] = SimpleQueue()
+        """one-way requests that did not leave this process: the peer is told under their numbers"""
         self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
         """numbers of pins whose last view is gone"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
@@ -263,6 +265,10 @@ class Session:
         """Connections whose call was given up: their answers are to be undone."""
         return _drain(self._orphans)
 
+    def undelivered(self) -> list[Request]:
+        """One-way requests that did not leave this process with their call."""
+        return _drain(self.untold)
+
     def parting(self) -> list[Body]:
         """One-way messages that are due: abandoned leases, extents that go back."""
         return [
@@ -270,6 +276,12 @@ class Session:
             for one in _drain(self.due)
             if isinstance(one, GiveBack) or self.leases.discard(one.lease)
         ]
+
+    def tell_again(self, request: Request) -> None:
+        """What was to go ahead of a call may not have left with it."""
+        self.untold.put(request)
+        self.tend()
+        self.bell.ring()
 
     def unpinned(self) -> list[int]:
         """Pins whose last view is gone: whoever asks tells the peer, or says that they were not

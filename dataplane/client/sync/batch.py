@@ -175,7 +175,11 @@ class Batch(LeasedRows, Converting):
         self._run(self._add(columns, named, timeout))
 
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """The stage is done with these rows; what was added is stored with it, or nothing is."""
+        """The stage is done with these rows. What was added is stored with the ack, or neither is.
+
+        After a failure, call it again: it carries the same values. FieldExists where another writer
+        has set one of the fields: add the value under another name, or release the rows.
+        """
         self._run(self._finish("ack", timeout))
 
     def release(

@@ -38,6 +38,7 @@ from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
+    UNHEARD,
     Admit,
     Body,
     Claim,
@@ -345,7 +346,11 @@ class Connection(asyncio.Protocol):
         """As soon as it is sure that nobody else serves what this peer does. What a call waits
         until then is of its own time."""
         assert self._session is not None
-        await self._door.host.serving.until_sure(call_deadline.get())
+        try:
+            await self._door.host.serving.until_sure(call_deadline.get())
+        except DataplaneError as exc:
+            exc.details[UNHEARD] = True
+            raise
         body = request.body
         if isinstance(body, WaitingCall) and body.timeout_ms > 0:
             left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)

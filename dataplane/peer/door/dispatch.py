@@ -131,6 +131,12 @@ class Answers:
             case m.PutDone():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 body.extents = b""
+            case m.Failed(details={m.UNHEARD: True}) if isinstance(
+                request.body, m.Put | m.Finish | c.Restore
+            ):
+                self.peer.grants.refused(session, request.body.ranges)
+            case m.Failed(details={"pin": int(pin)}):
+                space.unpin(session.id, [pin])
             case m.ReadDone() | m.Fetched() | c.SaveDone():
                 space.unpin(session.id, [body.pin])
             case _:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from dataplane.errors import LeaseExpired
+from dataplane.errors import DataplaneError, LeaseExpired
 from dataplane.memory.admission import Admission
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import NONE, Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
-from dataplane.wire.records import U4, column
+from dataplane.wire.records import EXTENT, U4, column
 
 Part = tuple[int, str, int, str]
 """session, partition, generation and stage of who takes part in a plan"""
@@ -43,10 +44,16 @@ class Lease(msgspec.Struct, eq=False):
     """it is a part in one"""
     claimed: tuple[int, int] | None = None
     """session and operation that took it, while they may ask again"""
+    kept: list[int] = []
+    """pins on the values of acks that failed, which the next ack of the same rows names"""
 
 
 class Leases:
-    def __init__(self) -> None:
+    def __init__(
+        self, unpin: Callable[[int, list[int]], None] = lambda session, pins: None
+    ) -> None:
+        """unpin: lets go of pins of a session."""
+        self._unpin = unpin
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._answers: dict[tuple[int, int], Body] = {}
@@ -93,6 +100,9 @@ class Leases:
     def close(self, lease: Lease) -> None:
         """The lease is over."""
         lease.session.leases.discard(lease.number)
+        if lease.kept:
+            self._unpin(lease.session.id, lease.kept)
+            lease.kept = []
         self._heard(lease)
         self._leases.pop(lease.number, None)
 
@@ -170,17 +180,33 @@ class Finishing:
         try:
             done = self._finish_at(asked)
         except BaseException as exc:
-            self.grants.not_taken(session, committed, exc)
+            self._keep(lease, body, committed, exc)
+            self.grants.not_taken(session, committed)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
         return self._finished(lease, body, done)
 
+    def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
+        """An ack that failed is made again with the same values: until the lease ends they stay,
+        as ranges that the client is told. What it shared with others stays by the same rule."""
+        if not isinstance(failure, DataplaneError):
+            return
+        if body.outcome != "ack":
+            self.grants.keep_where_full(lease.session, committed, failure)
+            return
+        written = committed.ranges[: len(column(body.ranges, EXTENT))]
+        if len(written):
+            lease.kept.append(self.host.space.keep(lease.session.id, written))
+        failure.details["ranges"] = written.tobytes()
+
     async def _finish_carried(
         self, lease: Lease, body: Finish, asked: Finish, committed: Committed
     ) -> Body:
         try:
-            done = await self.writing.carry(lease.session, asked, committed)
+            done = await self.writing.carry(
+                lease.session, asked, committed, partial(self._keep, lease, body, committed)
+            )
         except LeaseExpired:
             self.leases.close(lease)
             raise

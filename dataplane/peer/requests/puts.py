@@ -166,9 +166,8 @@ class Grants:
             self.host.space.give_back(session.id, column(written, EXTENT))
             self.room.pump()
 
-    def not_taken(self, session: Session, committed: Committed, failure: BaseException) -> None:
+    def not_taken(self, session: Session, committed: Committed) -> None:
         """The message that named these values failed, and no shard has them: they are free."""
-        self.keep_where_full(session, committed, failure)
         if len(committed.ranges):
             self.room.release(committed.ranges, committed.counts)
 
@@ -232,7 +231,8 @@ class Writing:
         try:
             done = self._put_into(entry, session.id, asked)
         except BaseException as exc:
-            self.grants.not_taken(session, committed, exc)
+            self.grants.keep_where_full(session, committed, exc)
+            self.grants.not_taken(session, committed)
             raise
         return self._put_done(session, body, committed, done.gone)
 
@@ -243,9 +243,14 @@ class Writing:
         return self._put_done(session, body, committed, done.gone)
 
     async def carry(
-        self, session: Session, body: Put | Finish | Restore, committed: Committed
+        self,
+        session: Session,
+        body: Put | Finish | Restore,
+        committed: Committed,
+        keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
-        """To the partition's shard, wherever that is then; again while that has no room."""
+        """To the partition's shard, wherever that is then; again while that has no room. keep:
+        holds the values of a call that failed, where its caller names them again."""
         caller = self.host.caller(session.id)
 
         def attempt() -> Awaitable[PutDone]:
@@ -256,7 +261,10 @@ class Writing:
         try:
             return await self.share.until_taken(session, attempt)
         except BaseException as exc:
-            self.grants.keep_where_full(session, committed, exc)
+            if keep is None:
+                self.grants.keep_where_full(session, committed, exc)
+            else:
+                keep(exc)
             raise
         finally:
             self.references.arrived(committed.ranges, committed.counts, body.number)

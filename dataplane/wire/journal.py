@@ -156,7 +156,8 @@ class OneGroup(msgspec.Struct, array_like=True):
 class OneBlock(msgspec.Struct, array_like=True):
     """Sets of rows are bits, little-endian. keys, names: of all the rows it came with. group: the
     key of theirs, empty: none. live: those that are there. acked: by the number of the stage.
-    added: stage → field → rows that have it from that stage."""
+    added: stage → field → rows that have it from that stage. returned: as acked, rows that came
+    back from a lease of the stage, which has not acked them since; empty: no rows."""
 
     number: int
     group: bytes
@@ -165,6 +166,7 @@ class OneBlock(msgspec.Struct, array_like=True):
     live: bytes
     acked: list[bytes]
     added: dict[str, dict[str, bytes]] = {}
+    returned: list[bytes] = []
 
 
 class Groups(Body, tag=210):
@@ -225,7 +227,8 @@ class Summary(Body, tag=217):
     included. short_groups: that the seal dropped. forgotten: of what was to be remembered. fields:
     every field that some row has had. carried_out: numbers of changes that were, with what was
     answered. lost: stage -> rows that went with a peer before it was done with them. acked: stage
-    -> rows that it has acked so far."""
+    -> rows that it has acked so far. released: stage -> rows that came back from its leases without
+    an ack, and how many of them were leased again."""
 
     sealed: bool
     numbers: int
@@ -236,6 +239,7 @@ class Summary(Body, tag=217):
     carried_out: list[tuple[int, PutDone | Dropped | Done]] = []
     lost: dict[str, int] = {}
     acked: dict[str, int] = {}
+    released: dict[str, tuple[int, int]] = {}
 
 
 Op = (

@@ -132,10 +132,10 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
     state, stage = store, store.stages[name]
     standing = {block.key(row): (stage.of(block), 1 << row) for block, row in state.rows}
     return {
-        "acked_rows": stage.acked_rows,
+        "sums": (stage.acked_rows, stage.released_rows, stage.redelivered_rows),
         "fields": list(stage.fields),
         "rows": {
-            key: (bool(one.ready & bit), bool(one.leased & bit), bool(one.acked & bit))
+            key: [bool(bits & bit) for bits in (one.ready, one.leased, one.acked, one.returned)]
             for key, (one, bit) in standing.items()
         },
         "counts": (stage.rows.counts, stage.groups.counts),

@@ -319,3 +319,24 @@ def test_what_is_kept_for_another_claim_is_not_taken() -> None:
     ]
     assert take(s, "train", group, kept=[("groups", newer)]).lease is None
     assert keys_of(s, take(s, "train", group, kept=[("groups", ["ge", "version", 3])])) == [3, 4]
+
+
+def test_rows_that_come_back_are_counted_and_again_when_they_are_handed_out_anew() -> None:
+    s = store()
+    put(s, [1, 2, 3])
+    stage = s.stage("reward")
+
+    def sums() -> tuple[int, int, int]:
+        return stage.released_rows, stage.redelivered_rows, stage.acked_rows
+
+    first = take(s, "reward", Want("rows", 3, 3))
+    finish(s, first, index=b"\0\0\0\0")
+    finish(s, first, "release", index=b"\1\0\0\0")
+    assert sums() == (1, 0, 1)
+    s.release_holder(1)
+    assert sums() == (2, 0, 1)
+    finish(s, take(s, "reward", Want("rows", 1, 1)))
+    assert sums() == (2, 1, 2)
+    s.reset("reward")  # what was acked is delivered again on purpose
+    take(s, "reward", Want("rows", 3, 3))
+    assert sums() == (2, 2, 2)

@@ -104,6 +104,8 @@ def drop(
         done = yield from ask(body, messages.Dropped, deadline)
         rows += done.rows
         nbytes += done.bytes
+    if (keys, groups, where) == (None, None, None):
+        handle.session.leases.end(name)
     return Dropped(rows, nbytes)
 
 

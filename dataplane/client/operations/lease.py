@@ -32,6 +32,7 @@ from dataplane.client.core import (
 from dataplane.client.operations.inlining import landed
 from dataplane.client.operations.write import write_columns
 from dataplane.client.session.outgoing import Call
+from dataplane.client.session.session import Abandoned
 from dataplane.client.write.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.write.written import Written, beside
 from dataplane.errors import (
@@ -70,6 +71,14 @@ Index = npt.NDArray[np.intp]
 Records = npt.NDArray[Any]
 _UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
 """Failures that do not say whether a call took effect."""
+_COLLECTED = (
+    "was garbage-collected",
+    "Call batch.ack() when its rows are done, or claim it with `with part.claim(…) as batch:`",
+)
+LEFT = (
+    "was in hand when its loop was left",
+    "Call batch.ack() before `break`, or give the stream batches=n, which acks the last batch",
+)
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
@@ -673,14 +682,18 @@ class Lease:
             with contextlib.suppress(LeaseExpired):  # it was told already
                 yield Call(Finish(self.id, "release"), Deadline(timeout).left("release"))
 
-    def abandon(self) -> None:
-        """Give the rows back without a call: from a finalizer."""
+    def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
+        """Give the rows back without a call: from a finalizer. forgotten: as in `Abandoned`."""
         if self.state == "leased":
+            rows = self.open_rows
             self.state, self._abandoned = "released", True
-            self.handle.session.abandon(self.id, self._unsent())
+            self.handle.session.abandon(
+                Abandoned(self.id, self.handle.name, self.stage, rows, forgotten if rows else None),
+                self._unsent(),
+            )
 
     def __del__(self) -> None:
-        self.abandon()
+        self.abandon(_COLLECTED)
 
 
 def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
-from dataplane.client.operations.lease import Claiming, Demand, Lease
+from dataplane.client.operations.lease import LEFT, Claiming, Demand, Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.loader import refuse_workers
 from dataplane.errors import DataplaneError, StreamEnd
@@ -137,6 +137,6 @@ class Looping(Generic[B]):
         # own end cannot be waited for; and nothing may be waited for in here.
         lease = self.lease
         if lease is not None and lease.state == "leased":
-            lease.abandon()
+            lease.abandon(None if self._stream._entered else LEFT)  # a `with` releases on purpose
             if self._stream._entered:
                 self._stream._left.append(lease)

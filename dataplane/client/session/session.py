@@ -7,12 +7,13 @@ and is never held while waiting. Never talks to the peer itself: the shells do (
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
 from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
-from dataplane.errors import ClientClosed
+from dataplane.errors import ClientClosed, counted
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many
 from dataplane.wire.messages import (
@@ -39,7 +40,10 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.records import KEY, U8
 
+log = logging.getLogger(__name__)
+
 MAX_FAMILIAR = 65_536
+MAX_WARNED = 64
 WAITING = (Claim, Wait, Losses, Admit)
 """Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
@@ -130,11 +134,13 @@ class Session:
         self._floor = 1
         """no operation below it is unanswered"""
         self._minted = 0
-        self.due: SimpleQueue[Finish | GiveBack] = SimpleQueue()
+        self.due: SimpleQueue[Abandoned | GiveBack] = SimpleQueue()
         """what the peer is to be told beside the next call: leases and extents that go back.
         SimpleQueue.put is reentrant, so the collector may call it anywhere"""
         self.untold: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process: the peer is told under their numbers"""
+        self._warned: set[str] = set()
+        """stages of which a batch was forgotten, and the log said so"""
         self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
         """numbers of pins whose last view is gone"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
@@ -244,10 +250,10 @@ class Session:
         self.leases.add(lease, partition)
         self.tend()
 
-    def abandon(self, lease: int, extents: list[npt.NDArray[Any]]) -> None:
-        """A batch died without ack: its rows go back, and what was written for it. Callable from
-        a finalizer, so it takes no lock."""
-        self.due.put(Finish(lease, "release"))
+    def abandon(self, lease: Abandoned, extents: list[npt.NDArray[Any]]) -> None:
+        """A lease ends without ack: its rows go back, and what was written for it. Callable from
+        a finalizer, so it takes no lock and writes no log."""
+        self.due.put(lease)
         for part in extents:
             if len(part):
                 self.due.put(GiveBack(part.tobytes()))
@@ -270,12 +276,22 @@ class Session:
         return _drain(self.untold)
 
     def parting(self) -> list[Body]:
-        """One-way messages that are due: abandoned leases, extents that go back."""
-        return [
-            one
-            for one in _drain(self.due)
-            if isinstance(one, GiveBack) or self.leases.discard(one.lease)
-        ]
+        """One-way messages that are due: abandoned leases, extents that go back. A batch that was
+        forgotten is told of in the log, once a stage."""
+        due: list[Body] = []
+        for one in _drain(self.due):
+            if isinstance(one, GiveBack):
+                due.append(one)
+            elif self.leases.discard(one.lease):
+                due.append(Finish(one.lease, "release"))
+                if (
+                    one.forgotten
+                    and one.stage not in self._warned
+                    and len(self._warned) < MAX_WARNED
+                ):
+                    self._warned.add(one.stage)
+                    log.warning("%s", one)
+        return due
 
     def tell_again(self, request: Request) -> None:
         """What was to go ahead of a call may not have left with it."""
@@ -335,6 +351,25 @@ class Session:
         return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
 
 
+class Abandoned(NamedTuple):
+    """A lease whose batch is gone. rows: those that were not finished. forgotten: what happened to
+    the batch, and what to do about it, where that looks like a mistake."""
+
+    lease: int
+    partition: str
+    stage: str
+    rows: int
+    forgotten: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        happened, advice = self.forgotten or ("is gone", "")
+        return (
+            f"partition {self.partition!r}, stage {self.stage!r}: a batch of "
+            f"{counted(self.rows, 'row')} {happened} without ack, release or drop, so the stage "
+            f"will get its rows again. {advice}. Logged once per stage"
+        )
+
+
 class InHand:
     """Leases, or permits, by number, and which thread or task of this process took them: what that
     one then waits for it may itself have."""
@@ -360,6 +395,14 @@ class InHand:
             if not self._hands[hand]:
                 del self._hands[hand]
             return True
+
+    def end(self, partition: str) -> None:
+        """A partition has ended, and those that are of it."""
+        with self._lock:
+            for number in [one for one, hand in self._taken.items() if hand[0] == partition]:
+                del self._taken[number]
+            for hand in [hand for hand in self._hands if hand[0] == partition]:
+                del self._hands[hand]
 
     def clear(self) -> list[int]:
         """All of them, which are nobody's now."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.operations.changes import Admitting, Losing
-from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
 from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
 from dataplane.client.sync.batch import Batch
@@ -79,6 +79,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
     _kind = "Loader"
     _behind: tuple[Prefetch[Batch], list[Lease]] | None = None
     """of the loop that was left last: the end of a `with` sees that it is back"""
+    _entered = False
 
     def __iter__(self) -> LoaderLoop:
         refuse_workers()
@@ -100,6 +101,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
             self._run(lease.give_back(DEFAULT_TIMEOUT_S))
 
     def __enter__(self) -> Loader:
+        self._entered = True
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
@@ -137,14 +139,17 @@ class LoaderLoop(Iterator[Any]):
         self._loader._given += 1
         return made
 
-    def leave(self) -> None:
+    def leave(self, forgotten: tuple[str, str] | None = None) -> None:
         """Release what is in hand and what was prefetched; the loop is over. Waits for nothing,
-        which the end of the loader's `with` does."""
+        which the end of the loader's `with` does. forgotten: as in `Abandoned`, for the batch in
+        hand."""
         if self.over:
             return
         self.over = True
         batch, self.batch = self.batch, None
         self._prefetch.stop()
+        if batch is not None:
+            batch.lease.abandon(forgotten)
         held = self._prefetch.left() + ([] if batch is None else [batch.lease])
         for lease in held:
             lease.abandon()
@@ -153,7 +158,7 @@ class LoaderLoop(Iterator[Any]):
     def __del__(self) -> None:
         # Left by break, return or an exception.
         if hasattr(self, "_prefetch"):
-            self.leave()
+            self.leave(None if self._loader._entered else LEFT)
 
 
 class Lost(Losing, Iterator[list[Name]]):

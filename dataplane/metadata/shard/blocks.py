@@ -31,11 +31,13 @@ MAX_GROUP_ROWS = (1 << 31) - 1
 
 
 class Standing(msgspec.Struct, gc=False, eq=False):
-    """What the rows of a block are for one stage; those in none of these are pending."""
+    """What the rows of a block are for one stage; rows that are neither ready, leased nor acked are
+    pending. returned: rows that were leased before and came back, and are not acked since."""
 
     ready: int = 0
     leased: int = 0
     acked: int = 0
+    returned: int = 0
 
 
 class Block(msgspec.Struct, gc=False, eq=False):

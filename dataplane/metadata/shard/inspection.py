@@ -147,6 +147,8 @@ def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:
         "leased_rows": rows.counts[LEASED],
         "outstanding_rows": rows.count().outstanding,
         "acked_rows": stage.acked_rows,
+        "released_rows": stage.released_rows,
+        "redelivered_rows": stage.redelivered_rows,
         "ready_groups": groups.counts[READY],
         "leased_groups": groups.counts[LEASED],
         "outstanding_groups": groups.count().outstanding,

@@ -192,11 +192,16 @@ def _groups(store: Store, op: Groups, now: float) -> None:
 def _blocks(store: Store, op: Blocks, now: float) -> None:
     for one in op.blocks:
         keys, live = keys_in(one.keys), in_bytes(one.live)
-        sets = [*one.acked, *chain.from_iterable(of.values() for of in one.added.values())]
+        sets = [
+            *one.acked,
+            *one.returned,
+            *chain.from_iterable(of.values() for of in one.added.values()),
+        ]
         sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
         if not sound or any([in_bytes(some) & ~live for some in sets]):
             raise ProtocolError(f"block {one.number} of {len(keys)} rows has none left, or others")
-        if len(one.names or keys) != len(keys) or len(one.acked) != len(store.stages):
+        of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
+        if len(one.names or keys) != len(keys) or not of_stages:
             raise ProtocolError(f"a block of {len(keys)} rows with other names, or stages")
         if one.number in store.blocks or (one.group and one.group not in store.groups):
             raise ProtocolError("a block that is here, or of a group that was not told before")
@@ -207,6 +212,8 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)
+        for standing, returned in zip(block.standings, one.returned, strict=False):
+            standing.returned = in_bytes(returned)
         for name, fields in one.added.items():
             store.stage(name)
             store.check_fields(fields)
@@ -292,6 +299,9 @@ def _summary(store: Store, op: Summary, now: float) -> None:
         store.stage(name).lost = rows
     for name, rows in op.acked.items():
         store.stage(name).acked_rows = rows
+    for name, (released, redelivered) in op.released.items():
+        stage = store.stage(name)
+        stage.released_rows, stage.redelivered_rows = released, redelivered
 
 
 # checks
@@ -378,6 +388,11 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         cast(list[tuple[int, PutDone | Dropped | Done]], list(store.carried_out.items())),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
+        {
+            name: (stage.released_rows, stage.redelivered_rows)
+            for name, stage in store.stages.items()
+            if stage.released_rows
+        },
     )
 
 
@@ -427,8 +442,10 @@ def _block_told(block: Block) -> OneBlock:
     }
     names = None if block.names is None else list(block.names)
     acked = [bytes_of(one.acked) for one in block.standings]
+    returned = [bytes_of(one.returned & block.live) for one in block.standings]
     live = bytes_of(block.live)
-    return OneBlock(block.number, block.group, block.keys, names, live, acked, added)
+    sets = acked, added, returned if any(returned) else []
+    return OneBlock(block.number, block.group, block.keys, names, live, *sets)
 
 
 def _values_told(store: Store, blocks: Sequence[Block]) -> Iterator[Given]:

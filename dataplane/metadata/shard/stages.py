@@ -257,6 +257,10 @@ class Stage:
         """rows that went with a peer before this stage was done with them"""
         self.acked_rows = 0
         """so far, those included that are gone"""
+        self.released_rows = 0
+        """that came back from leases without an ack, so far"""
+        self.redelivered_rows = 0
+        """of them, those that were leased again"""
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups
@@ -292,8 +296,13 @@ class Stage:
         mine = block.standings[self.number]
         if was == READY:
             mine.ready ^= bits
+            if to == LEASED and mine.returned:
+                self.redelivered_rows += (bits & mine.returned).bit_count()
         elif was == LEASED:
             mine.leased ^= bits
+            if to == READY:
+                mine.returned |= bits
+                self.released_rows += bits.bit_count()
         elif was == ACKED:
             mine.acked ^= bits
         if to == READY:
@@ -302,6 +311,7 @@ class Stage:
             mine.leased |= bits
         elif to == ACKED:
             mine.acked |= bits
+            mine.returned &= ~bits
             self.acked_rows += bits.bit_count()
         self.rows.move(block, bits, was, to, front)
 

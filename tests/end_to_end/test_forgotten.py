@@ -1,0 +1,122 @@
+"""A batch that nobody finishes: its rows come back, and its process is told, once a stage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import dataplane.aio
+from dataplane import Partition, Plane
+from tests.end_to_end.conftest import PLANE, until
+
+FORGOTTEN = "without ack, release or drop"
+
+
+@pytest.fixture
+def part(plane: Plane) -> Partition:
+    part = plane.partition("p", stages={"train": ["x"], "log": ["x"]})
+    part.put({"x": [0, 1, 2, 3]})
+    return part
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if FORGOTTEN in r.getMessage()]
+
+
+def test_a_forgotten_ack_is_told_once_a_stage_and_counted(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(10):
+        batch = part.claim("train", rows=2, timeout=10)
+    other = part.claim("log", rows=1, timeout=10)
+    del other
+    until(lambda: len(told(caplog)) == 2, "both stages were told")
+    assert told(caplog) == [
+        f"partition 'p', stage {stage!r}: a batch of {rows} was garbage-collected {FORGOTTEN}, so "
+        "the stage will get its rows again. Call batch.ack() when its rows are done, or claim it "
+        "with `with part.claim(…) as batch:`. Logged once per stage"
+        for stage, rows in (("train", "2 rows"), ("log", "1 row"))
+    ]
+    assert all(r.levelno == logging.WARNING for r in caplog.records if FORGOTTEN in r.message)
+    train = part.stats()["stages"]["train"]
+    # each batch dies after the next claim, so two pairs of rows go round
+    assert (train["released_rows"], train["redelivered_rows"]) == (18, 16)
+    batch.ack()
+    train = part.stats()["stages"]["train"]
+    assert (train["released_rows"], train["redelivered_rows"], train["acked_rows"]) == (18, 16, 2)
+
+
+def test_a_stream_that_is_left_is_told_and_one_in_a_with_is_not(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    with part.stream("log", rows=2, timeout=10) as stream:
+        for _ in stream:
+            break
+    for _ in part.stream("train", rows=2, timeout=10):
+        break
+    until(lambda: bool(told(caplog)), "the stream was told")
+    (one,) = told(caplog)
+    assert one.startswith("partition 'p', stage 'train': a batch of 2 rows was in hand when its")
+
+
+def test_a_loader_that_is_left_is_told_of_its_batch_and_not_of_what_it_prefetched(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in part.loader("train", rows=1, prefetch=2, timeout=10):
+        break
+    until(lambda: bool(told(caplog)), "the loader was told")
+    assert ["a batch of 1 row was in hand" in one for one in told(caplog)] == [True]
+
+
+def test_what_was_finished_or_dropped_is_not_told(
+    plane: Plane, part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    for finish in ("ack", "release", "drop"):
+        getattr(part.claim("train", rows=1, timeout=10), finish)()
+    with part.claim("train", rows=1, timeout=10):
+        pass
+    held = part.claim("log", rows=1, timeout=10)
+    part.drop()
+    del held
+    plane.partition("p", stages={"train": ["x"]}).put({"x": [1]})  # takes along what is due
+    assert not told(caplog)
+
+
+def test_an_awaiting_client_is_told_as_well(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def forget() -> None:
+        async with await dataplane.aio.connect("a", run=PLANE) as plane:
+            there = await plane.partition("p")
+            for _ in range(4):
+                await there.claim("train", rows=2, timeout=10)
+
+    asyncio.run(forget())
+    assert len(told(caplog)) == 1
+    until(lambda: part.stats()["stages"]["train"]["released_rows"] == 8, "all rows are back")
+
+
+EXITING = """
+import os, sys, dataplane
+plane = dataplane.connect("a", run="test")
+part = plane.partition("p")
+held = part.claim("train", rows=2, timeout=10)
+stream = iter(part.stream("log", rows=2, timeout=10))
+next(stream)
+if (child := os.fork()) == 0:
+    del held, stream
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_exits_and_forks_with_a_batch_in_hand_are_silent(part: Partition) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert FORGOTTEN not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    until(lambda: part.stats()["stages"]["train"]["released_rows"] == 2, "its rows are back")

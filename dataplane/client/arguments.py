@@ -24,12 +24,17 @@ def text(value: object, what: str) -> str:
     """A name: a str that is neither empty nor over the limit."""
     if not isinstance(value, str) or not value:
         raise InvalidCall(f"{what} is named by a text that is not empty, not {value!r:.80}")
-    if len(value) > MAX_NAME_BYTES or len(value.encode(errors="replace")) > MAX_NAME_BYTES:
+    try:
+        nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
+    except UnicodeEncodeError as exc:
+        raise InvalidCall(f"{what} is named {value!r:.80}: not valid text ({exc.reason})") from None
+    if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
             f"{what} is named by a text of at most {MAX_NAME_BYTES} bytes, not {value!r:.40}…",
             limit=MAX_NAME_BYTES,
         )
-    return value
+    # numpy's own texts are of a class that no encoder takes
+    return value if type(value) is str else str.__str__(value)
 
 
 def texts(values: object, what: str) -> list[str]:

@@ -119,17 +119,27 @@ def is_ready(value: object) -> bool:
 
 
 def as_array(value: object) -> Array | None:
-    """`value` as a plain, contiguous, native numpy array, without a copy where it is one already.
+    """Return `value` as a plain, contiguous, native numpy array, without a copy where it is one.
 
-    None where it is no array. InvalidValue (which names no place: the caller knows it) where it is
-    one that cannot travel. Tensors are detached; those on a device are copied to the host.
+    None where it is no array. InvalidValue where it is an array that cannot travel, whatever its
+    own conversion raises; the message names no place, which the caller knows. Tensors are detached;
+    those on a device are copied to the host.
     """
-    array = value if isinstance(value, np.ndarray) else _foreign(value)
+    try:
+        array = value if isinstance(value, np.ndarray) else _foreign(value)
+    except (InvalidValue, MemoryError):
+        raise
+    except Exception as exc:  # the code of another library, or of the user
+        raise InvalidValue(
+            f"{kind_of(value)} does not become a numpy array: {type(exc).__name__}: {exc}"
+        ) from exc
     if array is None:
         return None
     if type(array) is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
-            raise InvalidValue("a masked array would lose its mask; pass .data and .mask")
+            raise InvalidValue(
+                "a masked array would lose its mask; give .data and .mask as two fields"
+            )
         array = np.asarray(array)
     if dtype_name(array.dtype) is None:
         array = _native(array)
@@ -137,6 +147,12 @@ def as_array(value: object) -> Array | None:
         raise InvalidValue(f"an array of {array.ndim} dimensions, the limit is {MAX_RANK}")
     # not ascontiguousarray, which would turn 0-d into 1-d
     return array if array.flags.c_contiguous else np.array(array, order="C")
+
+
+def is_time(value: Any) -> bool:
+    """Whether this is of numpy's dates or durations, whose `item` and `tolist` are ints where
+    Python has no such unit."""
+    return getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
 
 
 def is_torch(value: object) -> bool:
@@ -169,19 +185,22 @@ def jagged_parts(tensor: Any) -> tuple[Array, Array, int]:
 
 
 def tensor_over(array: Array) -> Any:
-    """A torch tensor over this array's memory; InvalidValue where torch has no such dtype."""
+    """Return a torch tensor over this array's memory; InvalidValue where torch lacks its dtype."""
     import torch
 
+    dtype = array.dtype
+    if not array.size:  # torch does not work with numpy's strides of an empty array
+        return torch.empty(array.shape, dtype=tensor_over(np.zeros(1, dtype)).dtype)
     try:
-        if not array.size:  # its strides in numpy are none that torch works with
-            return torch.empty(array.shape, dtype=tensor_over(np.zeros(1, array.dtype)).dtype)
-        if array.dtype.isbuiltin == 1:
+        if dtype.isbuiltin == 1:
             return torch.from_numpy(array)
-        name = dtype_name(array.dtype) or ""
-        integers = array.view(_INTEGERS_OF_TORCH[array.dtype.itemsize])
-        return torch.from_numpy(integers).view(getattr(torch, name))
-    except (TypeError, AttributeError, KeyError) as exc:
-        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
+        # torch's own 4-bit and 2-bit dtypes store their bits otherwise than ml_dtypes
+        wide = getattr(torch, dtype.name) if dtype.name in _AS_INTEGERS else None
+        if wide is not None:
+            return torch.from_numpy(array.view(_INTEGERS_OF_TORCH[dtype.itemsize])).view(wide)
+    except (TypeError, AttributeError):
+        pass
+    raise InvalidValue(f"torch has no dtype {dtype}")
 
 
 def raw(array: Array) -> Array:
@@ -198,12 +217,18 @@ def _native(array: Array) -> Array:
         return array.astype(swapped)
     dtype = array.dtype
     if dtype.hasobject:
-        hint = "it holds Python objects; pass .tolist()"
+        hint = "it holds Python objects; give .tolist()"
     elif dtype.kind in "UST":
-        hint = "it holds text; pass .tolist()"
+        hint = "it holds text; give .tolist()"
     else:
-        hint = "it has a structure; pass its fields one by one"
+        hint = "it has a structure; give its parts as several fields"
     raise InvalidValue(f"an array of dtype {dtype} cannot travel: {hint}")
+
+
+def kind_of(value: object) -> str:
+    """The class of a value, as messages name it: `a torch.Tensor`, `an int`."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _foreign(value: object) -> Array | None:
@@ -212,24 +237,38 @@ def _foreign(value: object) -> Array | None:
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
     if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
-        raise InvalidValue("an image of PIL would lose its palette; pass .convert('RGB')")
-    try:
-        if hasattr(value, "__cuda_array_interface__"):
-            # cupy refuses silent copies to the host; `get` is its word for an intended one
-            return np.asarray(value.get() if hasattr(value, "get") else value)
-        if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
-            return np.asarray(value)
-        if hasattr(value, "__dlpack__"):
-            return np.from_dlpack(value)
-    except (TypeError, ValueError, RuntimeError, BufferError) as exc:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise InvalidValue(f"a {kind} does not become a numpy array: {exc}") from exc
+        raise InvalidValue("an image of PIL would lose its palette; give .convert('RGB')")
+    if hasattr(value, "__cuda_array_interface__"):
+        # cupy refuses silent copies to the host; `get` is its word for an intended one
+        return np.asarray(value.get() if hasattr(value, "get") else value)
+    if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+        _check_columnar(value)
+        return np.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
     return None
+
+
+def _check_columnar(column: Any) -> None:
+    """InvalidValue for an Arrow or Polars column of which numpy would lose something: in an array
+    nulls become NaN, and times lose their zone."""
+    nulls = getattr(column, "null_count", 0)
+    if nulls() if callable(nulls) else nulls:
+        raise InvalidValue(
+            f"{kind_of(column)} with nulls, which an array cannot hold: give .to_pylist() or "
+            ".to_list(), in which they are None"
+        )
+    zone = getattr(getattr(column, "type", None), "tz", None)
+    if zone is not None:
+        raise InvalidValue(
+            f"{kind_of(column)} of times in the zone {zone!r}, which an array cannot hold: cast it "
+            "to times without a zone, and give the zone as a tag"
+        )
 
 
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
-        raise InvalidValue("a nested tensor of strided layout; pass the list of its .unbind()")
+        raise InvalidValue("a nested tensor of strided layout; give the list of its .unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise InvalidValue("a sparse, quantized or meta tensor has no plain bytes; make it dense")
     tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -3,9 +3,9 @@
 What comes back has exactly the types that went in: None, bool, int of any size, float, str, bytes,
 list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays, torch tensors,
 nested jagged ones too. The set is closed: subclasses and other classes are refused, nothing is
-pickled, unknown ext codes are an error. bytearray and memoryview come back as bytes, arrays of
-objects as lists, arrays of other libraries as numpy's; dataclasses, pydantic models and TensorDicts
-as dicts.
+pickled, unknown ext codes are an error. bytearray and a memoryview of bytes come back as bytes,
+arrays of objects as lists, arrays of other libraries as numpy's; dataclasses, pydantic models and
+TensorDicts as dicts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.errors import DataplaneError, InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.arrays import (
     Array,
     as_array,
@@ -30,6 +30,7 @@ from dataplane.wire.arrays import (
     is_jagged,
     is_torch,
     jagged_parts,
+    kind_of,
     tensor_over,
 )
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
@@ -202,9 +203,9 @@ class _Walk:
         return msgspec.Raw(b"".join(parts))
 
     def _leaf(self, value: Any) -> Any:
-        if isinstance(value, (bytearray, memoryview)):
-            return bytes(value)
         try:
+            if isinstance(value, (bytearray, memoryview)):
+                return _lowered_buffer(value)
             if isinstance(value, np.generic):
                 return _lowered_scalar(value)
             plain = as_plain(value)
@@ -219,6 +220,12 @@ class _Walk:
             if "path" in exc.details:
                 raise
             raise self._refusal(exc.message) from exc
+        except (DataplaneError, MemoryError):
+            raise
+        except Exception as exc:  # the value's own code: properties, serializers, a __getattr__
+            raise self._refusal(
+                f"{kind_of(value)} could not be read: {type(exc).__name__}: {exc}"
+            ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))
         number = self._numbered(array).to_bytes(4, "little")
@@ -242,41 +249,97 @@ class _Walk:
             try:
                 value.encode()
             except UnicodeEncodeError as exc:
-                raise self._refusal(f"a text that is not unicode ({exc.reason})") from exc
+                raise self._refusal(
+                    f"{value!r:.60} is not valid text ({exc.reason}); give bytes, or "
+                    "text.encode(errors='replace').decode()"
+                ) from exc
         return value
 
     def _place(self, depth: int | None = None) -> str:
-        keys = (f'["{k}"]' if isinstance(k, str) else f"[{k!r}]" for k in self._trail[:depth])
-        return self._path + "".join(keys)
+        keys = "".join(
+            f'["{k}"]' if isinstance(k, str) else f"[{k!r}]" for k in self._trail[:depth]
+        )
+        # a key that is no valid text could not be printed, nor sent to a log
+        return self._path + keys.encode(errors="backslashreplace").decode()
 
     def _refusal(self, reason: str) -> InvalidValue:
         return InvalidValue(f"{self._place()}: {reason}", path=self._place())
 
 
 def as_plain(value: Any) -> Any:
-    """What stands for a value of these kinds on the wire, else the value: an array of objects as
-    lists; a dataclass, a pydantic model and a TensorDict as dicts of their fields."""
+    """Return what stands for a value of these kinds on the wire, else the value: an array of
+    objects as lists; a dataclass, a pydantic model and a TensorDict as dicts of their fields."""
+    plain = _plainer(value)
+    return value if plain is None else plain(value)
+
+
+def has_plain(value: Any) -> bool:
+    """Whether `as_plain` makes something else of this value."""
+    return _plainer(value) is not None
+
+
+def _plainer(value: Any) -> Callable[[Any], Any] | None:
     if isinstance(value, np.ndarray):
-        return value.tolist() if value.dtype == object and type(value) is np.ndarray else value
+        return np.ndarray.tolist if value.dtype == object and type(value) is np.ndarray else None
     if is_tensordict(value):
-        library = sys.modules["tensordict"]
-        if library.is_non_tensor(value):
-            return value.data if isinstance(value, library.NonTensorData) else list(value.tolist())
-        return dict(value.items())
+        return _of_tensordict
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if not hasattr(value, "__array__"):
-            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    else:
-        model: Any = getattr(sys.modules.get("pydantic"), "BaseModel", ())
-        if isinstance(value, model):
-            return value.model_dump()
-    return value
+        return None if hasattr(type(value), "__array__") else _of_dataclass
+    model: Any = getattr(sys.modules.get("pydantic"), "BaseModel", ())
+    return model.model_dump if isinstance(value, model) else None
+
+
+def _of_dataclass(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _of_tensordict(value: Any) -> Any:
+    library = sys.modules["tensordict"]
+    if library.is_non_tensor(value):
+        return value.data if isinstance(value, library.NonTensorData) else listed(value)
+    odd = uneven_keys(tensordict_of(value))
+    if odd is not None:
+        key, lacking, having = odd
+        raise InvalidValue(
+            f"a stack of TensorDicts in which number {lacking} lacks the key {key!r} that number "
+            f"{having} has: give the list of its .unbind(0)"
+        )
+    return dict(value.items())
 
 
 def is_tensordict(value: object) -> bool:
     """Whether this is a TensorDict or a tensorclass, without importing tensordict."""
     library = sys.modules.get("tensordict")
     return library is not None and library.is_tensor_collection(value)
+
+
+def tensordict_of(value: Any) -> Any:
+    """The TensorDict of a tensorclass, whose own `get` unwraps data that are no tensors; else the
+    value itself."""
+    return value._tensordict if sys.modules["tensordict"].is_tensorclass(value) else value
+
+
+def listed(stack: Any) -> list[Any]:
+    """The data of a NonTensorStack, an item a row; of one of several dimensions lists of lists."""
+    return [
+        listed(item) if sys.modules["tensordict"].is_non_tensor(item) else item
+        for item in list(stack.tolist())
+    ]
+
+
+def uneven_keys(tensordict: Any) -> tuple[str, int, int] | None:
+    """A key that only some members of a lazy stack have, a member that lacks it, and one that has
+    it: the stack itself shows only the keys that all have. None where there is none."""
+    if not isinstance(tensordict, sys.modules["tensordict"].LazyStackedTensorDict):
+        return None
+    members = list(map(tensordict_of, tensordict.tensordicts))
+    has = [set(member.keys()) for member in members]
+    uneven = set[str]().union(*has).difference(set.intersection(*has))
+    if uneven:
+        key = min(uneven)
+        there = [key in keys for keys in has]
+        return key, there.index(False), there.index(True)
+    return next((odd for odd in map(uneven_keys, members) if odd is not None), None)
 
 
 def _tensor(leaf: Array) -> Any:
@@ -309,10 +372,19 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
     return nested(_tensor(values), tensor_over(offsets.copy()), jagged_dim=axis + 1)
 
 
+def _lowered_buffer(value: bytearray | memoryview) -> bytes:
+    if isinstance(value, memoryview) and (value.format not in ("B", "b", "c") or value.ndim != 1):
+        raise InvalidValue(
+            f"a memoryview of format {value.format!r} and shape {list(value.shape or ())} would "
+            "come back as plain bytes; give np.asarray(value), or value.tobytes()"
+        )
+    return bytes(value)
+
+
 def _lowered_scalar(value: np.generic) -> Ext:
     name = dtype_name(value.dtype)
     if name is None:
-        raise InvalidValue(f"a numpy.{type(value).__name__} cannot travel; pass value.item()")
+        raise InvalidValue(f"a numpy.{type(value).__name__} cannot travel; give value.item()")
     return Ext(EXT_SCALAR, bytes((len(name),)) + name.encode() + value.tobytes())
 
 
@@ -342,12 +414,11 @@ def _map_header(count: int) -> bytes:
 
 
 def _why_refused(value: object) -> str:
-    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     for base in (dict, list, tuple, int, float, str, bytes):
         if isinstance(value, base):
             kind = base.__name__
-            return f"{name} would come back as a plain {kind}; pass {kind}(…)"
+            return f"{kind_of(value)} would come back as a plain {kind}; give {kind}(…)"
     return (
-        f"{name} has no form on the wire; values are None, bool, int, float, str, bytes, list, "
-        "tuple, dict, arrays, dataclasses and pydantic models"
+        f"{kind_of(value)} has no form on the wire; give None, bool, int, float, str, bytes, list, "
+        "tuple, dict, an array, a dataclass or a pydantic model"
     )

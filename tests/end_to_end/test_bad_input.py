@@ -82,24 +82,28 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         r"n=array\(\[1\]\): it must be a positive int",
     ),
     "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
-    "one number": (lambda p: p.put({"x": 5}), dataplane.InvalidRows, "x: a column is a sequence"),
-    "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry a row"),
+    "one number": (
+        lambda p: p.put({"x": 5}),
+        dataplane.InvalidRows,
+        "'x': expected a list or an array",
+    ),
+    "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry per row"),
     "half a character as field": (
         lambda p: p.put({"\ud800": [1]}),
         dataplane.InvalidRows,
         r"a field is named by a text of 1 to 512 bytes, not '\\ud800'",
     ),
-    "an object": (lambda p: p.put({"x": [object()]}), dataplane.InvalidValue, r"x\[0\]: object"),
+    "an object": (lambda p: p.put({"x": [object()]}), dataplane.InvalidValue, r"x\[0\]: an object"),
     "a set inside": (
         lambda p: p.put({"x": [1, {"a": [{1}]}]}),
         dataplane.InvalidValue,
-        r'x\[1\]\["a"\]\[0\]: set has no form on the wire; values are None, bool',
+        r'x\[1\]\["a"\]\[0\]: a set has no form on the wire; give None, bool',
     ),
     "a dtype of text": (lambda p: p.put({"x": np.array(["a"])}), dataplane.InvalidValue, "tolist"),
     "a dtype with fields": (
         lambda p: p.put({"x": np.zeros(2, [("a", "i4")])}),
         dataplane.InvalidValue,
-        "pass its fields one by one",
+        "give its parts as several fields",
     ),
     "a sparse tensor": (
         lambda p: p.put({"x": torch.eye(3).to_sparse()}),
@@ -296,14 +300,14 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     batch = part.claim("s", rows=2, timeout=5)
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the batch has 2 rows"),
-        (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: object"),
+        (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: an object"),
         (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
         (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),
         (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: batch\['field'\] has one entry"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
         (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),
         (lambda: batch.release(tags={"n": [1, 2, 3]}), dataplane.InvalidRows, "3 values"),
-        (lambda: batch.torch("x", layout="round"), dataplane.InvalidValue, "padded"),  # type: ignore[arg-type]
+        (lambda: batch.torch("x", layout="round"), dataplane.InvalidCall, "padded"),  # type: ignore[arg-type]
     ]
     for call, error, says in wrong:
         with pytest.raises(error, match=says):

@@ -132,7 +132,7 @@ Point = namedtuple("Point", "x y")
         ({1, 2}, "set has no form"),
         (object(), "object has no form"),
         (1j, "complex has no form"),
-        (Color.RED, r"Color would come back as a plain int; pass int\("),
+        (Color.RED, r"Color would come back as a plain int; give int\("),
         (Point(1, 2), "would come back as a plain tuple"),
         (OrderedDict(a=1), "would come back as a plain dict"),
         (np.str_("a"), "str_ cannot travel"),
@@ -141,7 +141,7 @@ Point = namedtuple("Point", "x y")
         (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),
         (Image.new("P", (2, 2)), "would lose its palette"),
         (np.zeros((1,) * 17), "17 dimensions"),
-        ("\ud800", "not unicode"),
+        ("\ud800", "not valid text"),
         (np.float32, "type has no form"),
     ],
 )

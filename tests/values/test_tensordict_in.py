@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
 import dataplane
 from dataplane.client.read.views import same
@@ -54,6 +54,70 @@ def test_a_lazy_stack_of_unequal_rows_is_taken(arena: Any) -> None:
     put = arena.put(by_name(lazy_stack(rows)))
     assert [row.tolist() for row in put["tokens"]] == [[0, 1], [0, 1, 2, 3]]
     assert put["text"] == ["2", "4"]
+
+
+@tensorclass
+class Sample:
+    tokens: torch.Tensor
+    grid: Any = None
+    label: str = "a"
+
+
+def sample(*fields: Any, batch_size: list[int] | None = None) -> Any:
+    return Sample(*fields, batch_size=batch_size or [])  # type: ignore[call-arg]
+
+
+FULL = TensorDict({"x": torch.zeros(2), "y": torch.ones(3)}, [])
+PART = TensorDict({"x": torch.ones(2)}, [])
+
+
+@pytest.mark.parametrize(
+    ("stack", "key", "row"),
+    [
+        (lambda: lazy_stack([FULL, PART]), "y", 1),
+        (lambda: lazy_stack([PART, FULL, FULL]), "y", 0),
+        (lambda: lazy_stack([TensorDict({"a": one}, []) for one in (FULL, PART)]), "a.y", 1),
+        (lambda: TensorDict({"a": lazy_stack([FULL, PART])}, [2]), "a.y", 1),
+        (lambda: TensorDict({"a": {"b": {"c": lazy_stack([FULL, PART])}}}, [2]), "a.b.c.y", 1),
+        (lambda: lazy_stack([lazy_stack([FULL, PART]), lazy_stack([FULL, PART])]), "y", 1),
+        (lambda: lazy_stack([one.expand(2) for one in (FULL, PART)], 1), "y", 1),
+        (lambda: lazy_stack([sample(torch.ones(2), 1), sample(torch.ones(2))]), "grid", 1),
+    ],
+)
+def test_a_key_that_only_some_rows_have_is_named(stack: Any, key: str, row: int) -> None:
+    with pytest.raises(InvalidRows, match=f"key '{key}' is in .* and not in") as caught:
+        by_name(stack())
+    assert caught.value.details == {"field": key, "row": row}
+
+
+def test_a_key_that_only_some_members_of_an_object_have_is_named() -> None:
+    with pytest.raises(InvalidValue, match=r'^x\[0\]\["of"\]: .*number 1 lacks the key .y'):
+        prepare({"x": [{"of": lazy_stack([FULL, PART])}]})
+
+
+def test_what_is_no_tensor_in_a_tensorclass_is_the_same_for_each_row(arena: Any) -> None:
+    whole = sample(torch.zeros(2, 3), (224, 336), {"a": 1}, batch_size=[2])
+    put = arena.put(by_name(whole))
+    assert put["grid"] == [(224, 336)] * 2 and put["label"] == [{"a": 1}] * 2
+    put = arena.put(by_name(TensorDict({"of": whole}, [2])))
+    assert put["of.grid"] == [(224, 336)] * 2 and list(put) == ["of.tokens", "of.grid", "of.label"]
+    rows = [sample(torch.zeros(n), (n, n + 1), "b", batch_size=[]) for n in (1, 2)]
+    put = arena.put(by_name(lazy_stack(rows)))
+    assert put["grid"] == [(1, 2), (2, 3)] and [len(row) for row in put["tokens"]] == [1, 2]
+    assert "grid" not in by_name(sample(torch.zeros(2, 3), batch_size=[2]))
+    assert same(
+        list(arena.view([rows[1]])), [{"tokens": rows[1].tokens, "grid": (2, 3), "label": "b"}]
+    )
+
+
+def test_a_stack_has_in_each_row_what_was_put_there(arena: Any) -> None:
+    rows = [TensorDict({"x": NonTensorData([1, 2])}, []), TensorDict({"x": torch.ones(1)}, [])]
+    assert same(arena.put(by_name(lazy_stack(rows)))["x"], [[1, 2], torch.ones(1)])
+    stack = NonTensorStack(NonTensorStack("a", "b"), NonTensorStack("c", "d"))
+    assert arena.put(by_name(TensorDict({"s": stack}, [2])))["s"] == [["a", "b"], ["c", "d"]]
+    rows = [TensorDict({"x": torch.ones(1)}, []), TensorDict({"x": {"y": torch.ones(1)}}, [])]
+    with pytest.raises(InvalidRows, match="key 'x' is a TensorDict in some rows only"):
+        by_name(lazy_stack(rows))
 
 
 def test_what_a_tensordict_cannot_say_is_refused() -> None:

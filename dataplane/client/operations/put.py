@@ -24,7 +24,7 @@ from dataplane.client.write.rows import (
     Names,
     TagValues,
     check_groups,
-    check_names_and_tags,
+    check_names,
     identify,
     name_list,
     row_names,
@@ -84,7 +84,7 @@ def put(
         check_groups(identity, handle.definition.group_size)
         work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
         if len(parts[0]) > 1:
-            check_names_and_tags(identity, tagged)
+            check_names(identity)
             work.check_units(parts[0])
         work.elsewhere = [
             DevicePart(one.opened, parcels)

@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from dataplane.client.session.session import Session
 from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, without_group
-from dataplane.metadata.tables.names import format_minted, format_minted_many, hash_names
+from dataplane.metadata.tables.names import (
+    format_minted,
+    format_minted_many,
+    hash_names,
+    unencodable,
+)
+from dataplane.wire.arrays import is_time
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -26,6 +32,9 @@ Names = Name | Sequence[Name] | npt.NDArray[Any]
 TagValues = Mapping[str, Any]
 
 _SCALARS = {bool, int, float, str, type(None)}
+_NO_COLUMN = (bytes, bytearray, memoryview, Mapping)
+"""What can be iterated over, and is one value all the same."""
+_encoder = msgspec.msgpack.Encoder()
 
 
 class Identity(msgspec.Struct, eq=False):
@@ -132,18 +141,12 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
         )
 
 
-def check_names_and_tags(identity: Identity, tags: dict[str, list[Scalar]]) -> None:
-    """What only the message would tell in which it goes, for puts of several messages."""
+def check_names(identity: Identity) -> None:
+    """InvalidRows for a key that occurs twice, in a put of several messages: the shard would find
+    it only where both are in one."""
     if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
         twice = Counter(identity.names).most_common(1)[0][0]
         raise InvalidRows(f"the key {twice!r} occurs twice in one call; a row is named once")
-    try:
-        msgspec.msgpack.encode([identity.names, identity.group_names, tags])
-    except (OverflowError, UnicodeEncodeError) as exc:
-        raise InvalidValue(
-            f"this put cannot be encoded: {exc}; tags and ids are str, bool, float or an int of "
-            "64 bits"
-        ) from exc
 
 
 def _check_length(what: str, given: int, n: int) -> None:
@@ -166,7 +169,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     names = _listed(names)
     if isinstance(names, str | int):
         found: list[Any] = [names]
-    elif isinstance(names, Iterable) and not isinstance(names, bytes | Mapping):
+    elif isinstance(names, Iterable) and not isinstance(names, _NO_COLUMN):
         found = [_scalar(name) for name in names]
     else:
         raise InvalidRows(
@@ -176,19 +179,38 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int"
+            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int; "
+            "convert it, for example with str(id)",
+            row=at,
         )
+    at, reason = _first_unencodable(found)
+    if reason is not None:
+        raise InvalidRows(f"{what} {at} is {found[at]!r:.80}, {reason}", row=at)
     return found
+
+
+def _first_unencodable(values: list[Any]) -> tuple[int, str | None]:
+    """The first of these scalars that has no form on the wire, and why."""
+    try:
+        _encoder.encode(values)
+    except (OverflowError, UnicodeEncodeError):
+        reasons = enumerate(map(unencodable, values))
+        return next((at, reason) for at, reason in reasons if reason is not None)
+    return 0, None
 
 
 def _listed(given: Any) -> Any:
     """An array or a tensor as a list, or as a number where it is one."""
-    return given.tolist() if hasattr(given, "tolist") else given
+    if not hasattr(given, "tolist"):
+        return given
+    if is_time(given):
+        return list(given) if given.ndim else given
+    return given.tolist()
 
 
 def _scalar(value: Any) -> Any:
     """The same of one entry of a list."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    return value.item() if getattr(value, "ndim", None) == 0 and not is_time(value) else value
 
 
 def key_column(names: list[Name]) -> npt.NDArray[np.void]:
@@ -246,8 +268,10 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     for name, given in tags.items():
         if not isinstance(name, str):
             raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
+        if (reason := unencodable(name)) is not None:
+            raise InvalidRows(f"a tag is named {name!r:.80}, {reason}")
         given = _listed(given)
-        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]
         elif (given := list(given)) and len(given) != n:
             raise InvalidRows(
@@ -261,11 +285,18 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
-                        f"tag {name!r} of row {at} is a {type(value).__name__}: tags are bool, "
-                        "int, float, str or None; larger things are fields",
+                        f"tag {name!r} of row {at} is a {type(value).__name__} ({value!r:.60}): "
+                        "tags are bool, int, float, str or None; convert it, or put it as a field: "
+                        "larger things are fields",
                         tag=name,
+                        row=at,
                     )
-        columns[name] = values
+        at, reason = _first_unencodable(values)
+        if reason is not None:
+            raise InvalidValue(
+                f"tag {name!r} of row {at} is {values[at]!r:.80}, {reason}", tag=name, row=at
+            )
+        columns[str.__str__(name)] = values
     return columns
 
 

@@ -28,6 +28,7 @@ from dataplane.wire.arrays import (
     is_ready,
     is_torch,
     jagged_parts,
+    kind_of,
     raw,
     spec_of,
 )
@@ -159,14 +160,15 @@ def by_name(columns: Any) -> Any:
     """A TensorDict as a mapping of names to columns: nested keys are joined with ".", data that are
     no tensors keep their Python types. Other columns are returned as they are.
 
-    InvalidRows for one without a batch size, or with a "." in a key.
+    InvalidRows for one without a batch size, with a "." in a key, or whose rows have different
+    keys. A field of a tensorclass that is None is not put.
     """
     if not objects.is_tensordict(columns):
         return columns
     if not columns.batch_size:
         raise InvalidRows("a TensorDict with batch_size [] has no rows: give it a batch_size [n]")
-    library, found = sys.modules["tensordict"], {}
-    for key, column in _leaves(columns, library):
+    found = {}
+    for key, column in _leaves(objects.tensordict_of(columns), ()):
         if any("." in part for part in key):
             raise InvalidRows(
                 f"the TensorDict's key {key[-1]!r} has a '.', which here stands between the keys "
@@ -176,28 +178,63 @@ def by_name(columns: Any) -> Any:
     return found
 
 
-def _leaves(tensordict: Any, library: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
-    n, keys = tensordict.batch_size[0], tensordict.keys()
-    for key in keys:
-        if isinstance(tensordict, library.LazyStackedTensorDict) and tensordict.stack_dim == 0:
-            rows = [one.get(key) for one in tensordict.tensordicts]
-            if all(map(is_torch, rows)):
-                yield (key,), rows
+def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """The columns of a TensorDict at the keys `above`, each with the keys that lead to it."""
+    library = sys.modules["tensordict"]
+    odd = objects.uneven_keys(tensordict)
+    if odd is not None:
+        field, one = ".".join((*above, odd[0])), "row" if tensordict.stack_dim == 0 else "member"
+        raise InvalidRows(
+            f"the TensorDict's key {field!r} is in {one} {odd[2]} and not in {one} {odd[1]}: every "
+            "row of a put has the same fields; put rows with different keys in several calls, or "
+            "give the key a value in every row",
+            field=field,
+            row=odd[1],
+        )
+    for name in tensordict.keys():  # noqa: SIM118
+        key = (*above, name)
+        lazy = isinstance(tensordict, library.LazyStackedTensorDict) and tensordict.stack_dim == 0
+        if lazy:
+            rows = [_got(objects.tensordict_of(row), key) for row in tensordict.tensordicts]
+            kinds = {_kind(row, library) for row in rows}
+            if "TensorDict" not in kinds:  # stacked, they would have to be of one shape and kind
+                plain = [objects.as_plain(row) for row in rows]
+                yield key, plain if kinds == {"tensor"} else Kept(plain)
                 continue
-        column = tensordict.get(key)
+            if len(kinds) > 1:
+                raise InvalidRows(
+                    f"the TensorDict's key {'.'.join(key)!r} is a TensorDict in some rows only: "
+                    "give it one kind of value in every row, or put the rows in several calls",
+                    field=".".join(key),
+                )
+        column = _got(tensordict, key)
         if library.is_non_tensor(column):
-            yield (key,), Kept(_entries(column, n, library))
+            yield key, Kept(_entries(column, tensordict.batch_size[0], library))
         elif library.is_tensor_collection(column):
-            yield from (((key, *below), leaf) for below, leaf in _leaves(column, library))
+            yield from _leaves(objects.tensordict_of(column), key)
         else:
-            yield (key,), column
+            yield key, column
+
+
+def _got(tensordict: Any, key: tuple[str, ...]) -> Any:
+    try:
+        return tensordict.get(key[-1])
+    except RuntimeError as exc:  # a stack of several shapes inside a stack
+        name = ".".join(key)
+        raise InvalidValue(f"the TensorDict's key {name!r}: {exc}", field=name) from exc
+
+
+def _kind(value: Any, library: Any) -> str:
+    if library.is_tensor_collection(value) and not library.is_non_tensor(value):
+        return "TensorDict"
+    return "tensor" if is_torch(value) else "object"
 
 
 def _entries(column: Any, n: int, library: Any) -> list[Any]:
     """Of data that are no tensors, one a row. An array of n objects, which a TensorDict takes for
     one value of all rows, has an item a row, as outside a TensorDict."""
     if not isinstance(column, library.NonTensorData):
-        return list(column.tolist())
+        return objects.listed(column)
     whole = column.data
     of_rows = isinstance(whole, np.ndarray) and whole.dtype == object and whole.shape[:1] == (n,)
     return list(whole) if of_rows else [whole] * n
@@ -213,7 +250,7 @@ def checked_name(name: object) -> str:
         raise InvalidRows(
             f"a field is named by a text of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )
-    return name
+    return name if type(name) is str else str.__str__(name)
 
 
 def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> int:
@@ -242,8 +279,10 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     if isinstance(column, Kept):
         return [Kept(value) for value in _column(name, column.value)]
     if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
-        kind = type(column).__name__
-        raise InvalidRows(f"{name}: a column has one entry a row, in order; a {kind} is none")
+        raise InvalidRows(
+            f"field {name!r}: expected a list or an array with one entry per row, got "
+            f"{kind_of(column)}"
+        )
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim:
         return list(column)
     if is_torch(column) and column.is_nested and not is_jagged(column):
@@ -252,7 +291,7 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     try:
         array: Any = _JaggedRows(column) if is_jagged(column) else _rows_array(column)
     except InvalidValue as exc:
-        raise InvalidValue(f"{name}: {exc.message}", field=name) from exc
+        raise InvalidValue(f"field {name!r}: {exc.message}", field=name) from exc
     if array is None:
         try:
             return list(column)
@@ -261,7 +300,9 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     elif array.ndim:
         rows: Sequence[Any] | Array = array
         return rows
-    raise InvalidRows(f"{name}: a column is a sequence or an array [n, ...], not {column!r:.60}")
+    raise InvalidRows(
+        f"field {name!r}: expected a list or an array with one entry per row, got {column!r:.60}"
+    )
 
 
 def _rows_array(column: Any) -> Any:
@@ -350,8 +391,8 @@ def _of_flat(values: list[Any]) -> Any:
         if kind in _NUMBERS:
             return np.array(values, _NUMBERS[kind])
         if issubclass(kind, np.generic) and dtype_name(values[0].dtype) is not None:
-            array = np.array(values)
-            return array if array.dtype == values[0].dtype else values
+            # numpy would bring times of several units to the finest one, which may overflow
+            return np.array(values) if len({value.dtype for value in values}) == 1 else values
     except OverflowError:
         pass
     return values
@@ -379,7 +420,7 @@ def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
 
 def _array_at(name: str, index: int, value: object) -> Array | None:
     try:
-        if objects.as_plain(value) is not value or is_jagged(value):
+        if objects.has_plain(value) or is_jagged(value):
             return None
         return as_array(value)
     except InvalidValue as exc:

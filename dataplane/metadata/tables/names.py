@@ -30,10 +30,9 @@ def hash_name(name: Name) -> bytes:
     if type(name) is str:
         if name.startswith(MINTED_MARK):
             return parse_minted(name)
-        try:
-            text = name.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRows(f"the name {name!r} is not valid text: {exc.reason}") from exc
+        if not name.isascii() and (reason := unencodable(name)):
+            raise InvalidRows(f"the name is {name!r:.80}, {reason}")
+        text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
                 f"a name of {len(text)} bytes is over the limit of {MAX_NAME_BYTES}",
@@ -46,8 +45,20 @@ def hash_name(name: Name) -> bytes:
     if isinstance(name, str):
         return hash_name(str(name))
     if not -(1 << 63) <= name < 1 << 64:
-        raise InvalidRows(f"the name {name} does not fit into 64 bits; give it as a str")
+        raise InvalidRows(f"the name is {name!r:.80}, {unencodable(name)}")
     return xxh3_128_digest(b"i%d" % name)
+
+
+def unencodable(value: object) -> str | None:
+    """Why a name or a tag of these types has no form on the wire; None where it has one."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return "which does not fit an int of 64 bits; give it as a str"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            return f"which is not valid text ({exc.reason})"
+    return None
 
 
 def hash_names(names: Sequence[Name]) -> bytes:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.metadata.tables.names import unencodable
 from dataplane.metadata.tables.tags import Tags
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
@@ -29,6 +30,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "ge": operator.ge,
 }
 _JOINTS = ("and", "or")
+T = TypeVar("T")
 
 
 class Where:
@@ -79,7 +81,7 @@ class Tag:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
             raise InvalidValue(f"the name of a tag is a str, not {type(name).__name__}")
-        self._name = name
+        self._name = _checked(str.__str__(name))
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
         return self._compared("eq", value)
@@ -123,13 +125,23 @@ def tag(name: str) -> Tag:
 
 
 def _scalar(value: Any) -> Scalar:
+    if isinstance(value, np.generic) and value.dtype.kind not in "mM":  # whose item may be an int
+        value = value.item()
     if value is None or type(value) in (bool, int, float, str):
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float | str):
-        return value.item()  # type: ignore[no-any-return]
+        scalar: Scalar = _checked(value)
+        return scalar
     raise InvalidValue(
-        f"a tag is compared with a bool, int, float, str or None, not {type(value).__name__}"
+        f"a tag is compared with a bool, int, float, str or None, not {type(value).__name__} "
+        f"({value!r:.40})"
     )
+
+
+def _checked(value: T) -> T:
+    """InvalidValue for an int or a text that cannot travel."""
+    reason = unencodable(value)
+    if reason is not None:
+        raise InvalidValue(f"a tag is compared with {value!r:.80}, {reason}")
+    return value
 
 
 def _text(wire: Any) -> str:

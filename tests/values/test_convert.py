@@ -77,6 +77,7 @@ def test_numbers_become_one_array(arena: Any, values: list[Any], expected: np.nd
         [1, None],
         [True, 1],
         [1 << 63, 1],
+        [(1 << 53) + 1, 0.5],
         [np.float32(1), np.float64(1)],
         [1.5, np.float64(1)],
         [{"a": 1}, {}],
@@ -124,9 +125,20 @@ def test_a_table_has_keys_fields_and_tags(arena: Any) -> None:
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_keys_of_two_types_become_texts(arena: Any) -> None:
-    table = to_arrow({"key": arena.view([1, 2])}, ["a", 7])
-    assert table.to_pydict() == {"key": ["a", "7"], "field.key": [1, 2]}
+def test_a_field_named_like_the_key_column_gets_another_name(arena: Any) -> None:
+    table = to_arrow({"key": arena.view([1, 2])}, ["a", "b"])
+    assert table.to_pydict() == {"key": ["a", "b"], "field.key": [1, 2]}
+
+
+def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
+    field = {"x": arena.view([1, 2, 3])}
+    with pytest.raises(InvalidValue, match=r"key: row 2 \('1'\) does not fit an Arrow column"):
+        to_arrow(field, [1, 2, "1"])
+    with pytest.raises(InvalidValue, match=r"tag 't': row 1 \(True\)") as caught:
+        to_arrow(field, tags={"t": [1, True, 2]})
+    assert caught.value.details == {"row": 1, "tag": "t"}
+    with pytest.raises(InvalidValue, match="tag 't': row 1"):
+        to_arrow(field, tags={"t": [2**53 + 1, 0.5, 1]})
 
 
 @pytest.mark.parametrize(
@@ -144,6 +156,17 @@ def test_keys_of_two_types_become_texts(arena: Any) -> None:
         ([{"a": np.zeros((1, 2))}, {}], [{"a": [[0.0, 0.0]]}, {"a": None}]),
         ([np.float32(0.5), None], [0.5, None]),
         ([1, "a"], None),
+        (["a", b"a"], None),
+        ([{b"a": 1}], None),
+        ([{1: 2}], None),
+        ([1, True], None),
+        ([2**53 + 1, 0.5], None),
+        (np.array([1500], "M8[ps]"), None),
+        (np.array([2**62], "M8[Y]"), None),
+        (np.array([3], "m8[M]"), None),
+        (np.array([3], "m8"), None),
+        ([{"at": np.datetime64(1500, "ps")}], None),
+        ([{"at": [np.datetime64(1, "s"), np.datetime64(1, "ns")]}], None),
         (np.zeros(2, np.complex64), None),
         (np.zeros(2, np.longdouble), None),
     ],
@@ -151,17 +174,22 @@ def test_keys_of_two_types_become_texts(arena: Any) -> None:
 def test_values_become_arrow_or_say_why_not(arena: Any, values: Any, expected: Any) -> None:
     fields = {"x": arena.view(values)}
     if expected is None:
-        with pytest.raises(InvalidValue, match=r"x: Arrow has no type"):
+        with pytest.raises(InvalidValue, match=r"'x': row \d .* does not fit an Arrow column"):
             to_arrow(fields)
     else:
         assert to_arrow(fields)["x"].to_pylist() == expected
 
 
 def test_times_keep_their_meaning(arena: Any) -> None:
-    for unit in ("s", "ms", "us", "ns", "D", "h", "25s"):
-        values = np.array(["2020-01-02", "2021-03-04"], f"M8[{unit}]")
+    for unit in ("s", "ms", "us", "ns", "D", "h", "25s", "10ms", "Y", "M"):
+        values = np.array(["2020-01-02", "2021-03-04", "1970-01-01"], f"M8[{unit}]")
+        values[2] += 1
         stored = to_arrow({"x": arena.view(values)})["x"].to_numpy()
-        assert (stored.astype("M8[s]") == values.astype("M8[s]")).all()
+        assert (stored == values).all(), unit
+    inside = [{"at": np.datetime64(1500, "ns"), "for": np.timedelta64(3, "h")}]
+    stored = to_arrow({"x": arena.view(inside)})["x"].combine_chunks()
+    assert stored.field("at").to_numpy(zero_copy_only=False)[0] == np.datetime64(1500, "ns")
+    assert stored.field("for").to_numpy(zero_copy_only=False)[0] == np.timedelta64(3, "h")
 
 
 def test_a_row_that_lacks_the_field_is_null(arena: Any) -> None:

@@ -27,9 +27,14 @@ def jagged(*rows: torch.Tensor) -> torch.Tensor:
 
 
 def tensordict(arena: Any, columns: Any, device: str = "cpu", **form: Any) -> Any:
-    views = {name: arena.view(column) for name, column in by_name(columns).items()}
+    views = {name: named(arena.view(column), name) for name, column in by_name(columns).items()}
     n = len(next(iter(views.values())))
     return to_tensordict(views, n, Form(**form), device)
+
+
+def named(view: Any, field: str) -> Any:
+    view.field = field
+    return view
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -185,7 +190,7 @@ def test_rows_are_padded_as_asked(arena: Any) -> None:
         mask="m",
     )
     assert position_ids["p"].shape == (2, 3, 4) and position_ids["m"].sum(1).tolist() == [2, 1]
-    with pytest.raises(InvalidValue, match=r"row 0 is 3 long, length=2"):
+    with pytest.raises(InvalidValue, match=r"row 0 is 3 long, over length=2"):
         padded(length=2)
 
 
@@ -203,7 +208,7 @@ def test_a_mask_is_of_fields_of_equal_lengths(arena: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        ({"layout": "thin"}, "no layout: 'thin'"),
+        ({"layout": "thin"}, "no layout 'thin'"),
         ({"layout": {"y": "dense"}}, "layout= names 'y', which is not among the fields"),
         ({"length": 2, "multiple": 3}, "not both"),
         ({"side": "top"}, "side='top'"),
@@ -216,10 +221,50 @@ def test_a_wrong_form_is_named(arena: Any, form: dict[str, Any], reason: str) ->
 
 
 def test_rows_that_make_no_dense_tensor_are_named(arena: Any) -> None:
-    with pytest.raises(InvalidValue, match=r"x: row 2 is int64 \[1\] and row 0 int64 \[2\]"):
+    with pytest.raises(InvalidValue, match=r"'x': row 2 is int64 \[1\] and row 0 int64 \[2\]"):
         tensordict(arena, {"x": [[1, 2], [1, 2], [3]]}, layout="dense")
-    with pytest.raises(InvalidValue, match="along one axis"):
+    with pytest.raises(InvalidValue, match="along several axes"):
         tensordict(arena, {"x": [np.ones((1, 2)), np.ones((2, 1))]}, layout={"x": "jagged"})
+
+
+MIXED = [np.zeros(2, np.float32), np.zeros(3, np.float32), np.zeros(2)]
+
+
+@pytest.mark.parametrize("layout", ["dense", "padded", "jagged"])
+def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: Any) -> None:
+    says = (
+        r"field 'logp': row 2 is float64 \[2\] and row 0 float32 \[2\], which are of two dtypes, "
+        rf"so they make no {layout} tensor: put all rows in one dtype; "
+        r"fields={'logp': 'float32\[\*\]'} .*layout='list'"
+    )
+    for call in (
+        lambda: tensordict(arena, {"logp": MIXED}, layout=layout),
+        lambda: to_torch(named(arena.view(MIXED), "logp"), layout),
+    ):
+        with pytest.raises(InvalidValue, match=says) as caught:
+            call()
+        assert caught.value.details == {"field": "logp", "row": 2}
+
+
+def test_a_field_that_becomes_no_tensor_is_told_once(
+    arena: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {
+        "mixed": MIXED,
+        "ranks": [np.ones(1), np.ones((1, 1))],
+        "n": [1, True],
+        "t": ["a"] * 2,
+    }
+    for _ in range(2):
+        made = tensordict(arena, {"mixed dtypes": MIXED[1:]})
+        assert isinstance(made.get("mixed dtypes"), NonTensorStack)
+    assert len(caplog.records) == 1 and "row 1 is float64" in caplog.text
+    columns.pop("mixed")
+    tensordict(arena, columns)
+    assert [one.args[0] for one in caplog.records[1:]] == ["ranks", "n"]
+    caplog.clear()
+    tensordict(arena, {"other": MIXED}, layout="list")
+    assert not caplog.records
 
 
 def test_tensors_are_private(arena: Any) -> None:
@@ -241,7 +286,7 @@ def test_a_padded_tensor_and_its_mask(arena: Any) -> None:
     view, padding = arena.view([[1, 2], [3]]), Padding(side="left")
     assert to_torch(view, "padded", padding).tolist() == [[1, 2], [0, 3]]
     assert padding_mask(view, padding, "cpu").tolist() == [[True, True], [False, True]]
-    with pytest.raises(InvalidValue, match="have a mask"):
+    with pytest.raises(InvalidValue, match="a mask says where"):
         padding_mask(arena.view(np.ones(2)), padding, "cpu")
 
 

@@ -7,6 +7,8 @@ buffers. Objects go through Arrow's own inference, which refuses what it cannot 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,9 @@ from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch
 
 _MAX_LIST = (1 << 31) - 1
+_REFUSALS = (InvalidValue, pa.ArrowException, TypeError, ValueError, OverflowError)
+_UNITS = {"ms": "ms", "us": "us", "ps": "ns", "ns": "ns", "fs": "ns", "as": "ns"}
+"""Arrow's unit for numpy's; seconds for longer ones."""
 
 
 def table(columns: dict[str, pa.Array]) -> pa.Table:
@@ -24,34 +29,67 @@ def table(columns: dict[str, pa.Array]) -> pa.Table:
 
 
 def from_field(name: str, values: Array | list[Any]) -> pa.Array:
-    """A field, as `to_numpy` gives it; InvalidValue where Arrow has no type for it."""
+    """A field, as `to_numpy` gives it. InvalidValue names the first row that Arrow has no type for,
+    or would change."""
+    instead = f"put values of one type, or read the field with batch[{name!r}]"
+    return _exact(f"field {name!r}", values, _of_field, instead, field=name)
+
+
+def from_keys(keys: list[object]) -> pa.Array:
+    """Keys as an Arrow array, with the same errors."""
+    instead = "read rows with str keys and rows with int keys by two calls, part.get(keys)"
+    return _exact("key", keys, _of_objects, instead)
+
+
+def from_tag(name: str, values: list[object]) -> pa.Array:
+    """A tag as an Arrow array, with the same errors."""
+    return _exact(f"tag {name!r}", values, _of_objects, "set tags of one type", tag=name)
+
+
+def _exact(
+    what: str, values: Any, make: Callable[[Any], pa.Array], instead: str, **details: str
+) -> pa.Array:
     try:
-        if isinstance(values, np.ndarray):
-            return _dense(_typed(values))
-        if set(map(type, values)) == {np.ndarray} and len({(v.dtype, v.ndim) for v in values}) == 1:
-            return _ragged(values)
-        return pa.array([_plain(value) for value in values])
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
+        return make(values)
+    except _REFUSALS as exc:
+        # the first row with which it fails: what is before it is of one type
+        row = bisect_left(range(len(values)), True, key=lambda row: _fails(make, values[: row + 1]))
+        reason = exc.message if isinstance(exc, InvalidValue) else str(exc)
+        beside = " together with the rows before it" if row else ""
         raise InvalidValue(
-            f"{name}: Arrow has no type for these values: {exc}", field=name
+            f"{what}: row {row} ({values[row]!r:.60}) does not fit an Arrow column{beside}: "
+            f"{reason}; {instead}",
+            row=row,
+            **details,
         ) from exc
 
 
-def from_values(name: str, values: list[object]) -> pa.Array:
-    """Keys or a tag as an Arrow array."""
+def _fails(make: Callable[[Any], pa.Array], values: Any) -> bool:
     try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError) as exc:
-        raise InvalidValue(f"{name}: Arrow has no type for these values: {exc}") from exc
+        make(values)
+    except _REFUSALS:
+        return True
+    return False
+
+
+def _of_field(values: Array | list[Any]) -> pa.Array:
+    if isinstance(values, np.ndarray):
+        return _dense(_typed(values))
+    if set(map(type, values)) == {np.ndarray} and len({(v.dtype, v.ndim) for v in values}) == 1:
+        return _ragged(values)
+    return _of_objects(values)
+
+
+def _of_objects(values: list[Any]) -> pa.Array:
+    kinds: dict[tuple[object, ...], object] = {}
+    return pa.array([_plain(value, (), kinds) for value in values])
 
 
 def _typed(array: Array) -> Array:
-    """The array in a dtype that Arrow has, where one holds every value exactly."""
+    """The array in a dtype that Arrow has and that holds every value exactly."""
     dtype = array.dtype
     if dtype.kind in "mM":
-        unit, count = np.datetime_data(dtype)
-        exact = unit in ("s", "ms", "us", "ns") and count == 1
-        return array if exact else array.astype(f"{dtype.kind}8[s]")
+        return _times(array)
     if dtype.isbuiltin == 1 and dtype.kind in "biuf" and dtype.itemsize <= 8:
         return array
     if dtype.isbuiltin == 1:
@@ -62,6 +100,21 @@ def _typed(array: Array) -> Array:
     except (TypeError, ValueError):
         return array.astype(np.float32)
     return array.astype(np.int8 if signed else np.uint8)
+
+
+def _times(array: Array) -> Array:
+    """Dates and durations in one of Arrow's four units."""
+    dtype = array.dtype
+    unit, count = np.datetime_data(dtype)
+    if unit in ("s", "ms", "us", "ns") and count == 1:
+        return array
+    known = array[~np.isnat(array)]
+    if known.size and (unit == "generic" or dtype.kind == "m" and unit in ("Y", "M")):
+        raise InvalidValue(f"a {dtype.name} is no fixed number of seconds")
+    made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
+    if (made[~np.isnat(array)].astype(dtype) != known).any():
+        raise InvalidValue(f"Arrow's {made.dtype.name} does not hold every {dtype.name} exactly")
+    return made
 
 
 def _dense(array: Array) -> pa.Array:
@@ -93,18 +146,40 @@ def _nested(flat: Array, shapes: list[tuple[int, ...]]) -> pa.Array:
     return values
 
 
-def _plain(value: Any) -> Any:
-    """A value with its arrays as lists."""
+def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...], object]) -> Any:
+    """A value with its arrays as lists. kinds: the type of the texts, bytes and times that were
+    found at each place; Arrow would make one kind of several."""
     if is_jagged(value):
-        return [_plain(row) for row in value.unbind()]
+        return [_plain(row, (*place, None), kinds) for row in value.unbind()]
     if is_torch(value):
-        return _plain(as_array(value))
-    if isinstance(value, np.ndarray):
-        return _typed(value).tolist()
-    if isinstance(value, np.generic):
-        return _typed(np.asarray(value)).item()
+        value = as_array(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = _typed(np.asarray(value))
+        if array.dtype.kind in "mM":
+            _same_kind(array.dtype, (*place, *[None] * array.ndim), kinds)
+            return _nested_list(array)
+        return array.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, (*place, None), kinds) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidValue(f"Arrow has no type for a dict with the key {key!r}")
+        return {key: _plain(item, (*place, key), kinds) for key, item in value.items()}
+    if isinstance(value, (str, bytes)):
+        _same_kind(type(value), place, kinds)
     return value
+
+
+def _nested_list(array: Array) -> Any:
+    """As `tolist`, which makes ints of times in nanoseconds."""
+    return [_nested_list(part) for part in array] if array.ndim else array[()]
+
+
+def _same_kind(
+    kind: object, place: tuple[object, ...], kinds: dict[tuple[object, ...], object]
+) -> None:
+    known = kinds.setdefault(place, kind)
+    if known != kind:
+        shown = [one.__name__ if isinstance(one, type) else str(one) for one in (known, kind)]
+        raise InvalidValue(f"{shown[0]} and {shown[1]} in one column")

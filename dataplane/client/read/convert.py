@@ -24,7 +24,8 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
 
     The arrays are private and writable. view=True: read-only views, without a copy where rows lie
     at a regular distance in host memory; of small values that came with their rows a private array.
-    Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
+    Python numbers of one kind become bool, int64 or float64; ints among floats become floats where
+    a float holds them exactly, and the column stays a list otherwise.
     """
     if isinstance(column, DeviceColumn):
         column = column.on_host()
@@ -70,19 +71,21 @@ def to_arrow(
     """A table with `key`, the fields and the tags; a tag named like a field is `tag.NAME`.
 
     Equal arrays are a fixed-shape tensor column, others nested lists. bfloat16, fp8 and other small
-    floats become float32, small ints int8 or uint8. A row that lacks a field is null.
+    floats become float32, small ints int8 or uint8, times of other units s, ms, us or ns. A row
+    that lacks a field is null, and so is a key that only some dicts of a field have. InvalidValue
+    names a row whose value, key or tag Arrow would change.
     """
     from dataplane.client.read import arrow
 
     columns: dict[str, Any] = {}
     if keys is not None:
-        mixed = len(set(map(type, keys))) > 1
-        columns["key"] = arrow.from_values("key", [str(k) for k in keys] if mixed else list(keys))
+        columns["key"] = arrow.from_keys(list(keys))
     for name, column in fields.items():
         shown = "field.key" if name == "key" and keys is not None else name
         columns[shown] = arrow.from_field(name, to_numpy(column, view=True))
     for name, values in (tags or {}).items():
-        columns[f"tag.{name}" if name in columns else name] = arrow.from_values(name, list(values))
+        shown = f"tag.{name}" if name in columns else name
+        columns[shown] = arrow.from_tag(name, list(values))
     return arrow.table(columns)
 
 
@@ -95,7 +98,8 @@ def numbers_of(values: list[Any]) -> Array | None:
         if kinds == {int}:
             return np.array(values, np.int64)
         if kinds in ({float}, {int, float}):
-            return np.array(values, np.float64)
+            exact = all(type(value) is float or float(value) == value for value in values)
+            return np.array(values, np.float64) if exact else None
     except OverflowError:
         return None
     if all(issubclass(kind, np.generic) for kind in kinds):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.read.ragged import RIGHT, Offsets, Padding
+from dataplane.client.read.ragged import RIGHT, Offsets, Padding, no_view, padding_value, unlike
 from dataplane.client.read.views import ColumnView
 from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies, Runs
@@ -174,9 +174,7 @@ def tensors_of(
     rows = [_tensor(torch, column, row) for row in range(len(column))]
     if view:
         if layout in ("dense", "padded", "jagged"):
-            raise InvalidValue(
-                f"{column.field}: a {layout} tensor of these rows is a copy, no view"
-            )
+            raise no_view(column.field, layout)
         return [row.to(device) for row in rows]
     joined = _joined(torch, column, rows, layout, padding, device, offsets)
     return [row.clone().to(device) for row in rows] if joined is None else joined
@@ -245,18 +243,13 @@ def _joined(
         return torch.stack(rows).to(device)
     if layout in ("auto", "list"):
         return None
-    if layout == "dense":
-        raise InvalidValue(
-            f"{column.field}: its rows differ in dtype or shape, which make no dense tensor; use "
-            "layout='jagged' or 'padded'",
-            field=column.field,
-        )
     ragged = column.ragged()
     if layout == "padded":
-        axis = 0 if ragged is None else ragged.axis
-        return _padded(torch, column.field, rows, axis, padding).to(device)
-    if ragged is None:
-        raise InvalidValue(f"{column.field}: jagged rows differ along one axis only")
+        return _padded(torch, column, rows, 0 if ragged is None else ragged.axis, padding).to(
+            device
+        )
+    if layout == "dense" or ragged is None:
+        raise unlike(column.field, column.forms(), layout)
     return offsets.nested(torch.cat(rows, ragged.axis).to(device), ragged)
 
 
@@ -270,19 +263,19 @@ def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
     try:
         return plain.view(getattr(torch, dtype_name(dtype) or ""))
     except (AttributeError, TypeError) as exc:
-        raise InvalidValue(f"{column.field}: torch has no dtype {dtype}") from exc
+        raise InvalidValue(f"field {column.field!r}: torch has no dtype {dtype}") from exc
 
 
-def _padded(torch: Any, field: str, rows: list[Any], axis: int, padding: Padding) -> Any:
-    if len({(row.dtype, row.ndim) for row in rows}) > 1:
-        raise InvalidValue(f"{field}: rows of different dtypes or ranks cannot be padded")
+def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding: Padding) -> Any:
+    field, forms = column.field, column.forms()
+    if len({(dtype, len(shape)) for dtype, shape in forms}) > 1:
+        raise unlike(field, forms, "padded")
+    value = padding_value(field, padding, forms[0][0]).item()
     shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
     if shape:
         lengths = np.array([row.shape[axis] for row in rows], np.int64)
         shape[axis] = padding.width(field, lengths)
-    made = torch.full(
-        [len(rows), *shape], padding.value, dtype=rows[0].dtype, device=rows[0].device
-    )
+    made = torch.full([len(rows), *shape], value, dtype=rows[0].dtype, device=rows[0].device)
     for target, row in zip(made, rows, strict=True):
         spans = [slice(length) for length in row.shape]
         if spans:

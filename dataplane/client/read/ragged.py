@@ -5,7 +5,9 @@ Runs in the client. Pure numpy; torch is used where a caller has imported it.
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import InvalidCall, InvalidValue
-from dataplane.wire.arrays import Array
+from dataplane.wire.arrays import Array, is_time
 
 Ints = npt.NDArray[np.int64]
 Side = Literal["right", "left"]
@@ -67,7 +69,7 @@ class Padding:
     """How rows are filled up: with `value`, at their right or left, to the longest, or to `length`,
     or to the next multiple of `multiple` behind the longest. InvalidCall for anything else."""
 
-    value: float = 0
+    value: Any = 0
     side: Side = "right"
     length: int | None = None
     multiple: int | None = None
@@ -89,8 +91,8 @@ class Padding:
             if longest > self.length:
                 row = int(np.argmax(lengths))
                 raise InvalidValue(
-                    f"{field}: row {row} is {longest} long, length={self.length}: give a larger "
-                    "one, or cut the rows before they are put",
+                    f"field {field!r}: row {row} is {longest} long, over length={self.length}: "
+                    "give a larger length=, or cut the rows before they are put",
                     field=field,
                     row=row,
                 )
@@ -124,12 +126,106 @@ def padded(field: str, rows: Sequence[Array], axis: int, padding: Padding, array
         target[tuple(spans)] = row
 
 
-def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Any:
-    """The padding as a number of this dtype. InvalidValue where it has none."""
-    try:
-        return np.full((), padding.value, dtype)
-    except (OverflowError, ValueError, TypeError) as exc:
-        raise InvalidValue(f"{field}: {padding.value!r} is no {dtype}: {exc}") from exc
+def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
+    """Return the padding as an array [] of this dtype.
+
+    A float is rounded to the precision of a float dtype, as any float is. InvalidValue where the
+    dtype cannot hold it otherwise: a fraction or NaN among ints, -100 among bools, an int that
+    would be rounded, a float that would become infinite, zero or NaN.
+    """
+    given = padding.value
+    if getattr(given, "ndim", None) == 0 and not is_time(given):
+        given = given.item()  # a scalar of numpy, a tensor of one number
+    if type(given) in (bool, int, float, complex):
+        try:
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a complex number that loses a part of it
+                made = np.full((), given, dtype)
+            if _holds(made.item(), given):
+                return made
+        except (OverflowError, ValueError, TypeError):
+            pass
+    raise InvalidValue(
+        f"field {field!r}: padding={padding.value!r:.40} is no value of {dtype.name}, the dtype of "
+        f"its rows; give one that is, for several fields a mapping such as padding={{{field!r}: "
+        f"{False if dtype == np.bool_ else 0}}}",
+        field=field,
+    )
+
+
+def _holds(made: Any, given: Any) -> bool:
+    """Whether a number became the same one, but for the rounding of a float to fewer digits."""
+    if isinstance(given, complex) or isinstance(made, complex):
+        one, other = complex(made), complex(given)
+        return _holds(one.real, other.real) and _holds(one.imag, other.imag)
+    if given != given:
+        return bool(made != made)
+    if isinstance(given, float) and not isinstance(made, (bool, int)):
+        return math.isfinite(made) == math.isfinite(given) and (
+            made == given if math.isinf(given) or given == 0 else made != 0
+        )
+    return bool(made == given)
+
+
+def no_view(field: str, layout: str) -> InvalidValue:
+    """The error of view=True for rows that would have to be moved."""
+    return InvalidValue(
+        f"field {field!r}: these rows do not lie as a {layout} tensor, so view=True cannot give "
+        f"one: leave view=True out, or use layout='list' for a view per row",
+        field=field,
+    )
+
+
+def unlike(
+    field: str, forms: Sequence[tuple[np.dtype[Any], tuple[int, ...]]], layout: str
+) -> InvalidValue:
+    """The error of rows, given by dtype and shape, that make no tensor of this layout: which row
+    differs from the first, in what, and what to do."""
+    first = forms[0]
+    for differs, why, instead in (
+        (
+            lambda one: one[0] != first[0],
+            "which are of two dtypes",
+            f"put all rows in one dtype; fields={{{field!r}: {_form_text(first)!r}}} in the "
+            "partition's declaration refuses others at the put",
+        ),
+        (
+            lambda one: len(one[1]) != len(first[1]),
+            "which have different numbers of dimensions",
+            f"put rows of one rank; fields={{{field!r}: {_form_text(first)!r}}} in the "
+            "partition's declaration refuses others at the put",
+        ),
+        (
+            lambda one: one[1] != first[1],
+            "which differ along several axes" if layout == "jagged" else "which differ in length",
+            "use layout='padded'" if layout == "jagged" else "use layout='padded' or 'jagged'",
+        ),
+    ):
+        row = next((at for at, one in enumerate(forms) if differs(one)), None)
+        if row is not None:
+            return InvalidValue(
+                f"field {field!r}: row {row} is {_shown(forms[row])} and row 0 {_shown(first)}, "
+                f"{why}, so they make no {layout} tensor: {instead}, or use layout='list' for a "
+                "tensor per row",
+                field=field,
+                row=row,
+            )
+    return InvalidValue(
+        f"field {field!r}: each row is {_shown(first)}, a single number, which makes no {layout} "
+        "tensor: use layout='dense'",
+        field=field,
+        row=0,
+    )
+
+
+def _shown(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
+    return f"{form[0].name} {list(form[1])}"
+
+
+def _form_text(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
+    """As a partition's schema has it: any length along the first axis."""
+    dtype, shape = form
+    return f"{dtype.name}[{','.join(['*', *map(str, shape[1:])])}]" if shape else dtype.name
 
 
 class Offsets:

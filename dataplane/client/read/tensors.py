@@ -6,25 +6,36 @@ that are side by side are gathered once, from where they lie in the arena to whe
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from dataplane.client.read.convert import numbers_of, packed
 from dataplane.client.read.devices import DeviceColumn, copied, tensors_of
-from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side, padded
+from dataplane.client.read.ragged import (
+    RIGHT,
+    Offsets,
+    Padding,
+    Side,
+    no_view,
+    padded,
+    unlike,
+)
 from dataplane.client.read.views import ColumnView
 from dataplane.client.session.direct import DirectCopies
 from dataplane.errors import InvalidCall, InvalidValue
-from dataplane.wire.arrays import Array, is_torch, tensor_over
+from dataplane.wire.arrays import Array, is_torch, kind_of, tensor_over
 
 Layout = Literal["auto", "dense", "padded", "jagged", "list"]
 _LAYOUTS = ("auto", "dense", "padded", "jagged", "list")
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def to_torch(
@@ -51,8 +62,9 @@ def to_torch(
     import torch
 
     torch.device(device)  # what is none is told here
-    if layout not in _LAYOUTS:
-        raise InvalidValue(f"no layout: {layout!r}; it is auto, dense, padded, jagged or list")
+    _check_layout(layout)
+    if column.holds_arrays:
+        _check_dtypes(column)
     offsets = offsets or Offsets()
     if isinstance(column, DeviceColumn):
         if column.device_kind == "cuda" and str(device).startswith("cuda"):
@@ -68,7 +80,7 @@ def to_torch(
             return tensors
     uniform = column.uniform
     if layout == "dense" and uniform is None:
-        raise _uneven(column)
+        raise unlike(column.field, column.forms(), layout)
     if layout == "padded" and (uniform is None or padding is not RIGHT):
         return _padded(column, padding, device)
     if uniform is not None and layout in ("auto", "dense", "padded"):
@@ -78,7 +90,7 @@ def to_torch(
         return [tensor_over(row).to(device) for row in _rows(column)]
     ragged = column.ragged()
     if ragged is None:
-        raise InvalidValue(f"{column.field}: jagged rows differ along one axis only")
+        raise unlike(column.field, column.forms(), layout)
     if ragged.axis == 0:
         values = _made(ragged.shape, ragged.dtype, device, column.pack)
     else:
@@ -86,12 +98,47 @@ def to_torch(
     return offsets.nested(values, ragged)
 
 
+def _check_layout(layout: object) -> None:
+    if layout not in _LAYOUTS:
+        raise InvalidCall(
+            f"there is no layout {layout!r}: give 'auto', 'dense', 'padded', 'jagged' or 'list'"
+        )
+
+
+def _check_dtypes(column: ColumnView) -> None:
+    """InvalidValue names the first row whose dtype torch lacks, such as times."""
+    lacking = [dtype for dtype in column.dtypes if not _in_torch(dtype)]
+    if not lacking:
+        return
+    forms = column.forms()
+    row = next(at for at, (dtype, _) in enumerate(forms) if dtype in lacking)
+    raise InvalidValue(
+        f"field {column.field!r}: row {row} is {forms[row][0].name}, a dtype that torch lacks: use "
+        f"batch.numpy({column.field!r}), or put the values in another dtype",
+        field=column.field,
+        row=row,
+    )
+
+
+@lru_cache(maxsize=256)
+def _in_torch(dtype: np.dtype[Any]) -> bool:
+    try:
+        tensor_over(np.zeros(1, dtype))
+    except InvalidValue:
+        return False
+    return True
+
+
 def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     """bool [n, length]: where a padded column has values. InvalidValue where its rows differ in
     several axes, or have none."""
     ragged = column.ragged()
     if ragged is None:
-        raise InvalidValue(f"{column.field}: rows that differ along one axis have a mask")
+        raise InvalidValue(
+            f"field {column.field!r}: a mask says where along one axis a row has values, and these "
+            "rows differ along several axes, or are single numbers: leave mask= out for this field",
+            field=column.field,
+        )
     mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
     return tensor_over(mask).to(device)
 
@@ -125,7 +172,7 @@ class Form:
     """How the fields of a TensorDict are laid out; a mapping names only those that differ."""
 
     layout: Each[Layout] = "auto"
-    padding: Each[float] = 0
+    padding: Each[complex] = 0
     side: Each[Side] = "right"
     length: Each[int | None] = None
     multiple: Each[int | None] = None
@@ -141,21 +188,22 @@ class Form:
                     f"{name}= names {unknown[0]!r}, which is not among the fields {list(fields)}"
                 )
         for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
-            if layout not in _LAYOUTS:
-                raise InvalidCall(
-                    f"no layout: {layout!r}; it is auto, dense, padded, jagged or list"
-                )
+            _check_layout(layout)
         if "length" in self._named() and "multiple" in self._named():
             raise InvalidCall("give length= or multiple=, not both")
 
     def _named(self) -> list[str]:
         return [n for n in ("length", "multiple") if isinstance(getattr(self, n), int)]
 
+    def chosen(self, name: str) -> Layout:
+        """The layout that the caller asks for."""
+        return cast(Layout, _for_field(self.layout, name, "auto"))
+
     def layout_of(self, name: str, column: ColumnView) -> Layout:
         """What is given for all fields leaves alone those to which it does not apply."""
+        layout = self.chosen(name)
         if isinstance(self.layout, Mapping) and name in self.layout:
-            return self.layout[name]
-        layout: Layout = "auto" if isinstance(self.layout, Mapping) else self.layout
+            return layout
         if layout == "list" or not column.holds_arrays:
             return layout if layout == "list" else "auto"
         if layout != "dense" and column.uniform is not None and not column.loose:
@@ -167,9 +215,13 @@ class Form:
             return "list" if ragged is None else "jagged"
         return layout
 
-    def padding_of(self, name: str) -> Padding:
+    def padding_of(self, name: str, column: ColumnView) -> Padding:
+        """One padding for all fields leaves bools alone, which are filled up with False."""
+        value = _for_field(self.padding, name, 0)
+        if not isinstance(self.padding, Mapping) and column.dtypes == [np.bool_]:
+            value = False
         return Padding(
-            _for_field(self.padding, name, 0),
+            value,
             cast(Side, _for_field(self.side, name, "right")),
             _for_field(self.length, name, None),
             _for_field(self.multiple, name, None),
@@ -227,13 +279,15 @@ def to_tensordict(
             continue
         for row in np.flatnonzero(column.absent):
             raise column.lacking(int(row))
-        layout, padding = form.layout_of(name, column), form.padding_of(name)
+        layout, padding = form.layout_of(name, column), form.padding_of(name, column)
         if column.holds_arrays and layout != "list":
             found[name] = to_torch(column, layout, padding, False, device, direct, offsets)
             if layout == "padded":
                 masks.add(name, column, padding, device)
         else:
             found[name] = _data(column, device, layout == "list", NonTensorStack)
+            if form.chosen(name) != "list":
+                _tell_of_stack(column, found[name], NonTensorStack)
     for name, (_, mask) in masks.found.items():
         if name in columns:
             raise InvalidCall(f"mask={name!r}: a field has that name")
@@ -248,7 +302,33 @@ def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
         return stack(*to_torch(column, "list", device=device))
     values = list(column)
     numbers = None if listed or column.loose else numbers_of(values)
-    return stack(*values) if numbers is None else tensor_over(numbers).to(device)
+    if numbers is None or not _in_torch(numbers.dtype):
+        return stack(*values)
+    return tensor_over(numbers).to(device)
+
+
+def _tell_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
+    """Say of rows that could have been a tensor why they are none."""
+    if not isinstance(made, stack):
+        return
+    if column.holds_arrays:
+        reason = unlike(column.field, column.forms(), "jagged")
+    elif not column.loose and all(isinstance(value, _NUMBERS) for value in column):
+        reason = _no_tensor(column.field, list(column), "auto")
+    else:
+        return  # texts, dicts and the like have no other form
+    _tell_once(column.field, reason.message)
+
+
+_told: set[str] = set()
+_MOST_TOLD = 64
+
+
+def _tell_once(field: str, reason: str) -> None:
+    if field in _told or len(_told) >= _MOST_TOLD:
+        return
+    _told.add(field)
+    log.warning("tensordict(): field %r is a NonTensorStack, no tensor: %s", field, reason)
 
 
 # making tensors
@@ -299,7 +379,7 @@ def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:
 def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
     rows = list(column)
     if len({(row.dtype, row.ndim) for row in rows}) > 1:
-        raise InvalidValue(f"{column.field}: rows of different dtypes or ranks cannot be padded")
+        raise unlike(column.field, column.forms(), "padded")
     ragged = column.ragged()
     axis = 0 if ragged is None else ragged.axis
     shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
@@ -327,20 +407,6 @@ def _rows(column: ColumnView) -> list[Array]:
     return rows
 
 
-def _uneven(column: ColumnView) -> InvalidValue:
-    """What makes a dense tensor of this column impossible."""
-    first, row = column[0], 0
-    for row, value in enumerate(column):  # noqa: B007
-        if (value.dtype, value.shape) != (first.dtype, first.shape):
-            break
-    return InvalidValue(
-        f"{column.field}: row {row} is {value.dtype} {list(value.shape)} and row 0 {first.dtype} "
-        f"{list(first.shape)}, which make no dense tensor; use layout='jagged' or 'padded'",
-        field=column.field,
-        row=row,
-    )
-
-
 class _Writable:
     """Says of read-only memory that it is writable: torch takes nothing else without a warning."""
 
@@ -366,14 +432,14 @@ def _views(column: ColumnView, layout: Layout, device: str) -> Any:
     if dense is not None and layout in ("auto", "dense", "padded"):
         return tensor_over(_view_of(dense)).to(device)
     if layout in ("dense", "padded", "jagged"):
-        raise InvalidValue(f"{column.field}: a {layout} tensor of these rows is a copy, no view")
+        raise no_view(column.field, layout)
     return [tensor_over(_view_of(row)).to(device) for row in column]
 
 
 def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str) -> Any:
     values = list(column)
     numbers = numbers_of(values)
-    if numbers is not None and layout != "jagged":
+    if numbers is not None and layout != "jagged" and _in_torch(numbers.dtype):
         tensor = tensor_over(numbers).to(device)
         return list(tensor.unbind()) if layout == "list" else tensor
     found: list[Any] = []
@@ -391,11 +457,55 @@ def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str)
             return {key: lowered(item) for key, item in value.items()}
         return value
 
-    tensors = [lowered(value) for value in values]
+    tensors: list[Any] = []
+    for row, value in enumerate(values):
+        try:
+            tensors.append(lowered(value))
+        except InvalidValue as exc:
+            raise InvalidValue(
+                f"field {column.field!r}: row {row}: {exc.message}; batch[{column.field!r}] gives "
+                "the objects as they were put",
+                field=column.field,
+                row=row,
+            ) from exc
     if layout in ("auto", "list") and (found or not values):
         return tensors
-    raise InvalidValue(
-        f"{column.field}: its rows are objects, which make no {layout} tensor; "
-        "layout='list' gives objects whose arrays are tensors",
-        field=column.field,
+    raise _no_tensor(column.field, values, layout)
+
+
+_NUMBERS = (bool, int, float, np.generic)
+
+
+def _no_tensor(field: str, values: list[Any], layout: str) -> InvalidValue:
+    """The error of objects that make no tensor: which row, why, and what to do."""
+    row = next((at for at, one in enumerate(values) if not isinstance(one, _NUMBERS)), None)
+    as_put = f"batch[{field!r}] gives the objects as they were put"
+    if row is not None:
+        why = f"row {row} is {kind_of(values[row])} ({values[row]!r:.40})"
+        instead = f"{as_put}, and layout='list' tensors for the arrays in them"
+        return _refused(field, row, layout, why, instead)
+    kinds = [_number_kind(value) for value in values]
+    row = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    if row:
+        why = f"row {row} is {kinds[row]} ({values[row]!r:.40}) and row 0 {kinds[0]}"
+    else:
+        why = f"row 0 is {kinds[0]} ({values[0]!r:.40})"
+    instead = (
+        "put numbers of one type and of 64 bits at most, for example as np.asarray(values, "
+        f"'float64'), or declare the partition with fields={{{field!r}: 'float64'}}, which "
+        f"refuses others at the put; {as_put}"
     )
+    return _refused(field, row, layout, why, instead)
+
+
+def _refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
+    tensor = "tensor" if layout == "auto" else f"{layout} tensor"
+    return InvalidValue(
+        f"field {field!r}: {why}, so the rows make no {tensor}: {instead}", field=field, row=row
+    )
+
+
+def _number_kind(value: Any) -> str:
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return "an int beyond 64 bits"
+    return value.dtype.name if isinstance(value, np.generic) else type(value).__name__

@@ -282,6 +282,22 @@ class ColumnView(Sequence[Any]):
         lacking: npt.NDArray[np.bool_] = self.places["flags"] & PLACE_ABSENT != 0
         return lacking
 
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Those of the rows that are arrays."""
+        if self.uniform is not None:
+            return [self.uniform[0]]
+        return [form.dtype for form in self._used if form.spec.kind == "array"]
+
+    def forms(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        """dtype and shape of each row, where all are arrays."""
+        places = self.places
+        used = map(self._form, places["spec"].tolist())
+        return [
+            (form.dtype, _shape(form, nbytes))
+            for form, nbytes in zip(used, places["nbytes"].tolist(), strict=True)
+        ]
+
     def ragged(self) -> Ragged | None:
         """How the rows lie side by side, where they are arrays of one dtype that differ along one
         axis at most; of numbers, None. Where all are alike it is the axis as it was put."""
@@ -297,12 +313,7 @@ class ColumnView(Sequence[Any]):
         if len(forms) == 1 and form.row and not (places["nbytes"] % form.row).any():
             lengths = (places["nbytes"] // form.row).astype(np.int64)
             return Ragged(form.dtype, form.head, form.tail, lengths)
-        shapes = [
-            shape_of(form.spec, form.dtype.itemsize, nbytes)
-            for form, nbytes in zip(
-                map(self._form, places["spec"].tolist()), places["nbytes"].tolist(), strict=True
-            )
-        ]
+        shapes = [shape for _, shape in self.forms()]
         axis = max(ragged_axis(form.spec.shape) or 0 for form in forms)
         return ragged_of(form.dtype, shapes, axis)
 

@@ -73,7 +73,8 @@ class Converting(Fetching):
 
         padded: at the `side` "right" or "left", to the longest row, to `length`, or to the next
         multiple of `multiple`; mask=True gives a pair, of the tensor and a bool tensor [n, length]
-        that says where values are. jagged: those of equal lengths share their offsets.
+        that says where values are. The field's dtype must hold `padding` (InvalidValue otherwise);
+        a float is rounded to its digits. jagged: those of equal lengths share their offsets.
         `view=True`: tensors over the shared read-only memory; writing into them crashes the
         process. device: a GPU is copied to from pinned memory, on torch's current stream; without
         `await` the copy may still be under way when this returns, with it it is done."""
@@ -105,10 +106,11 @@ class Converting(Fetching):
         numbers as a tensor [n]; everything else as a NonTensorStack. "padded" (or "jagged") is for
         the fields of rows with a length of their own, and leaves others dense; "dense" and "list"
         are what they say, InvalidValue where rows make no dense tensor. padding, side ("right" or
-        "left"), length, multiple: as of `torch`. Each of these may be a mapping by field. mask: the
-        name of a bool tensor [n, length] that says where padded fields have values; a mapping by
-        field where their rows differ in length. device: as of `torch`. A field "a.b" is "b" in a
-        nested TensorDict "a".
+        "left"), length, multiple: as of `torch`. Each of these may be a mapping by field. One
+        padding for all fields fills bools up with False. Where "auto" finds no tensor for arrays,
+        because their dtypes or ranks differ, the log says so. mask: the name of a bool tensor
+        [n, length] that says where padded fields have values; a mapping by field where their rows
+        differ in length. device: as of `torch`. A field "a.b" is "b" in a nested TensorDict "a".
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = Form(layout, padding, side, length, multiple, mask)
@@ -119,7 +121,8 @@ class Converting(Fetching):
         )
 
     def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
-        """The fields (default: those fetched) with keys and tags as a pyarrow table."""
+        """The fields (default: those fetched) with keys and tags as a pyarrow table. InvalidValue
+        names a field, a key or a tag, and the row, that Arrow has no exact form for."""
         names = self.fields if fields is None else arguments.texts(fields, "fields")
 
         def table(device: str) -> pyarrow.Table:

@@ -14,7 +14,8 @@ class Ref(msgspec.Struct, frozen=True):
 
     A ref does not pin: reading rows that were freed raises RowsGone, and PartitionGone once their
     partition was dropped. `peer` is where the bytes were put: a hint, nothing more. `kept`: how
-    many of the rows were there before and have been freed, so that the put passed them over.
+    many of the rows the put passed over, because they were there before: with the same fields, or
+    consumed and freed since.
     """
 
     plane: str

@@ -209,11 +209,13 @@ class Put(Body, tag=30):
 class PutDone(Body, tag=31):
     """extents: granted for the next put, at most what it wants. kept: fields of rows that were
     there already and stayed (redelivered adds). gone: rows of a put that were passed over, because
-    they were there before and have been freed."""
+    they were there before and have been freed. there: rows of a put that were passed over, because
+    they are there with all of its fields."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
     gone: int = 0
+    there: int = 0
 
 
 class Tag(Body, tag=32):

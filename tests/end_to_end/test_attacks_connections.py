@@ -117,7 +117,7 @@ def test_a_refusal_that_got_lost_is_told_again_whatever_changed_meanwhile(
 
     proxy.answering = freeing
     with pytest.raises(dataplane.FieldExists):
-        part.put({"x": [np.ones(100_000)]}, key=["k"])
+        part.put({"x": [np.ones(100_000)], "y": [1]}, key=["k"])
     assert proxy.broken == 1
     part.put({"x": [np.ones(100_000)]}, key=["k"], reuse=True)
     plane.close()

@@ -10,6 +10,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition
+from tests.end_to_end.conftest import Cluster, until
 from tests.end_to_end.hosts import Hosts, one_and_two
 
 
@@ -92,3 +93,60 @@ def test_groups_that_are_short_at_the_seal_are_dropped_or_kept(at: Hosts) -> Non
             there.put(rows(1), key=["d"], group=2)
     with pytest.raises(dataplane.InvalidCall, match="short="):
         here.seal(short="both")
+
+
+MIDWAY = """
+    import dataplane, numpy as np
+    part = dataplane.connect("a").partition("p")
+    rows = [np.full(3 << 19, number, np.uint8) for number in range(8)]
+    part.put({{"x": rows}}, key=range(8), timeout=60, {how})
+"""
+
+
+@pytest.mark.parametrize("group", [None, list("aabbccdd")], ids=["rows", "groups"])
+def test_a_put_that_a_killed_worker_began_is_completed_by_repeating_it(
+    cluster: Cluster, group: list[str] | None
+) -> None:
+    """Its rows go with several messages, of which one waits for room."""
+    cluster.start("a", arena="32MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        filler = plane.partition("filler", free="drop")
+        filler.put({"x": [np.zeros(13 << 20, np.uint8)]}, key=["f"])
+        worker = cluster.worker(MIDWAY.format(how=f"group={group}" if group else ""))
+        until(lambda: plane.stats()["waiting_puts"] == 1, "the put waits for room")
+        was_there = len(part.rows())
+        assert 0 < was_there < 8
+        worker.kill()
+        worker.wait()
+        filler.drop()
+        columns = {"x": [np.full(3 << 19, number, np.uint8) for number in range(8)]}
+        assert part.put(columns, key=range(8), group=group).kept == was_there
+        with pytest.raises(dataplane.FieldExists, match="all 8 rows.*nothing was put"):
+            part.put(columns, key=range(8), group=group)
+        found = part.get(keys=list(range(8)))
+        assert [value[0] for value in found["x"]] == list(range(8))
+        del found
+        part.drop()
+
+
+def test_a_repeated_put_of_a_cancelled_one_enters_what_is_missing(at: Hosts) -> None:
+    here, there = at.partition({"s": ["x"]}, free="acked")
+    here.put(rows(2), key=["a", "b"], tags={"v": 1})
+    consume_rows(there, 1)
+    again = there.put(rows(4), key=list("abcd"), tags={"v": 2})
+    assert again.kept == 2 and len(again) == 4
+    left = here.rows()
+    assert dict(zip(left.keys, left.tags["v"], strict=True)) == {"b": 1, "c": 2, "d": 2}
+    with pytest.raises(dataplane.FieldExists, match="all 2 rows.*have been freed"):
+        here.put(rows(2), key=["a", "b"])
+    with pytest.raises(dataplane.FieldExists, match="lacks others"):
+        here.put({**rows(2), "more": [1, 2]}, key=["b", "e"])
+    assert here.put({"more": [1]}, key=["b"]).kept == 0
+    assert here.put({"more": [1, 2]}, key=["b", "c"]).kept == 1
+    assert here.put(rows(2), key=["b", "c"], replace=True).kept == 0
+
+
+def consume_rows(part: Partition, count: int) -> None:
+    with part.claim("s", rows=count, timeout=20):
+        pass

@@ -246,7 +246,8 @@ class Model:
                 continue
             if group is not None and row.group != group:
                 errors.add(InvalidRows)
-            if plain and any(here[i] and name in row.values for name, here in fields.items()):
+            has = self.has(row, i, fields)
+            if plain and any(has) and not all(has):
                 errors.add(FieldExists)
         for number, count in joining.items():
             group = self.groups.get(number)
@@ -258,6 +259,10 @@ class Model:
             if expected is not None and (group.seen if group else 0) + count > expected:
                 errors.add(GroupClosed)
         return errors
+
+    def has(self, row: Row, place: int, fields: dict[str, list[bool]]) -> list[bool]:
+        """Of the fields that a put brings for this row, which it has."""
+        return [name in row.values for name, here in fields.items() if here[place]]
 
     def write(
         self,

@@ -67,7 +67,7 @@ def test_a_call_that_raised_tells_nothing() -> None:
     put(s, ["a"])
     told = len(ops)
     with pytest.raises(FieldExists):
-        put(s, ["a"])
+        put(s, ["a"], fields=("tokens", "another"))
     with pytest.raises(DataplaneError):
         s.finish(Finish(99, "ack"))
     assert len(ops) == told

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import PartitionSealed, RowsDropped
+from dataplane.errors import FieldExists, PartitionSealed, RowsDropped
 from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.puts import PutOutcome
@@ -51,6 +51,24 @@ def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() ->
     assert not len(plan.new)
     assert put(s, ["a", "b"]).gone == 2
     assert inspection.stats(s)["tombstones"] == 2
+
+
+def test_rows_that_are_there_are_passed_over_whole_and_the_missing_ones_enter() -> None:
+    s = Store("p", Definition(free="drop"), 1)
+    put(s, ["a", "b"])
+    columns = [Column("x", values(4)), Column("y", values(4, first=4))]
+    with pytest.raises(FieldExists, match="'x' already and lacks others of this put, such as 'a'"):
+        s.put(wrote(named(["a", "b", "c", "d"]), columns, SPECS, OWNERS))
+    outcome = put(s, ["c", "a", "d", "b"])
+    assert (outcome.there, outcome.gone, len(s), freed(s)) == (2, 0, 4, 2)
+    table = rows_out.table(s, rows_out.read(s)[0])
+    assert dict(zip(table.rows.names or (), table.tags["v"], strict=True)) == {
+        "a": 0,  # what was there stays, tags too
+        "b": 1,
+        "c": 0,
+        "d": 2,
+    }
+    assert put(s, ["a", "b"]).there == 2
 
 
 def test_a_group_that_is_gone_takes_no_rows_however_they_are_called() -> None:

@@ -95,20 +95,32 @@ class StoreMachine(Model, RuleBasedStateMachine):
             return
         puts.plan_put(self.store, asked)
         outcome = self.store.put(asked)
+        over = [
+            i
+            for i, key in enumerate(keys)
+            if mode == "plain" and key in self.rows and self.is_repeated(key, i, here)
+        ]
+        assert outcome.there == len(over)
         new = [key for key in keys if key not in self.rows]
         for key, number in zip(keys, groups, strict=True):
             if key in new:
                 self.rows[key] = Row(number)
                 if number is not None:
                     self.groups.setdefault(number, Group(self.group_size)).seen += 1
-        targets = [self.rows[key] for key in keys]
-        self.write(targets, {name: ranges for name, (_, ranges) in made.items()}, mode)
-        for row, tag in zip(targets, range(len(keys)), strict=True):
+        put = [i for i in range(len(keys)) if i not in over]
+        targets = [self.rows[keys[i]] for i in put]
+        written = {name: [ranges[i] for i in put] for name, (_, ranges) in made.items()}
+        self.write(targets, written, mode)
+        for row, tag in zip(targets, put, strict=True):
             if version is not None:
                 row.tags |= {"v": version, "n": tag}
         before = self.made
         self.settle(next(self.clock))
         assert outcome.closed_groups == self.made - before
+
+    def is_repeated(self, key: int, place: int, fields: dict[str, list[bool]]) -> bool:
+        has = self.has(self.rows[key], place, fields)
+        return bool(has) and all(has)
 
     @rule(
         size=st.integers(1, 3),

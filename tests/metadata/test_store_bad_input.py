@@ -80,7 +80,13 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(65)]}),
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(63)]}),
     (InvalidRows, {"tags": {"t": [1, 2, 3]}}),
-    (FieldExists, {"rows": named([0, 10])}),
+    (
+        FieldExists,
+        {
+            "rows": named([0, 9]),
+            "columns": [Column("tokens", values(2)), Column("f", values(2))],
+        },
+    ),
     (InvalidRows, {"rows": named([0], ["other"]), "columns": []}),
     (GroupClosed, {"rows": named([5, 6, 7], ["p"] * 3), "values": values(3)}),
     (GroupClosed, {"rows": named([5], ["full"]), "values": values(1)}),

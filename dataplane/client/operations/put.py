@@ -6,6 +6,7 @@ message would leave rows that a second try puts twice.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -31,8 +32,10 @@ from dataplane.client.write.rows import (
     tag_columns,
 )
 from dataplane.client.write.values import Prepared, by_name, prepare
-from dataplane.errors import RowsGone, counted
+from dataplane.errors import FieldExists, RowsGone, counted
 from dataplane.wire.tables import Name
+
+log = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
@@ -93,6 +96,24 @@ def put(
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
+    if work.there and work.there + work.gone == n:
+        freed = f" or were there and have been freed ({work.gone} rows)" if work.gone else ""
+        keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+        raise FieldExists(
+            f"all {counted(n, 'row')} of this put are in partition {handle.name!r} already with "
+            f"these fields{freed}, such as {keys[0]!r}: nothing was put. Where this repeats a put, "
+            "all of it is in; fields are written once, replace=True writes a new value",
+            field=str(next(iter(columns), "")),
+            keys=keys,
+        )
+    if work.there:
+        log.warning(
+            "partition %r: %d of %d rows of a put are there already with these fields, and keep "
+            "their values (ref.kept); the others were put",
+            handle.name,
+            work.there,
+            n,
+        )
     if work.gone == n:
         raise RowsGone(
             f"all {counted(n, 'row')} of this put were in partition {handle.name!r} before and "
@@ -109,7 +130,7 @@ def put(
         None if identity.names is None else tuple(identity.names),
         tuple(identity.group_names or ()),
         tuple(columns),
-        work.gone,
+        work.gone + work.there,
     )
 
 

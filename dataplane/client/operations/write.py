@@ -84,6 +84,8 @@ class Putting(msgspec.Struct, eq=False):
     reuse: bool = False
     gone: int = 0
     """rows that were passed over, because they were there before and have been freed"""
+    there: int = 0
+    """rows that were passed over, because they are there with all of these fields"""
     committed_rows: list[Index] = []
     elsewhere: Sequence[Elsewhere] = ()
 
@@ -215,6 +217,7 @@ class Putting(msgspec.Struct, eq=False):
         if reply.extents:
             session.keep(column(reply.extents, EXTENT))
         self.gone += reply.gone
+        self.there += reply.there
         rows = len(self.identity) if index is None else len(index)
         session.tally.add("put", rows=rows, bytes=volume(body.columns))
         session.tally.add("copy", bytes=written.copied_bytes)

@@ -66,10 +66,12 @@ class Partition:
         row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
         fields that are there (FieldExists otherwise).
 
-        Putting the same again is safe: rows whose given keys or groups were there before, and have
-        been freed since, are passed over and counted (`ref.kept`); where that is all of them it is
-        RowsGone, and where some are there still FieldExists. reuse: such names are new rows', also
-        those of dropped ones (RowsDropped otherwise).
+        Putting the same again under the same keys is safe, and completes a put that ended midway.
+        The put passes over rows that are there with all of these fields, and rows that were there
+        under these keys or groups and have been freed. `ref.kept` counts both; the values that are
+        there stay. Where nothing was missing it raises FieldExists, or RowsGone if all rows have
+        been freed. FieldExists also for a row that has some of these fields and lacks others.
+        reuse: names of freed and dropped rows are new rows' (RowsDropped otherwise).
 
         A field whose values all lie on a GPU that the peer has a device arena of is copied into
         that, on the streams of the values, and into host memory where the device has no room.

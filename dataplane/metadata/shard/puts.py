@@ -50,17 +50,19 @@ PUT = PutDone()
 
 
 class PutOutcome(msgspec.Struct):
-    """gone: rows that were passed over, because they were here before and have been freed."""
+    """Rows that were passed over. gone: they were here before and have been freed. there: they are
+    here, with every field that the put brings."""
 
     closed_groups: int = 0
     gone: int = 0
+    there: int = 0
 
 
 class PutPlan(msgspec.Struct, eq=False):
     """A checked put. known: the block of each row that is here; None: all are new. new: places of
     the others. groups: per entry of the message's groups, None where it is new; new_groups: places
-    of those that are to be made. there: which rows of the message it is about, where some are
-    passed over."""
+    of those that are to be made. taken: which rows of the message it is about, where some are
+    passed over. gone: how many of those have been freed; the others are here as they are put."""
 
     rows: RowsIn
     count: int
@@ -70,7 +72,8 @@ class PutPlan(msgspec.Struct, eq=False):
     new: Sequence[int]
     groups: list[Group | None]
     new_groups: list[int]
-    there: list[int] | None = None
+    taken: list[int] | None = None
+    gone: int = 0
 
 
 def plan_put(state: State, asked: Put) -> PutPlan:
@@ -86,34 +89,40 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     if not state.index.keys().isdisjoint(incoming.keys):
         known = [state.index.get(key) for key in incoming.keys]
         new = [i for i, block in enumerate(known) if block is None]
-    there, count = None, incoming.count
+    taken, count = None, incoming.count
+    gone: set[int] = set()
     if new and len(state.tombstones) and not reuse:
         gone = set(_gone(state, incoming, new))
-        if gone:
-            there = [i for i in range(count) if i not in gone]
-            tags = tagging.only(tags, there, count)
-            incoming = incoming.only(there)
-            blocks = [None] * count if known is None else known
-            known = [blocks[i] for i in there]
-            new = [i for i, block in enumerate(known) if block is None]
+    there: list[int] = []
+    if known is not None:
+        _check_known_groups(incoming, known)
+        if not asked.replace:
+            there = _there(incoming, known, values_in(columns, count, None, None))
+    if gone or there:
+        over = gone.union(there)
+        taken = [i for i in range(count) if i not in over]
+        tags = tagging.only(tags, taken, count)
+        incoming = incoming.only(taken)
+        blocks = [None] * count if known is None else known
+        known = [blocks[i] for i in taken]
+        new = [i for i, block in enumerate(known) if block is None]
     if new:
         _check_new_rows(state, incoming, new, reuse)
-    if known is not None and not asked.replace:
-        values = values_in(columns, count, None, None)
-        values = values if there is None else values.split([there])[0]
-        _check_fields(incoming, known, values)
-    groups, new_groups = _plan_groups(state, incoming, known, new, reuse)
-    return PutPlan(incoming, count, tags, known, new, groups, new_groups, there)
+    groups, new_groups = _plan_groups(state, incoming, new, reuse)
+    return PutPlan(incoming, count, tags, known, new, groups, new_groups, taken, len(gone))
 
 
 def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
-    """Enter rows, or merge fields and tags into known ones. Those that were here under given names
-    and have been freed are passed over, unless their names may be used again (`reuse`).
+    """Enter rows, or merge fields and tags into known ones.
+
+    Rows that were put before are passed over, so that a repeated put enters what is missing: rows
+    that have every field which the put brings (without `replace`), and rows that were here under
+    given names and have been freed (unless those names may be used again: `reuse`).
 
     plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
     left as they are. Its number is remembered, so that it is not carried out again.
-    Raises FieldExists (without `replace`), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
-    LimitExceeded.
+    Raises FieldExists for a row that has some of these fields and not all (without `replace`),
+    RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
     """
     if plan is None:
         plan = plan_put(state, op)
@@ -122,7 +131,9 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     outcome = _apply(state, plan, op)
     if outcome.closed_groups:
         seal_if_full(state)
-    state.remember(op.number, PutDone(gone=outcome.gone) if outcome.gone else PUT)
+    passed = outcome.gone or outcome.there
+    answer = PutDone(gone=outcome.gone, there=outcome.there) if passed else PUT
+    state.remember(op.number, answer)
     state.tell(op)
     return outcome
 
@@ -130,12 +141,13 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
 def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
     """Once its columns are found sound it cannot fail any more."""
     values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
-    if plan.there is not None:
-        let_go(state, values, plan.there)
-        values = values.split([plan.there])[0]
-    rows, gone = plan.rows, plan.count - plan.rows.count
+    if plan.taken is not None:
+        let_go(state, values, plan.taken)
+        values = values.split([plan.taken])[0]
+    rows, gone = plan.rows, plan.gone
+    there = plan.count - rows.count - gone
     if not rows.count:
-        return PutOutcome(gone=gone)
+        return PutOutcome(gone=gone, there=there)
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
@@ -155,7 +167,7 @@ def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
     closed = state.written([*blocks, *known], touched.values())
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
-    return PutOutcome(closed, gone)
+    return PutOutcome(closed, gone, there)
 
 
 def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:
@@ -223,11 +235,11 @@ def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
 
 
-def let_go(state: State, values: Values, there: Iterable[int]) -> None:
-    """What was brought for rows that are passed over, because they are gone."""
-    kept = set(there)
-    gone = [place for place in range(values.count) if place not in kept]
-    state.released.append(values.split([gone])[0].loose)
+def let_go(state: State, values: Values, taken: Iterable[int]) -> None:
+    """What was brought for rows that are passed over. taken: the others."""
+    kept = set(taken)
+    over = [place for place in range(values.count) if place not in kept]
+    state.released.append(values.split([over])[0].loose)
 
 
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
@@ -273,38 +285,41 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
         )
 
 
-def _check_fields(rows: RowsIn, known: Sequence[Block | None], values: Values) -> None:
-    for name in values.fields:
-        came, taken = values.having([name]), []
-        for place, block in enumerate(known):
-            if block is None or not came >> place & 1 or name not in block.values.fields:
-                continue
-            if block.values.having([name]) >> block.row(rows.keys[place]) & 1:
-                taken.append(place)
-        if taken:
-            keys = shown(rows.names, rows.keys, taken)
-            raise FieldExists(
-                f"{counted(len(taken), 'row has', 'rows have')} a field {name!r} "
-                f"already, such as {keys[0]!r}; fields are written once, replace=True "
-                "writes a new value",
-                field=name,
-                keys=keys,
-            )
+def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[int]:
+    """Places of rows that have every field which the message brings for them. FieldExists for one
+    that has only some: another put has set those."""
+    brought = {name: values.having([name]) for name in values.fields}
+    there, partly = [], list[tuple[int, str]]()
+    for place, block in enumerate(known):
+        if block is None:
+            continue
+        came = [name for name, bits in brought.items() if bits >> place & 1]
+        row, fields = block.row(rows.keys[place]), block.values.fields
+        has = [name for name in came if name in fields and block.values.having([name]) >> row & 1]
+        if has and len(has) == len(came):
+            there.append(place)
+        elif has:
+            partly.append((place, has[0]))
+    if partly:
+        name = partly[0][1]
+        keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
+        raise FieldExists(
+            f"{counted(len(partly), 'row has', 'rows have')} a field {name!r} already and lacks "
+            f"others of this put, such as {keys[0]!r}: nothing of this call was stored. Fields are "
+            "written once, replace=True writes a new value",
+            field=name,
+            keys=keys,
+        )
+    return there
 
 
 def _plan_groups(
-    state: State,
-    rows: RowsIn,
-    known: Sequence[Block | None] | None,
-    new: Sequence[int],
-    reuse: bool,
+    state: State, rows: RowsIn, new: Sequence[int], reuse: bool
 ) -> tuple[list[Group | None], list[int]]:
     """(each group of the message, None if new; places of those that are to be made)."""
     if rows.group is None or not rows.group_keys:
         return [], []
     groups = [state.groups.get(key) for key in rows.group_keys]
-    if known is not None:
-        _check_known_groups(rows, known)
     if rows.whole:
         joining = [len(new)]
     else:
@@ -337,7 +352,8 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
 
 
 def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
-    assert rows.group is not None
+    if rows.group is None or not rows.group_keys:
+        return
     wrong = [
         place
         for place, (block, at) in enumerate(zip(known, rows.group, strict=True))

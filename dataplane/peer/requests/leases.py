@@ -190,7 +190,7 @@ class Finishing:
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
         """An ack that failed is made again with the same values: until the lease ends they stay,
         as ranges that the client is told. What it shared with others stays by the same rule."""
-        if not isinstance(failure, DataplaneError):
+        if not isinstance(failure, DataplaneError) or isinstance(failure, LeaseExpired):
             return
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)

@@ -234,13 +234,13 @@ class Writing:
             self.grants.keep_where_full(session, committed, exc)
             self.grants.not_taken(session, committed)
             raise
-        return self._put_done(session, body, committed, done.gone)
+        return self._put_done(session, body, committed, done)
 
     async def _put_carried(
         self, session: Session, body: Put, asked: Put, committed: Committed
     ) -> Body:
         done = await self.carry(session, asked, committed)
-        return self._put_done(session, body, committed, done.gone)
+        return self._put_done(session, body, committed, done)
 
     async def carry(
         self,
@@ -269,7 +269,9 @@ class Writing:
         finally:
             self.references.arrived(committed.ranges, committed.counts, body.number)
 
-    def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
+    def _put_done(
+        self, session: Session, body: Put, committed: Committed, done: PutDone
+    ) -> PutDone:
         space = self.host.space
         if body.digests:
             at = column(body.digest_index, U4)
@@ -279,7 +281,7 @@ class Writing:
         if body.pin:
             space.unpin(session.id, [body.pin])
         ahead = self.grants.ahead(session, body.want_bytes, body.want_on_devices)
-        return PutDone(ahead, gone=gone)
+        return PutDone(ahead, gone=done.gone, there=done.there)
 
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
@@ -305,7 +307,7 @@ class Writing:
         body.holder = holder
         outcome = entry.store.put(body, plan)
         self.settle(entry)
-        return PutDone(gone=outcome.gone)
+        return PutDone(gone=outcome.gone, there=outcome.there)
 
 
 def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:

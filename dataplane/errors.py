@@ -117,6 +117,10 @@ class StaleEpoch(ProtocolError):
 # partitions, rows, groups
 
 
+class ChangeExpired(DataplaneError):
+    """The change arrived after its caller had stopped asking for it; nothing was changed."""
+
+
 class PartitionUndefined(DataplaneError):
     """Nobody has declared this partition."""
 

@@ -30,6 +30,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
+from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.tasks import Threads, in_time
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Owner
@@ -91,9 +92,9 @@ class Entry:
     store: Store
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
-    inherited: set[int] = field(default_factory=set)
-    """changes that were carried out before it was here: who asks for one again brings its values
-    once more"""
+    inherited: set[tuple[Owner, int]] = field(default_factory=set)
+    """caller and number of changes that another peer carried out before the partition was here: a
+    retry brings their values once more"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
@@ -208,9 +209,11 @@ class Host:
     threads: Threads = field(default_factory=Threads)
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
     serving: Serving = field(init=False)
+    changes: OutgoingChanges = field(init=False)
 
     def __post_init__(self) -> None:
         self.serving = Serving(self)
+        self.changes = OutgoingChanges(self.owner)
 
     @property
     def owner(self) -> Owner:
@@ -256,6 +259,17 @@ class Host:
         if not self.serves(partition):
             raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
         raise self.gone(partition, generation)
+
+    def check_still(self, entry: Entry, caller: Caller) -> None:
+        """After a wait: StaleEpoch unless the partition is here as it was and the caller is still a
+        member, PartitionGone where it was dropped."""
+        if self.shard(entry.name, entry.generation) is entry and (
+            caller.owner == self.owner or self.roster.has(caller.owner)
+        ):
+            return
+        raise StaleEpoch(
+            f"the roster changed while a change of partition {entry.name!r} waited: call again"
+        )
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
         """Why a partition that was here, or is taken to have been, is no more."""

@@ -113,7 +113,7 @@ class Peer:
         self.reading = reading = Reading(host, router, leases, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(router, leases, self.writing)
-        self.changes = Changes(host, router, parts, self.settle)
+        self.changes = Changes(host, refs, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, router, sessions)
         self.claims = Claims(host, router, finishing, reading, self.waits, room)

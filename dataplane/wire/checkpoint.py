@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dataplane.wire.tables import Body, Column, Owner, Rows, Scalar, Specs, Table
+from dataplane.wire.tables import Body, Change, Column, Owner, Rows, Scalar, Specs, Table
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -84,7 +84,7 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
 
-    closed_groups: that closed and went before. ranges, inline, number: as in `Put`; between peers
+    closed_groups: that closed and went before. ranges, inline, change: as in `Put`; between peers
     `owners` instead of ranges.
     """
 
@@ -99,7 +99,7 @@ class Restore(Body, tag=76):
     ranges: bytes = b""
     owners: list[Owner] = []
     inline: bytes = b""
-    number: int = 0
+    change: Change | None = None
 
 
 Asked = Census | Survey | Save | Restore

@@ -30,6 +30,7 @@ from dataplane.wire.messages import (
     Withdraw,
 )
 from dataplane.wire.tables import (
+    Change,
     Column,
     Definition,
     Laid,
@@ -133,6 +134,15 @@ class Paced(Body, tag=223):
     trained: list[tuple[int, int]] = []
 
 
+class Settle(Body, tag=152):
+    """The caller stops asking for a change that was not answered. Where the shard has not carried
+    it out, it never will, and refuses the change should it still arrive."""
+
+    partition: str
+    generation: int
+    change: Change
+
+
 class Ended(Body, tag=208):
     """The partition was dropped."""
 
@@ -222,11 +232,20 @@ class Remembered(Body, tag=216):
     missed: int = 0
 
 
+class Answers(msgspec.Struct, array_like=True):
+    """What the changes of one caller were answered, from its floor on; nil: settled before the
+    change arrived."""
+
+    caller: Owner
+    floor: int
+    given: list[tuple[int, PutDone | Dropped | Done | None]]
+
+
 class Summary(Body, tag=217):
     """numbers: the last that a block or group has got. closed_groups: that closed here, gone ones
     included. short_groups: that the seal dropped. forgotten: of what was to be remembered. fields:
-    every field that some row has had. carried_out: numbers of changes that were, with what was
-    answered. lost: stage -> rows that went with a peer before it was done with them. acked: stage
+    every field that some row has had. answers: one for each caller whose changes are remembered.
+    lost: stage -> rows that went with a peer before it was done with them. acked: stage
     -> rows that it has acked so far. released: stage -> rows that came back from its leases without
     an ack, and how many of them were leased again."""
 
@@ -236,7 +255,7 @@ class Summary(Body, tag=217):
     short_groups: int
     forgotten: int
     fields: list[str]
-    carried_out: list[tuple[int, PutDone | Dropped | Done]] = []
+    answers: list[Answers] = []
     lost: dict[str, int] = {}
     acked: dict[str, int] = {}
     released: dict[str, tuple[int, int]] = {}
@@ -255,6 +274,7 @@ Op = (
     | Reset
     | Declared
     | Seal
+    | Settle
     | Ended
     | Permitted
     | Withdraw

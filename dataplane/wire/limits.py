@@ -17,6 +17,8 @@ MAX_OPS_PER_MESSAGE = 65_536
 """Operations that are shipped to a backup at once."""
 MAX_LOST_PER_MESSAGE = 4_096
 """Names of lost rows that are told at once."""
+MAX_CHANGES_ABOVE_FLOOR = 1_024
+"""Changes of a partition that a caller may repeat, which the shard remembers."""
 MAX_FIELDS = 64
 MAX_TAGS = 64
 MAX_STAGES = 16

@@ -17,6 +17,7 @@ from dataplane.wire.tables import (
     Body as Body,
 )
 from dataplane.wire.tables import (
+    Change,
     Column,
     Definition,
     Laid,
@@ -95,31 +96,31 @@ class Defined(Body, tag=11):
 
 class Seal(Body, tag=12):
     """No new rows from now on. keep_short: groups with fewer rows than groups have are closed as
-    they are, and not dropped. number: as in `Tag`."""
+    they are, and not dropped. change: as in `Tag`."""
 
     partition: str
     generation: int
     keep_short: bool = False
-    number: int = 0
+    change: Change | None = None
 
 
 class Close(Body, tag=13):
-    """A group is closed with n rows. number: as in `Tag`."""
+    """A group is closed with n rows. change: as in `Tag`."""
 
     partition: str
     generation: int
     group: Name
     n: int
-    number: int = 0
+    change: Change | None = None
 
 
 class Reset(Body, tag=14):
-    """Rows become claimable again for a stage, whatever it acked. number: as in `Tag`."""
+    """Rows become claimable again for a stage, whatever it acked. change: as in `Tag`."""
 
     partition: str
     generation: int
     stage: str
-    number: int = 0
+    change: Change | None = None
 
 
 # memory
@@ -178,7 +179,7 @@ class Put(Body, tag=30):
     inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
     that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    number: between peers, as in `Tag`. holder: as a backup is told, whose permits its new groups
+    change: between peers, as in `Tag`. holder: as a backup is told, whose permits its new groups
     use; 0: nobody's.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
@@ -198,7 +199,7 @@ class Put(Body, tag=30):
     digest_index: bytes = b""
     want_bytes: int = 0
     owners: list[Owner] = []
-    number: int = 0
+    change: Change | None = None
     inline: bytes = b""
     continuing: bool = False
     reuse: bool = False
@@ -220,26 +221,26 @@ class PutDone(Body, tag=31):
 
 class Tag(Body, tag=32):
     """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row.
-    number: given by the peer that asks, so that a shard carries it out once, and answers as it did
-    then whoever asks again."""
+    change: between peers. The shard carries the change out once and answers every retry alike; a
+    client leaves it out."""
 
     partition: str
     generation: int
     rows: Rows
     tags: dict[str, list[Scalar]]
     expect: dict[str, Scalar] | None = None
-    number: int = 0
+    change: Change | None = None
 
 
 class Drop(Body, tag=33):
-    """Exactly one of rows, groups, where; none of them drops the partition. number: as in `Tag`."""
+    """Exactly one of rows, groups, where; none of them drops the partition. change: as in `Tag`."""
 
     partition: str
     generation: int
     rows: Rows | None = None
     groups: list[Name] | None = None
     where: Where | None = None
-    number: int = 0
+    change: Change | None = None
 
 
 class Dropped(Body, tag=34):
@@ -349,7 +350,7 @@ class Finish(Body, tag=44):
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
-    the plan for all, and `leave` ends nothing: the client had given up its call. number: between
+    the plan for all, and `leave` ends nothing: the client had given up its call. change: between
     peers, as in Tag. inline: as in Put."""
 
     lease: int
@@ -365,7 +366,7 @@ class Finish(Body, tag=44):
     owners: list[Owner] = []
     partition: str = ""
     generation: int = 0
-    number: int = 0
+    change: Change | None = None
     inline: bytes = b""
 
 
@@ -444,13 +445,13 @@ class Withdraw(Body, tag=55):
 
 
 class Advance(Body, tag=56):
-    """The trainer is at this version; what it has finished may give its places back. number: as in
+    """The trainer is at this version; what it has finished may give its places back. change: as in
     `Tag`."""
 
     partition: str
     generation: int
     version: int
-    number: int = 0
+    change: Change | None = None
 
 
 # looking

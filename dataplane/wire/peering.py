@@ -17,7 +17,7 @@ import msgspec
 from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.frames import decoded
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Op, Settle
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import (
     Admit,
@@ -182,13 +182,10 @@ class Inherited(Body, tag=144):
     more: bool = False
 
 
-class Void(Body, tag=152):
-    """Was the put, finish or restore of this number carried out, which the receiver never answered?
-    If not, it never will be. `PutDone` where it was."""
+class Settled(Body, tag=153):
+    """To `Settle`: whether the change was carried out."""
 
-    partition: str
-    generation: int
-    number: int
+    carried_out: bool
 
 
 class CanFree(Body, tag=150):
@@ -253,7 +250,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Duplicate
         | Inherited
         | CanFree
-        | Void
+        | Settle
         | Claim
         | Release
         | Pull
@@ -299,6 +296,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | LossesDone
         | Admitted
         | StatsDone
+        | Settled
         | Sampled
         | Answered
         | Done

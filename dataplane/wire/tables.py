@@ -111,6 +111,21 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
 
 
 _LIVES, SESSIONS = 1 << 40, 1 << 23
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """Which change a message asks a shard for; a retry carries the same one.
+
+    caller: the peer that asks, in this life of its process. number: grows from one change of the
+    caller to its next. floor: the caller's lowest number for this partition that is not over. The
+    caller sends nothing below its floor any more, so the shard forgets what is below.
+    """
+
+    caller: Owner
+    number: int
+    floor: int
+
+
 INLINE = Owner("", 0)
 """The shard itself: values that live in it lie in the message, from the byte `range` of what is
 called `inline` there."""

@@ -14,11 +14,16 @@ from dataplane.metadata.tables import names
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claim, Claimed, Finish, Put, Want
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
+from dataplane.wire.tables import Change, Column, Definition, Name, Owner, Rows, Spec
 
 SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
 OWNERS = [Owner("a", 7)]
 STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
+
+
+def change(number: int, floor: int = 1, caller: Owner = OWNERS[0]) -> Change:
+    """A change of a peer, none of whose changes from `floor` on is over."""
+    return Change(caller, number, floor)
 
 
 def store(**definition: Any) -> Store:

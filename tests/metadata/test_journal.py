@@ -38,7 +38,7 @@ from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import OWNERS, STAGES, finish, keys_of, named, put, take, wrote
+from tests.metadata.stores import OWNERS, STAGES, change, finish, keys_of, named, put, take, wrote
 
 ROWS, GROUPS = Want("rows", 2, 1), Want("groups", 1, 1)
 
@@ -133,23 +133,24 @@ def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it(
     follower, rows = Store("step-1", store.definition, 1), named(["a"])
 
     def asked(at: Store, *changes: Any) -> list[Body]:
-        return [at.answer_to(one.number) or at.carry_out(one) for one in changes]
+        return [at.answers.to(one.change) or at.carry_out(one) for one in changes]
 
-    first = Tag("step-1", 1, rows, {"owner": ["me"]}, number=5)
-    asked(store, first, Tag("step-1", 1, rows, {"owner": ["you"]}, number=6))
-    asked(store, Reset("step-1", 1, "reward", 7), Drop("step-1", 1, named(["x"]), number=4))
+    first = Tag("step-1", 1, rows, {"owner": ["me"]}, change=change(5))
+    asked(store, first, Tag("step-1", 1, rows, {"owner": ["you"]}, change=change(6)))
+    drop = Drop("step-1", 1, named(["x"]), change=change(4))
+    asked(store, Reset("step-1", 1, "reward", change(7)), drop)
     finish(store, take(store, "reward", ROWS))
     columns = [stores.Column("reward", stores.values(1))]
-    store.put(wrote(rows, columns, stores.SPECS, OWNERS, number=9))
+    store.put(wrote(rows, columns, stores.SPECS, OWNERS, change=change(9)))
     carried_over(follower, list(ops), 0.0)
     for one in (store, follower, copy_of(store)):
-        assert one.carried_out[9] == PutDone() and 8 not in one.carried_out
+        assert one.answers.to(change(9)) == PutDone() and change(8) not in one.answers
         another = msgspec.structs.replace(first, expect={"owner": "nobody"})
-        again = another, first, Reset("step-1", 1, "reward", 7)
+        again = another, first, Reset("step-1", 1, "reward", change(7))
         assert asked(one, *again) == [Done()] * 3
-        assert asked(one, Drop("step-1", 1, rows, number=4)) == [Dropped(0, 0)]
+        assert asked(one, Drop("step-1", 1, rows, change=change(4))) == [Dropped(0, 0)]
         assert rows_out.tags_held(rows_out.find_rows(one, rows.keys, None))["owner"] == ["you"]
-        assert one.reset("reward", 8) == 1  # what was acked since
+        assert one.reset("reward", change(8)) == 1  # what was acked since
 
 
 def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:

@@ -349,7 +349,7 @@ def whole(store: Store) -> dict[str, Any]:
             )
         },
         "group numbers": {key: (g.number, g.given) for key, g in store.groups.items()},
-        "carried out": list(store.carried_out),
+        "answers": list(store.answers.told()),
         "forgotten": store.tombstones.forgotten,
         "all fields": dict(sorted(store.fields.items())),
         "lease order": [lease.number for lease in store.leases],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,17 +20,18 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
 )
-from dataplane.metadata.shard import inspection, leases, rows_out
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names, tags
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Column, Definition, Owner, Rows, Spec
+from dataplane.wire.tables import Change, Column, Definition, Owner, Rows, Spec
 from tests.metadata.stores import (
     OWNERS,
     SPECS,
     STAGES,
+    change,
     finish,
     named,
     put,
@@ -318,28 +321,31 @@ def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:
     assert len(s) == 1
 
 
-def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A run of ten thousand steps may have as many. What is known of changes is bounded for all
-    together."""
-    monkeypatch.setattr(leases, "MAX_CARRIED_OUT", 500)
-    numbers, size = leases.Numbers(), 8
+def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing() -> None:
+    """A run of ten thousand steps may have as many. A shard remembers what a caller may repeat."""
+    numbers, size = itertools.count(1), 8
     drained, sizes = list[Store](), list[int]()
+
+    def alone(numbers: Iterator[int]) -> Change:
+        """The only change of its caller that is not over."""
+        number = next(numbers)
+        return change(number, floor=number)
+
     tracemalloc.start()
     for _ in range(12):
-        s = Store("p", Definition({"s": ["x"]}, group_size=size, free="acked"), 1, numbers)
+        s = Store("p", Definition({"s": ["x"]}, group_size=size, free="acked"), 1)
         drained.append(s)
         for n in range(500):
             keys, group = names.mint_many(2, n * size, size), names.mint_many(3, n, 1)
             rows = Rows(keys, None, bytes(4 * size), group)
-            s.put(wrote(rows, [Column("x", values(size))], number=next(numbers)))
+            s.put(wrote(rows, [Column("x", values(size))], change=alone(numbers)))
             s.freed()
         while (taken := take(s, "s", Want("groups", 8, 1))).lease is not None:
-            finish(s, taken, number=next(numbers))
+            finish(s, taken, change=alone(numbers))
         s.freed()
         s.seal()
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert not any(len(s) for s in drained)
+    assert [len(s.answers) for s in drained] == [1] * len(drained)
     assert max(after - before for before, after in pairwise(sizes[2:])) < 24 << 10

@@ -10,24 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, PartitionGone, Unavailable
+from dataplane.errors import ChangeExpired, DataplaneError, PartitionGone, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.tables.answers import Answers
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.shards.references import Doubts
-from dataplane.wire.messages import Body, Done, Finish, PutDone
-from dataplane.wire.peering import Void
+from dataplane.wire.journal import Settle
+from dataplane.wire.messages import Body, Finish, PutDone
+from dataplane.wire.peering import Settled
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
+from tests.metadata.stores import change
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 SEEDS = Roster.from_seeds([HERE, THERE])
 TO = Owner(THERE, 0)
 CALLER = Caller(HERE, 1, 7)
-ACK = Finish(5, "ack", partition="p", generation=1, number=3)
+NUMBERED = change(3)
+ACK = Finish(5, "ack", partition="p", generation=1, change=NUMBERED)
 
 
 class Far:
@@ -38,22 +43,27 @@ class Far:
     def __init__(self) -> None:
         self.host: Any = None
         self.carried_out = 0
-        self.answers: dict[int, Body] = {}
+        self.answers = Answers()
         self.loses: set[str] = set()
         self.refuses: DataplaneError | None = None
         self.tasks: list[asyncio.Task[Any]] = []
 
-    async def call(self, address: str, body: Finish | Void, **_: Any) -> Body:
+    async def call(self, address: str, body: Finish | Settle, **_: Any) -> Body:
+        assert body.change is not None
         if "requests" in self.loses:
             raise Unavailable("nothing comes through")
-        if self.refuses is not None and not isinstance(body, Void):
+        if isinstance(body, Settle):
+            answer: Body = Settled(self.answers.settle(body.change))
+        elif self.refuses is not None:
             raise self.refuses
-        if body.number not in self.answers:
-            self.answers[body.number] = Done() if isinstance(body, Void) else PutDone()
-            self.carried_out += not isinstance(body, Void)
+        else:
+            known = self.answers.to(body.change)
+            self.carried_out += known is None
+            answer = known or PutDone()
+            self.answers.remember(body.change, answer)
         if "answers" in self.loses:
             raise Unavailable("nothing comes back")
-        return self.answers[body.number]
+        return answer
 
     def spawn(self, work: Awaitable[Any]) -> None:
         self.tasks.append(asyncio.ensure_future(work))
@@ -76,6 +86,7 @@ class Near:
             incarnation=1,
             now=lambda: 0.0,
             another_roster=self._later,
+            changes=OutgoingChanges(Owner(HERE, 1)),
         )
         self.far = Far()
         self.far.host = self.host
@@ -91,7 +102,7 @@ class Near:
     async def ended(self) -> None:
         """The call is over: its own hold goes, and what is in doubt is found out."""
         self.space.release(self.ranges)
-        self.doubts.settle(ACK.number)
+        self.doubts.settle("p", 1, NUMBERED)
         self.far.loses.clear()
         await asyncio.gather(*self.far.tasks)
 
@@ -124,7 +135,7 @@ def test_what_was_given_up_is_not_carried_out_later() -> None:
             await near.hand_over()
         near.space.hold(near.ranges)  # somebody else names them too
         await near.ended()
-        with pytest.raises(Unavailable, match="given up"):
+        with pytest.raises(ChangeExpired):
             await near.hand_over()
         assert near.far.carried_out == len(near.lent) == 0
 

@@ -13,13 +13,15 @@ import msgspec
 import pytest
 
 from dataplane.errors import (
+    ChangeExpired,
     LeaseExpired,
-    ProtocolError,
+    LimitExceeded,
     Unavailable,
 )
-from dataplane.metadata.shard import leases, rows_out
+from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables import answers
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.requests.checkpoints import Checkpoints
@@ -27,13 +29,13 @@ from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import NONE, Writing
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Op
-from dataplane.wire.messages import Body, Done, Drop, Dropped, Finish, Put, PutDone, Request, Want
-from dataplane.wire.peering import Void
-from dataplane.wire.tables import Column, Definition, Owner, Rows
+from dataplane.wire.journal import Op, Settle
+from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
+from dataplane.wire.peering import Settled
+from dataplane.wire.tables import Change, Column, Definition, Owner, Rows
 from tests.metadata.observed import observed
-from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
-from tests.peer.test_router import ELSEWHERE, Asked
+from tests.metadata.stores import OWNERS, SPECS, change, finish, named, take, values
+from tests.peer.test_router import ELSEWHERE, HERE, Asked
 
 ONCE = Definition(stages={"s": ["x"]}, free="acked")
 
@@ -45,9 +47,13 @@ class Shard:
         self.store = store
         self.freed: list[tuple[Owner, list[int]]] = []
         entry = Entry(store)
-        entry.inherited = set(store.carried_out)
+        entry.inherited = set(store.answers)
         host: Any = SimpleNamespace(
-            shard=lambda *of: entry, lent=None, owner=None, numbers=store.numbers
+            shard=lambda *of: entry,
+            check_still=lambda *of: None,
+            speak=lambda: None,
+            lent=None,
+            owner=None,
         )
         mesh: Any = SimpleNamespace(handlers={})
         nothing: Any = None
@@ -67,7 +73,9 @@ class Shard:
         return False
 
     def _asked(self, body: Body) -> Any:
-        caller = Caller("tcp://c", 1, 5)
+        change: Change | None = body.change  # type: ignore[attr-defined]
+        owner = change.caller if change is not None else Owner("tcp://c", 1)
+        caller = Caller(owner.peer, owner.incarnation, 5)
         return self._handlers[type(body)](caller, msgspec.structs.replace(body))
 
     @contextlib.asynccontextmanager
@@ -75,7 +83,7 @@ class Shard:
         await asyncio.sleep(0)
         yield
 
-    def change(self, body: Put | Finish | Void) -> Any:
+    def change(self, body: Put | Finish | Settle) -> Any:
         return self._asked(body)
 
     async def restore(self, body: Restore) -> Body:
@@ -99,29 +107,26 @@ def died(definition: Definition, body: Put) -> Shard:
     return heir_of(dead, told)
 
 
-def body(rows: Rows, number: int = 7, **how: Any) -> Put:
+def body(rows: Rows, number: int = 7, floor: int = 1, **how: Any) -> Put:
     columns = [Column("x", values(len(rows.keys) // 16))]
-    return Put("p", 1, rows, columns, SPECS, owners=OWNERS, number=number, **how)
+    return Put("p", 1, rows, columns, SPECS, owners=OWNERS, change=change(number, floor), **how)
 
 
 async def test_it_has_its_number_there_and_another_put_another() -> None:
     shards = Asked(Unavailable("went away"), PutDone())
     shards.moves_to = ELSEWHERE
     shards.host.entry = lambda *of: None
-    shards.host.lent = None
-    shards.host.space = SimpleNamespace(hold=lambda ranges: None, release=lambda ranges: None)
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
     share: Any = SimpleNamespace(until_taken=lambda session, attempt: attempt(), is_full=False)
-    room: Any = None
-    references = References(shards.host, shards.mesh, shards.router, room)
-    shared = grants, references, room, share, lambda entry: None
+    copying: Any = None
+    shared = grants, shards.references, copying, share, lambda entry: None
     writing = Writing(shards.host, shards.mesh, *shared)
     session: Any = SimpleNamespace(id=5)
     for _ in range(2):
         asked = Put("p", 1, named(["k"]), [], [])
         outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
         assert not isinstance(outcome, Body) and await outcome == PutDone()
-    assert [body.number for _, body, _ in shards.asked] == [1, 1, 2]
+    assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
 def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
@@ -197,7 +202,7 @@ def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str,
     assert Shard(dead).change(body(named(["a", "b"]))) == PutDone()
     lease = take(dead, "s", Want("rows", 2, 2)).lease
     assert lease is not None
-    end = Finish(lease, number=9, **how)
+    end = Finish(lease, change=change(9), **how)
     assert Shard(dead).change(end) == PutDone()
     heir = heir_of(dead, told)
     before = observed(heir.store)
@@ -212,16 +217,16 @@ def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
     assert Shard(dead).change(body(named(["a"]))) == PutDone()
     lease = take(dead, "s", Want("rows", 1, 1)).lease
     assert lease is not None
-    assert Shard(dead).change(Finish(lease, "release", number=9)) == PutDone()
+    assert Shard(dead).change(Finish(lease, "release", change=change(9))) == PutDone()
     with pytest.raises(LeaseExpired):
-        heir_of(dead, told).change(Finish(lease, "ack", number=10))
+        heir_of(dead, told).change(Finish(lease, "ack", change=change(10)))
 
 
 async def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     dead, told = Store("p", ONCE, 1), list[Op]()
     dead.emit = told.append
     rows, columns = named(["a", "b"]), [Column("x", values(2))]
-    asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, number=7)
+    asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, change=change(7))
     assert await Shard(dead).restore(asked) == PutDone()
     heir = heir_of(dead, told)
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
@@ -240,17 +245,19 @@ async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_co
     shard.change(body(named(["a", "b"])))
     answers = []
     for number in (9, 10):
-        end = Finish(take(dead, "s", Want("rows", 2, 2)).lease or 0, "ack", number=number, **ADDED)
+        end = Finish(
+            take(dead, "s", Want("rows", 2, 2)).lease or 0, "ack", change=change(number), **ADDED
+        )
         answers.append(shard.change(end))
         dead.reset("s")
     assert answers == [PutDone(), PutDone(kept={"y": 2})]
-    drop = Drop("p", 1, named(["a"]), number=12)
+    drop = Drop("p", 1, named(["a"]), change=change(12))
     assert dead.carry_out(drop) == Dropped(1, 2 * 8_192)
     heir = heir_of(dead, told)
     copy = heir_of(dead, list(dump(heir.store)))
     for one in (shard, heir, copy):
         assert one.change(end) == PutDone(kept={"y": 2})
-        assert one.store.answer_to(drop.number) == Dropped(1, 2 * 8_192)
+        assert one.store.answers.to(change(12)) == Dropped(1, 2 * 8_192)
 
 
 async def test_one_that_comes_twice_while_second_copies_are_made_is_carried_out_once() -> None:
@@ -266,49 +273,100 @@ async def test_one_that_was_given_up_while_second_copies_are_made_is_not_carried
     asked = body(named(["a"]))
     coming = asyncio.ensure_future(shard.change(asked))
     await asyncio.sleep(0)
-    assert shard.change(Void("p", 1, asked.number)) == Done()
-    assert await coming == Done() and not len(shard.store)
+    assert shard.change(Settle("p", 1, change(7))) == Settled(carried_out=False)
+    with pytest.raises(ChangeExpired, match="settled before it"):
+        await coming
+    assert not len(shard.store)
 
 
-async def test_of_what_is_forgotten_nobody_says_that_it_was_not_carried_out(
+def test_an_answer_is_remembered_until_its_caller_says_that_it_has_it() -> None:
+    """However many others there are: a retry of what was forgotten by count was refused, and a put
+    that was never carried out with it."""
+    shard = Shard(Store("p", Definition(free="drop"), 1))
+    first, delayed = body(named(["a"]), 1), body(named(["b"]), 2)
+    assert shard.change(first) == PutDone()
+    for number in range(3, 1_000):
+        assert shard.change(body(named([number]), number)) == PutDone()
+    assert shard.change(delayed) == PutDone() and shard.change(first) == PutDone()
+    assert len(shard.store) == len(shard.store.answers) == 999
+    assert shard.change(body(named(["c"]), 1_000, floor=999)) == PutDone()
+    assert len(shard.store.answers) == 2
+    for late in (first, delayed, body(named(["d"]), 998)):
+        with pytest.raises(ChangeExpired):
+            shard.change(late)
+
+
+def test_a_caller_that_has_too_many_changes_above_its_floor_is_refused_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its values would be let go although rows name them, or written twice."""
-    monkeypatch.setattr(leases, "MAX_CARRIED_OUT", 2)
+    monkeypatch.setattr(answers, "MAX_CHANGES_ABOVE_FLOOR", 4)
     shard = Shard(Store("p", Definition(free="drop"), 1))
-    numbers = leases.Numbers(5)
-    first, *others = (body(named([key]), next(numbers)) for key in "abc")
-    for one in (first, *others):
+    for number in range(1, 5):
+        shard.change(body(named([number]), number))
+    with pytest.raises(LimitExceeded, match="4 changes above its floor"):
+        shard.change(body(named([5]), 5))
+    for refused in range(6, 9):
+        with pytest.raises(LimitExceeded):
+            shard.change(Settle("p", 1, change(refused)))
+    other = body(named([6]))
+    other.change = change(5, caller=Owner("b", 8))
+    assert shard.change(other) == PutDone()
+    assert shard.change(body(named([7]), 5, floor=2)) == PutDone()
+    assert len(shard.store) == 6 and len(shard.store.answers) == 5
+
+
+def test_the_same_number_of_another_life_of_a_peer_is_another_change() -> None:
+    """Two lives that began to count at one place silently lost each other's puts."""
+    shard = Shard(Store("p", Definition(free="drop"), 1))
+    address = OWNERS[0].peer
+    for life in range(90):
+        one = body(named([life]), 7)
+        one.change = change(7, caller=Owner(address, life))
         assert shard.change(one) == PutDone()
-    for again in (first, Void("p", 1, first.number)):
-        with pytest.raises(ProtocolError, match="forgotten"):
-            shard.change(again)
-    for again in others:
-        assert shard.change(again) == PutDone()
-    other_peers = body(named(["d"]), next(leases.Numbers(4)))
-    assert shard.change(other_peers) == PutDone() and len(shard.store) == 4
+    assert len(shard.store) == 90
+
+
+@pytest.mark.parametrize("end", ["lost", "settled"])
+def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> None:
+    dead, told = Store("p", Definition(free="drop"), 1), list[Op]()
+    dead.emit = told.append
+    shard = Shard(dead)
+    for number in range(1, 5):
+        shard.change(body(named([number]), number, floor=min(number, 2)))
+    if end == "lost":
+        dead.lost(OWNERS[0])
+    else:
+        shard.change(Settle("p", 1, change(5)))
+    heir = heir_of(dead, told)
+    copy = heir_of(dead, list(dump(heir.store)))
+    for one in (shard, heir, copy):
+        assert one.store.answers.callers == (set() if end == "lost" else {OWNERS[0]})
+        assert list(one.store.answers.told()) == list(dead.answers.told())
+        if end == "settled":
+            assert one.change(body(named([2]), 2, floor=2)) == PutDone()
+            for expired in (1, 5):
+                with pytest.raises(ChangeExpired):
+                    one.change(body(named(["new"]), expired))
 
 
 async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> None:
-    """It may wait for long, while the shard forgets what came before others."""
+    """It may wait for long, and holds no floor meanwhile."""
     shards = Asked(PutDone())
-    shards.host.space = SimpleNamespace(hold=lambda ranges: None, release=lambda ranges: None)
-    shards.host.lent = None
-
     numbers = []
 
     async def twice(session: Any, attempt: Any) -> Any:
         for _ in range(2):
             done = await attempt()
-            numbers.append(asked.number)
+            numbers.append(asked.change)
         return done
 
     share: Any = SimpleNamespace(until_taken=twice)
     nothing: Any = None
-    references = References(shards.host, shards.mesh, shards.router, nothing)
     writing = Writing(
-        shards.host, shards.mesh, nothing, references, nothing, share, lambda entry: None
+        shards.host, shards.mesh, nothing, shards.references, nothing, share, lambda entry: None
     )
     session: Any = SimpleNamespace(id=5)
-    asked = body(named(["k"]), 0)
-    assert await writing.carry(session, asked, NONE) == PutDone() and numbers == [1, 2]
+    asked = body(named(["k"]))
+    assert await writing.carry(session, asked, NONE) == PutDone()
+    me = Owner(HERE, 1)
+    assert numbers == [Change(me, 1, 1), Change(me, 2, 2)]

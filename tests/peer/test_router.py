@@ -19,13 +19,17 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
-from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.leases import Numbers
+from dataplane.memory.lent import Lent
+from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
+from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.changes import Changes
+from dataplane.peer.shards.references import References
+from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Admit, Body, Done, Drop, Request, Seal, Tag, Wait
-from dataplane.wire.tables import Rows
+from dataplane.wire.peering import Settled
+from dataplane.wire.tables import Change, Owner, Rows
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 
@@ -47,13 +51,26 @@ class Asked:
             address=HERE,
             incarnation=1,
             caller=lambda session=0: Caller(HERE, 1, session),
-            numbers=Numbers(),
+            space=SimpleNamespace(hold=lambda ranges: None, release=lambda *ranges: None),
+            lent=Lent(),
+            heirs=Heirs(),
+            changes=OutgoingChanges(Owner(HERE, 1)),
             roster=at(first, THERE),
             now=lambda: self.time,
             another_roster=self.another_roster,
         )
-        self.mesh: Any = SimpleNamespace(call=self.call, spawn=asyncio.ensure_future, handlers={})
+        self.mesh: Any = SimpleNamespace(
+            call=self.call,
+            tell=self.tell,
+            hello=self.hello,
+            spawn=asyncio.ensure_future,
+            handlers={},
+        )
         self.router = Router(self.host, self.mesh)
+        room: Any = None
+        self.references = References(self.host, self.mesh, self.router, room)
+        self.settled: list[Change] = []
+        """changes that a shard was asked about after their calls were over"""
 
     async def call(self, address: str, body: Any, **how: Any) -> Body:
         assert how["epoch"] == self.host.roster.epoch
@@ -63,6 +80,13 @@ class Asked:
         if isinstance(said, DataplaneError):
             raise said
         return said
+
+    async def hello(self, address: str) -> Any:
+        return SimpleNamespace(incarnation=0)
+
+    async def tell(self, owner: Owner, body: Settle) -> Body:
+        self.settled.append(body.change)
+        return Settled(carried_out=False)
 
     async def another_roster(self, than: Roster, until: float) -> bool:
         assert than is self.host.roster
@@ -95,12 +119,16 @@ async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
     shards = Asked(Unavailable("went away"), Done())
     shards.moves_to = ELSEWHERE
     partitions: Any = None
-    changes = Changes(shards.host, shards.router, partitions, lambda entry: None)
+    changes = Changes(shards.host, shards.references, partitions, lambda entry: None)
     session: Any = SimpleNamespace(id=5, label="")
     for _ in range(2):
         asked = msgspec.structs.replace(change)
         await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
-    assert [body.number for _, body, _ in shards.asked] == [1, 1, 2]
+        await asyncio.sleep(0)
+    numbered = [body.change for _, body, _ in shards.asked]
+    me = Owner(HERE, 1)
+    assert numbered == [Change(me, 1, 1), Change(me, 1, 1), Change(me, 2, 2)]
+    assert [one.number for one in shards.settled] == [1], "the peer that did not answer is asked"
 
 
 @pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("away")])

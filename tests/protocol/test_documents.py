@@ -65,7 +65,7 @@ def kind_of(annotation: Any) -> str:
     if annotation == journal.Op:
         return "operation"
     if origin in (typing.Union, types.UnionType):
-        if all(arg.__name__ in PEERS | STRUCTS["local"] for arg in args):
+        if all(arg.__name__ in PEERS | STRUCTS["local"] | STRUCTS["journal"] for arg in args):
             return "message"
         return " or ".join("nil" if arg is type(None) else kind_of(arg) for arg in args)
     return str(annotation.__name__)

@@ -25,7 +25,7 @@ SECONDS = 20.0
 HELLO = {"@": "Hello", "version": 1, "label": "raw"}
 WELCOME, HELLO_DONE, DONE, FAILED, PEER_HELLO = 1, 3, 60, 61, 100
 STATS_DONE, ROSTERED = 51, 141
-DEFINED, PUT_DONE, DROPPED = 11, 31, 34
+DEFINED, PUT_DONE, DROPPED, SETTLED = 11, 31, 34, 153
 LOCAL, PEERS = Layout("local"), Layout("peers")
 
 
@@ -326,7 +326,7 @@ def test_a_sender_that_is_no_member_is_refused(who: dict[str, Any], link: Link) 
     assert answer[:2] == [FAILED, "StaleEpoch"]
 
 
-def test_a_change_is_carried_out_once_and_one_that_was_given_up_never(link: Link) -> None:
+def test_a_change_is_carried_out_once_and_one_that_was_settled_never(link: Link) -> None:
     def ask(body: dict[str, Any]) -> Any:
         """Under the roster that is in force."""
         while True:
@@ -347,14 +347,20 @@ def test_a_change_is_carried_out_once_and_one_that_was_given_up_never(link: Link
     of = {"partition": name, "generation": declared[1]}
     rows = {"@": "Rows", "keys": bytes(15) + b"k"}
     put = {"@": "Put", "columns": [], "specs": [], "rows": rows} | of
-    given_up, carried_out = 7, 8
-    assert ask({"@": "Void", "number": given_up} | of) == [DONE]
-    assert ask(put | {"number": given_up}) == [DONE]
+
+    def change(number: int, floor: int) -> dict[str, Any]:
+        caller = {"@": "Owner", "peer": link.address, "incarnation": 9}
+        return {"change": {"@": "Change", "caller": caller, "number": number, "floor": floor}}
+
+    settled, carried_out = change(7, 7), change(8, 7)
+    assert ask({"@": "Settle"} | settled | of) == [SETTLED, False]
+    assert ask(put | settled)[:2] == [FAILED, "ChangeExpired"]
     for _ in range(2):
-        assert ask(put | {"number": carried_out})[0] == PUT_DONE
-    assert ask({"@": "Void", "number": carried_out} | of)[0] == PUT_DONE
-    drop = {"@": "Drop", "rows": rows, "number": 9} | of
+        assert ask(put | carried_out)[0] == PUT_DONE
+    assert ask({"@": "Settle"} | carried_out | of) == [SETTLED, True]
+    drop = {"@": "Drop", "rows": rows} | change(9, 9) | of
     assert [ask(drop)[:2] for _ in range(2)] == [[DROPPED, 1]] * 2
+    assert ask(put | carried_out)[:2] == [FAILED, "ChangeExpired"], "it is below the floor"
 
 
 def test_figures_are_told_under_any_roster(link: Link) -> None:

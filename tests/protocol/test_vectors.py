@@ -94,7 +94,7 @@ def _place_of_body(channel: str, vector: Vector) -> int:
 
 
 def _described(channel: str, name: str) -> Any:
-    known = structures("local") if channel == "peers" else {}
+    known = structures("local") | structures("journal") if channel == "peers" else {}
     return (known | structures(channel))[name]
 
 

@@ -27,6 +27,7 @@ SHARED = {
         "Definition",
         "Spec",
         "Owner",
+        "Change",
         "PoolHandle",
         "RosterTable",
         "Takeover",

@@ -13,6 +13,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.tables import answers
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.host import Entry
 from dataplane.peer.peer import Peer
@@ -43,7 +44,9 @@ class Watch:
 
     def look(self) -> list[str]:
         peers = self.cluster.peers
-        one_by_one = [w for peer in peers for w in (*self._roster(peer), *_space(peer))]
+        one_by_one = [
+            w for peer in peers for w in (*self._roster(peer), *_space(peer), *_changes(peer))
+        ]
         return one_by_one + dangling(peers) + self._overdue(peers)
 
     def _roster(self, peer: Peer) -> list[str]:
@@ -139,6 +142,18 @@ def _is_behind(queue: ClaimQueue, session: int, claimants: set[int]) -> bool:
     before = list(takewhile(lambda claim: claim is not mine, lane))
     before += [one for one in queue if one not in lane and one.since <= mine.since]
     return any(latest.get(claim.holder) is claim for claim in before)
+
+
+def _changes(peer: Peer) -> list[str]:
+    """A shard remembers changes of members only, each so many as the caller may repeat."""
+    wrong = []
+    most = answers.MAX_CHANGES_ABOVE_FLOOR
+    for entry in peer.host.entries.values():
+        for told in entry.store.answers.told():
+            if len(told.given) > most or not peer.host.roster.has(told.caller):
+                many, caller = len(told.given), told.caller.peer
+                wrong.append(f"the shard at {peer.host.name} remembers {many} changes of {caller}")
+    return wrong
 
 
 def _space(peer: Peer) -> list[str]:
@@ -248,6 +263,8 @@ def left_behind(peer: Peer) -> list[str]:
             f"{peer.host.name} keeps {stats['used_bytes'] - stats['cached_bytes']} B of nobody's, "
             f"{stats['granted_bytes']} B granted, {stats['pins']} pins"
         )
+    if len(peer.host.changes):
+        wrong.append(f"{peer.host.name} waits for what became of changes: {peer.host.changes}")
     if len(peer.references.lent):
         wrong.append(f"{peer.host.name} has {len(peer.references.lent)} ranges lent for nothing")
     if peer.claims.waiting or len(peer.calls):

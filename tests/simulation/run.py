@@ -16,6 +16,8 @@ from dataplane.errors import DataplaneError
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables import answers
+from dataplane.peer import outgoing_changes
 from dataplane.peer.membership.authority import Office
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
@@ -83,6 +85,8 @@ class Run:
         self.planned = random.Random(f"plans of {seed}").random() < 0.3
         """whether those who train take plans, as ranks"""
         self.newcomers = random.Random(f"newcomers of {seed}")
+        self.window = random.Random(f"changes of {seed}").choice((2, 4, 1_024))
+        """how many changes of a partition a peer may have above its floor"""
         self.loop = VirtualLoop()
         rng = self.rng
         self.cluster = Cluster(self.loop, random.Random(rng.random()), rng.choice((3, 3, 4, 4, 5)))
@@ -226,6 +230,8 @@ class Run:
             return relocate(store, old, ranges, new, *to)
 
         with (
+            mock.patch.object(answers, "MAX_CHANGES_ABOVE_FLOOR", self.window),
+            mock.patch.object(outgoing_changes, "MAX_CHANGES_ABOVE_FLOOR", self.window),
             mock.patch.object(Authority, "_remove", removing),
             mock.patch.object(Authority, "_moved", moving),
             mock.patch.object(Authority, "_is_astray", straying),

@@ -152,7 +152,7 @@ def restore(state: State, op: Restore) -> None:
     """Enter rows and groups that are new here. PartitionConflict where some are not.
 
     Readiness and the states of groups follow from what is there, so nothing that a file says can
-    make the groups contradict each other. Its number is remembered, as a put's is.
+    make the groups contradict each other. Its answer is remembered for its retries.
     """
     rows, values, sizes = _checked(state, op)
     names, groups = op.rows.group_names, []
@@ -178,7 +178,7 @@ def restore(state: State, op: Restore) -> None:
             stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
         state.permits.acked([group for group in groups if not group.is_spent])
-    state.remember(op.number, PUT)
+    state.remember(op.change, PUT)
 
 
 def _enter_rows(

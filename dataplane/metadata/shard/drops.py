@@ -52,6 +52,7 @@ def lose(state: State, owner: Owner) -> int:
     state.remove(parts)
     state.remove_groups(still_open)
     state.forget_owner(owner)
+    state.answers.forget(owner)
     state.tell(Lost(owner))
     return len(keys) // KEY_BYTES
 

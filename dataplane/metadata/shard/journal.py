@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from dataplane.metadata.shard.blocks import (
 )
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
-from dataplane.metadata.shard.puts import PUT, add_to
+from dataplane.metadata.shard.puts import add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
@@ -63,10 +63,11 @@ from dataplane.wire.journal import (
     Relocated,
     Remembered,
     Returned,
+    Settle,
     Summary,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Done, Dropped, Finish, Put, PutDone, Tag, Withdraw
+from dataplane.wire.messages import Finish, Put, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
 
@@ -293,8 +294,8 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
     store.tombstones.forgotten = op.forgotten
-    for number, answer in op.carried_out:
-        store.remember(number, PUT if answer == PUT else answer)
+    for told in op.answers:
+        store.answers.enter(told)
     for name, rows in op.lost.items():
         store.stage(name).lost = rows
     for name, rows in op.acked.items():
@@ -385,7 +386,7 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
         store.short_groups,
         store.tombstones.forgotten,
         [name for name, had in store.fields.items() if had],
-        cast(list[tuple[int, PutDone | Dropped | Done]], list(store.carried_out.items())),
+        list(store.answers.told()),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
         {
@@ -524,6 +525,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Finish: lambda store, op, now: store.finish(op),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(),
+    Settle: lambda store, op, now: store.settle(op),
     Permitted: _permitted,
     Withdraw: lambda store, op, now: store.take_back(op.numbers),
     Paced: _paced,

@@ -10,63 +10,36 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, count
 
 import msgspec
 
-from dataplane.errors import ProtocolError
 from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import bits_of, rows_of
-from dataplane.wire.tables import Body, Laid, Shape
+from dataplane.wire.tables import Laid, Shape
 
-MAX_CARRIED_OUT = 65_536
-"""Changes that a peer knows by number, of all its partitions: some 20 MB."""
-COUNTED_BITS = 32
-"""of a number; those above are the peer's that gave it"""
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
 
 
 class Numbers:
-    """Of one peer's leases, claims and changes: no other peer has the same, nor a life before. And
-    which changes its stores have carried out, for whoever asks again because a peer died before it
-    answered; the oldest are forgotten, of all stores together: there may be ever more of them."""
+    """Numbers of the leases, claims and permits that one peer makes. Changes have their own.
 
-    def __init__(self, peer: int = 0) -> None:
-        self._coming = count((peer << COUNTED_BITS) + 1)
-        self._carried_out: deque[tuple[int, dict[int, Body]]] = deque()
-        self._forgotten: OrderedDict[int, int] = OrderedDict()
-        """by the peer that gave them, the last one"""
+    A peer counts from a random place among 2⁶²: two of a thousand lives that make a million numbers
+    each meet with a chance of 2e-7, and are confused only by numbers that are in use at once."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._coming = count(first)
 
     @classmethod
     def of_new_peer(cls) -> Numbers:
-        return cls(secrets.randbits(63 - COUNTED_BITS))
+        return cls(secrets.randbits(62) + 1)
 
     def __next__(self) -> int:
         return next(self._coming)
-
-    def remember(self, number: int, answer: Body, among: dict[int, Body]) -> None:
-        """A change was carried out, and is answered so; among: those of its store."""
-        among[number] = answer
-        self._carried_out.append((number, among))
-        if len(self._carried_out) > MAX_CARRIED_OUT:
-            number, among = self._carried_out.popleft()
-            among.pop(number, None)
-            if not among:
-                among.clear()  # it keeps its size else
-            self._forgotten[number >> COUNTED_BITS] = number
-            if len(self._forgotten) > MAX_CARRIED_OUT:
-                self._forgotten.popitem(last=False)
-
-    def check_known(self, number: int) -> None:
-        """ProtocolError for a change of which is forgotten whether it was carried out."""
-        if 0 < number <= self._forgotten.get(number >> COUNTED_BITS, 0):
-            raise ProtocolError(
-                f"whether change {number} was carried out is forgotten: ask no more for it"
-            )
 
 
 class Part:

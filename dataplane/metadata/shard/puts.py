@@ -120,7 +120,7 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     given names and have been freed (unless those names may be used again: `reuse`).
 
     plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
-    left as they are. Its number is remembered, so that it is not carried out again.
+    left as they are. Its answer is remembered for its retries.
     Raises FieldExists for a row that has some of these fields and not all (without `replace`),
     RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
     """
@@ -133,7 +133,7 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
         seal_if_full(state)
     passed = outcome.gone or outcome.there
     answer = PutDone(gone=outcome.gone, there=outcome.there) if passed else PUT
-    state.remember(op.number, answer)
+    state.remember(op.change, answer)
     state.tell(op)
     return outcome
 

@@ -26,6 +26,7 @@ from dataplane.metadata.shard.blocks import (
 from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
+from dataplane.metadata.tables.answers import Answers
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
@@ -37,7 +38,7 @@ from dataplane.metadata.tables.where import test as holding
 from dataplane.wire.journal import Leased, Op, Unit
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.records import VALUE, joined
-from dataplane.wire.tables import INLINE, Body, Definition, Name, Owner, Scalar, Spec, Where
+from dataplane.wire.tables import INLINE, Body, Change, Definition, Name, Owner, Scalar, Spec, Where
 
 _MANY_LAYOUTS = 1_024
 _NO_VALUES = Values(0)
@@ -75,8 +76,7 @@ class State:
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
-        self.carried_out: dict[int, Body] = {}
-        """changes by number, the oldest first, with what was answered"""
+        self.answers = Answers()
         self.permits = Permits()
         self.tombstones = Tombstones()
         self.sealed = False
@@ -104,18 +104,14 @@ class State:
         if self.emit is not None:
             self.emit(op)
 
-    def remember(self, number: int, answer: Body) -> None:
-        """A change with this number was carried out, and is answered so; 0 is none."""
-        if number:
-            self.numbers.remember(number, answer, self.carried_out)
+    def knows(self, change: Change | None) -> bool:
+        """Whether the change was carried out, or settled."""
+        return change is not None and change in self.answers
 
-    def answer_to(self, number: int) -> Body | None:
-        """What was answered, where this change was carried out before. ProtocolError where that may
-        be forgotten."""
-        answer = self.carried_out.get(number)
-        if answer is None:
-            self.numbers.check_known(number)
-        return answer
+    def remember(self, change: Change | None, answer: Body) -> None:
+        """The change was carried out, and its retries are answered so. None: nobody can retry."""
+        if change is not None:
+            self.answers.remember(change, answer)
 
     @property
     def nbytes(self) -> int:

@@ -59,6 +59,7 @@ from dataplane.wire.journal import (
     Permitted,
     Relocated,
     Returned,
+    Settle,
 )
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import (
@@ -77,6 +78,7 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
+    Change,
     Definition,
     Name,
     Owner,
@@ -107,12 +109,12 @@ class Store(State):
 
     # rows in
 
-    def close(self, group: Name, n: int, number: int = 0) -> int:
+    def close(self, group: Name, n: int, change: Change | None = None) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
         closed = drops.close(self, group, n)
         if closed:
             drops.seal_if_full(self)
-        self.tell(Close(self.partition, self.generation, group, n, number))
+        self.tell(Close(self.partition, self.generation, group, n, change))
         return closed
 
     def tag(
@@ -120,7 +122,7 @@ class Store(State):
         rows: wire.Rows,
         tags: dict[str, list[Scalar]],
         expect: Mapping[str, Scalar] | None = None,
-        number: int = 0,
+        change: Change | None = None,
     ) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
         rows_in(rows)
@@ -147,15 +149,15 @@ class Store(State):
             self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
         self.retag([block for block, _ in found.parts])
         keys = wire.Rows(rows.keys)
-        self.tell(Tag(self.partition, self.generation, keys, tags, number=number))
+        self.tell(Tag(self.partition, self.generation, keys, tags, change=change))
 
-    def seal(self, keep_short: bool = False, number: int = 0) -> int:
+    def seal(self, keep_short: bool = False, change: Change | None = None) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
         have; where groups have a size, these are short and are dropped, unless they are to be kept.
         Returns how many closed; asking again changes nothing."""
         if self.sealed:
             return 0
-        self.tell(Seal(self.partition, self.generation, keep_short, number))
+        self.tell(Seal(self.partition, self.generation, keep_short, change))
         return drops.seal(self, keep_short)
 
     # definition and stages
@@ -197,10 +199,10 @@ class Store(State):
         self.add_stage(name, list(fields))
         self.tell(Declared(name, list(fields)))
 
-    def reset(self, stage: str, number: int = 0) -> int:
+    def reset(self, stage: str, change: Change | None = None) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased."""
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
-        self.tell(Reset(self.partition, self.generation, stage, number))
+        self.tell(Reset(self.partition, self.generation, stage, change))
         return rows
 
     def finish(self, asked: Finish) -> dict[str, int]:
@@ -217,7 +219,7 @@ class Store(State):
             kept = plans.finish(self, member, asked)
         else:
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
-        self.remember(asked.number, PutDone(kept=kept) if kept else puts.PUT)
+        self.remember(asked.change, PutDone(kept=kept) if kept else puts.PUT)
         self.tell(asked)
         return kept
 
@@ -259,11 +261,11 @@ class Store(State):
         if back:
             self.tell(Withdraw(self.partition, self.generation, back))
 
-    def advance(self, version: int, number: int = 0) -> None:
+    def advance(self, version: int, change: Change | None = None) -> None:
         """The trainer is at this version; groups that it has finished give their places back.
         Nothing for the same version; InvalidCall for an older one."""
         self.permits.advance(version, self)
-        self.tell(Advance(self.partition, self.generation, version, number))
+        self.tell(Advance(self.partition, self.generation, version, change))
 
     # rows out
 
@@ -272,7 +274,7 @@ class Store(State):
         rows: wire.Rows | None = None,
         groups: list[Name] | None = None,
         where: Where | None = None,
-        number: int = 0,
+        change: Change | None = None,
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
@@ -287,7 +289,7 @@ class Store(State):
                 found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
         keys = None if rows is None else wire.Rows(rows.keys)
-        self.tell(Drop(self.partition, self.generation, keys, groups, where, number))
+        self.tell(Drop(self.partition, self.generation, keys, groups, where, change))
         return dropped
 
     def clear(self) -> int:
@@ -336,11 +338,17 @@ class Store(State):
         self.tell(op)
 
     def carry_out(self, op: Body) -> Body:
-        """One of `CHANGES`, under its number."""
+        """One of `CHANGES`, whose answer is remembered."""
         outcome = CHANGES[type(op)](self, op)
         answer = Dropped(*outcome) if isinstance(op, Drop) else _DONE
-        self.remember(op.number, answer)  # type: ignore[attr-defined]
+        self.remember(op.change, answer)  # type: ignore[attr-defined]
         return answer
+
+    def settle(self, op: Settle) -> bool:
+        """Refuse a change from now on, unless it was carried out. Return whether it was."""
+        carried_out = self.answers.settle(op.change)
+        self.tell(op)
+        return carried_out
 
     # looking
 
@@ -370,12 +378,12 @@ class Store(State):
 
 
 CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
-    Tag: lambda store, op: store.tag(op.rows, op.tags, op.expect, op.number),
-    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where, op.number),
-    Close: lambda store, op: store.close(op.group, op.n, op.number),
-    Seal: lambda store, op: store.seal(op.keep_short, op.number),
-    Reset: lambda store, op: store.reset(op.stage, op.number),
-    Advance: lambda store, op: store.advance(op.version, op.number),
+    Tag: lambda store, op: store.tag(op.rows, op.tags, op.expect, op.change),
+    Drop: lambda store, op: store.drop(op.rows, op.groups, op.where, op.change),
+    Close: lambda store, op: store.close(op.group, op.n, op.change),
+    Seal: lambda store, op: store.seal(op.keep_short, op.change),
+    Reset: lambda store, op: store.reset(op.stage, op.change),
+    Advance: lambda store, op: store.advance(op.version, op.change),
 }
 """What clients ask for in the words in which a backup is told of it."""
 

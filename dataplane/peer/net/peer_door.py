@@ -29,6 +29,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.wire import limits, peering
+from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Body, Failed, Stats
 from dataplane.wire.peering import (
     Append,
@@ -43,7 +44,6 @@ from dataplane.wire.peering import (
     Release,
     Rostered,
     Sample,
-    Void,
 )
 from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
@@ -60,7 +60,7 @@ CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
 """What a peer may say that is no member, or not yet."""
-ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Void})
+ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Settle})
 """What does not depend on who serves which shard."""
 OF_SHARDS = frozenset({Inherited, Release})
 """Of these what shards name. A peer that went on by itself, under a roster that nobody else got,
@@ -69,7 +69,7 @@ WHENEVER = ANYBODY | ANY_EPOCH
 UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
-CONTROL = frozenset({Beat, Rostered, Append, Duplicate, Inherited, Release, Void, CanFree, Pull})
+CONTROL = frozenset({Beat, Rostered, Append, Duplicate, Inherited, Release, Settle, CanFree, Pull})
 """What peers ask each other so that calls can be answered: it goes over the control stream. Pulls
 are among it because a shard may have to bring values before it answers."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
+from dataplane.peer.shards.references import References
 from dataplane.wire.messages import (
     Advance,
     Body,
@@ -28,12 +28,12 @@ from dataplane.wire.messages import (
 @dataclass(eq=False, repr=False)
 class Changes:
     host: Host
-    router: Router
+    references: References
     partitions: Partitions
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
-        self.router.mesh.handlers |= dict.fromkeys(CHANGES, self._change_here)
+        self.references.mesh.handlers |= dict.fromkeys(CHANGES, self._change_here)
 
     # asked for by clients
 
@@ -41,8 +41,7 @@ class Changes:
         self, session: Session, request: Request, body: Tag | Drop | Close | Seal | Reset | Advance
     ) -> Body:
         """At the partition's shard: once, also where another peer has it when it is asked again."""
-        body.number = next(self.host.numbers)
-        done: Body = await self.router.ask(body, self.host.caller(session.id))
+        done: Body = await self.references.change(body, self.host.caller(session.id))
         return done
 
     # at the shard
@@ -52,6 +51,6 @@ class Changes:
             self.partitions.drop(body.partition, body.generation)
             return Dropped(0, 0)
         entry = self.host.shard(body.partition, body.generation)
-        done = entry.store.answer_to(body.number) or entry.store.carry_out(body)
+        done = self.references.answered(entry, caller, body) or entry.store.carry_out(body)
         self.settle(entry)
         return done

@@ -104,11 +104,11 @@ class Checkpoints:
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        if body.rows.keys and body.number not in entry.store.carried_out:
+        if body.rows.keys and not entry.store.knows(body.change):
             self.writing.share.check_rows()
         async with self.writing.copying.beforehand(entry, body):
-            self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
-            answer = self.writing.references.answered(entry, body)
+            self.host.check_still(entry, caller)
+            answer = self.writing.references.answered(entry, caller, body)
             if answer is not None:
                 return answer
             entry.store.restore(body)

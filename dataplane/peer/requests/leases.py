@@ -234,21 +234,22 @@ class Finishing:
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self._makes_copies(body)
-        if entry is not None and body.number not in entry.store.carried_out:
-            return self._finish_with_copies(entry, body)
-        return self._finish_once(body)
+        if entry is not None and not entry.store.knows(body.change):
+            return self._finish_with_copies(entry, caller, body)
+        return self._finish_once(caller, body)
 
     def _makes_copies(self, body: Finish) -> Entry | None:
         entry = self.host.entry(body.partition, body.generation)
         return entry if entry and entry.copies is not None and body.columns else None
 
-    async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
+    async def _finish_with_copies(self, entry: Entry, caller: Caller, body: Finish) -> Body:
         async with self.writing.copying.beforehand(entry, body):
-            return self._finish_once(body)
+            self.host.check_still(entry, caller)
+            return self._finish_once(caller, body)
 
-    def _finish_once(self, body: Finish) -> Body:
+    def _finish_once(self, caller: Caller, body: Finish) -> Body:
         entry = self.host.entry(body.partition, body.generation)
-        answer = None if entry is None else self.writing.references.answered(entry, body)
+        answer = None if entry is None else self.writing.references.answered(entry, caller, body)
         return answer or self._finish_at(body)
 
     def release_all(self, session: Session) -> None:

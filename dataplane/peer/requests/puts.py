@@ -249,14 +249,13 @@ class Writing:
         committed: Committed,
         keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
-        """To the partition's shard, wherever that is then; again while that has no room. keep:
+        """To the partition's shard, wherever that is then; again, as another change, while the
+        shard has no room: a put that waits for room must not hold up the acks that make some. keep:
         holds the values of a call that failed, where its caller names them again."""
         caller = self.host.caller(session.id)
 
         def attempt() -> Awaitable[PutDone]:
-            self.references.doubts.settle(body.number)  # it was refused
-            body.number = next(self.host.numbers)
-            return self.references.hand_over(body, committed.ranges, caller)
+            return self.references.change(body, caller, committed.ranges)
 
         try:
             return await self.share.until_taken(session, attempt)
@@ -266,8 +265,9 @@ class Writing:
             else:
                 keep(exc)
             raise
-        finally:
-            self.references.arrived(committed.ranges, committed.counts, body.number)
+        finally:  # the shard has taken references of its own
+            if len(committed.ranges):
+                self.grants.room.release(committed.ranges, committed.counts)
 
     def _put_done(
         self, session: Session, body: Put, committed: Committed, done: PutDone
@@ -285,18 +285,18 @@ class Writing:
 
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
-        if entry.copies is not None and body.number not in entry.store.carried_out:
+        if entry.copies is not None and not entry.store.knows(body.change):
             return self._put_with_copies(caller, body)
         return self._put_once(entry, caller, body)
 
     async def _put_with_copies(self, caller: Caller, body: Put) -> Body:
         entry = self.host.shard(body.partition, body.generation)  # a turn later
         async with self.copying.beforehand(entry, body):
-            self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
+            self.host.check_still(entry, caller)
             return self._put_once(entry, caller, body)
 
     def _put_once(self, entry: Entry, caller: Caller, body: Put) -> Body:
-        answer = self.references.answered(entry, body)
+        answer = self.references.answered(entry, caller, body)
         return answer or self._put_into(entry, caller.session, body)
 
     def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:

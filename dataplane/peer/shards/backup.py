@@ -74,7 +74,7 @@ class Replicas:
         self.copying = self.shipping.copying
         self._origins: dict[Owner, _Origin] = {}
         self._named: set[Owner] = set()
-        """whose values the rows name that were taken over just now"""
+        """peers whose values or changes the shards know that were taken over just now"""
         self.mesh.handlers[Append] = self._append
         self.mesh.handlers[Duplicate] = self._duplicate
         self.mesh.has = self.has
@@ -316,8 +316,9 @@ class Replicas:
             self.mesh.spawn(self.mesh.tell(other, body))
 
     def lost_before(self) -> list[Owner]:
-        """Peers of whom rows that were taken over still name values, although they were lost under
-        a roster before: who had the rows died as well before it could say so."""
+        """Peers that shards which were taken over still know, although these peers were lost under
+        a roster before: the peer that had the shards died before it could say so. Rows name their
+        values, or their changes are remembered."""
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
@@ -337,7 +338,8 @@ class Replicas:
             for values, ranges, counts in copy.store.holdings():
                 held.setdefault(values, []).append((ranges, counts))
             entry = self.partitions.serve(copy.store)
-            entry.inherited = set(copy.store.carried_out)
+            entry.inherited = set(copy.store.answers)
+            self._named |= copy.store.answers.callers
             self.shipping.take_over(entry)
             if copy.values is not None:
                 self.copying.succeed(entry, copy.values, owner)

@@ -11,13 +11,12 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import named_by
@@ -28,15 +27,14 @@ from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.messages import Body, Done, Finish, Put, PutDone
-from dataplane.wire.peering import Inherited, Release, Void
+from dataplane.wire.journal import Settle
+from dataplane.wire.messages import Body, Done, Finish, Put
+from dataplane.wire.peering import Inherited, Release, Settled
 from dataplane.wire.records import RANGE, U4, column
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Change, Owner
 
 log = logging.getLogger(__name__)
 
-MAX_VOID = 16_384
-"""Changes that were given up before they came, and are known by number."""
 MOST_RANGES = 1 << 20
 """that one message says to be free, or taken over"""
 AGAIN_S = 2.0
@@ -44,6 +42,7 @@ AGAIN_S = 2.0
 
 Ranges = npt.NDArray[Any]
 """RANGE, or the u4 counts beside them"""
+NONE = np.zeros(0, RANGE)
 
 
 class References:
@@ -61,71 +60,68 @@ class References:
         self._releases = itertools.count(1)
         self._heard: dict[Owner, int] = {}
         """the last of what each peer let go of here"""
-        self._void: OrderedDict[int, None] = OrderedDict()
-        mesh.handlers |= {Release: self._release_here, Void: self._void_here}
+        mesh.handlers |= {Release: self._release_here, Settle: self._settle_here}
 
-    # at the peer that carries values to their shards
+    # at the peer that asks for changes, and carries values to their shards
 
-    def arrived(self, ranges: Ranges, counts: Ranges, number: int) -> None:
-        """Values stayed while they were carried to their shards, which took references of their
-        own; what none took is free."""
-        if not len(ranges):
-            return
-        self.doubts.settle(number)
-        self.room.release(ranges, counts)
-
-    async def hand_over(
-        self, body: Put | Finish | Restore, carried: Ranges, caller: Caller
-    ) -> PutDone:
-        """Carry values of this peer on to the shard that keeps their rows, wherever that is then.
-        What it refuses is let go; what it may have taken, should it not answer, is in doubt.
-        carried: all ranges that the message names, once each."""
+    async def change(self, body: Any, caller: Caller, carried: Ranges = NONE) -> Any:
+        """Ask the shard for a change, wherever the shard is then, under one number, and return the
+        answer. Values that the shard refuses are let go; a peer that may have taken them and did
+        not answer is asked about that until it says so. carried: all ranges that the message
+        names, once each."""
         end = min(self.host.now() + CALL_S, call_deadline.get())
-        return await self.router.reach(
-            lambda roster, _: self._hand_over(roster, body, carried, caller), end
-        )
+        of = body.partition, body.generation
+        body.change = await self.host.changes.begin(*of, end)
+        try:
+            return await self.router.reach(
+                lambda roster, left_s: self._change(roster, body, carried, caller, left_s), end
+            )
+        finally:
+            self.doubts.settle(*of, body.change)
 
-    async def _hand_over(
-        self, roster: Roster, body: Put | Finish | Restore, carried: Ranges, caller: Caller
-    ) -> PutDone:
+    async def _change(
+        self, roster: Roster, body: Any, carried: Ranges, caller: Caller, left_s: float
+    ) -> Any:
         home = roster.home(body.partition)
         ranges = _named(body) if len(carried) else carried
-        if len(ranges) and home != self.host.address:
+        if home != self.host.address:
             to = Owner(home, (await self.mesh.hello(home)).incarnation)
             return await self.doubts.lend(to, body, ranges, caller, roster.epoch)
         self.host.space.hold(ranges)
         try:
-            done: PutDone = await self.router.at(roster, body, caller)
+            return await self.router.at(roster, body, caller, left_s)
         except BaseException:
             self.host.space.release(ranges)
             raise
-        return done
 
     # at the peer of the shards: of values anywhere
 
-    def answered(self, entry: Entry, body: Put | Finish | Restore) -> Body | None:
-        """What was answered, where this was carried out before; `Done` where it was given up. Where
-        another peer did so, the values were lent to that one, and have been to this one since."""
-        if body.number in self._void:
-            return Done()
-        answer = entry.store.answer_to(body.number)
-        if answer is not None and body.number in entry.inherited:
-            entry.inherited.discard(body.number)
+    def answered(self, entry: Entry, caller: Caller, body: Any) -> Body | None:
+        """What a change was answered before; None where it is new. ChangeExpired.
+
+        Where another peer carried the change out, its values were lent to that peer, and once more
+        to this one since."""
+        change = body.change
+        if change is None:
+            return None
+        _check_caller(change, caller)
+        answer = entry.store.answers.to(change)
+        if answer is not None and (change.caller, change.number) in entry.inherited:
+            entry.inherited.discard((change.caller, change.number))
             for owner, ranges, counts, _ in named_by(body):
                 self.let_go(owner, ranges, counts)
         return answer
 
-    def _void_here(self, caller: Caller, body: Void) -> Body:
-        """StaleEpoch where the shard may have moved: whoever has it then says what it holds."""
+    def _settle_here(self, caller: Caller, body: Settle) -> Body:
+        """StaleEpoch while the shard moves: the peer that has it then says what it holds."""
         entry = self.host.entry(body.partition, body.generation)
-        if entry is None and self.host.address in self.host.roster.leaving:
-            raise StaleEpoch(f"{self.host.address} leaves, and may have handed it over")
-        answer = entry.store.answer_to(body.number) if entry is not None else None
-        if answer is None:
-            self._void[body.number] = None
-            if len(self._void) > MAX_VOID:
-                self._void.popitem(last=False)
-        return answer or Done()
+        _check_caller(body.change, caller)
+        if entry is not None:
+            self.host.speak()
+            return Settled(entry.store.settle(body))
+        if self.host.address in self.host.roster.leaving:
+            raise StaleEpoch(f"{self.host.address} leaves, and may have handed the shard over")
+        return Settled(False)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
         """Values that a shard here no longer holds; their bytes may be another peer's. Whether any
@@ -241,83 +237,94 @@ def _named(body: Put | Finish | Restore) -> Ranges:
     return ranges_of(ids_of(flat[rowset.in_ranges(flat, body.owners)]))
 
 
-Doubt = tuple[Owner, int]
-"""A change, by its number, at one life of a peer: carried out there once or never."""
+def _check_caller(change: Change, caller: Caller) -> None:
+    if change.caller != caller.owner:
+        raise ProtocolError(
+            f"peer {caller.address} sent a change of peer {change.caller.peer}: a peer numbers its "
+            "own changes only"
+        )
 
 
 class Doubts:
-    """Values that another peer may have taken: it was asked to, and did not answer.
+    """Changes that another peer may have carried out: it was asked to, and did not answer.
 
-    Until it is known, they are lent to that peer. When the client's call is over it is asked what
-    became of it, until it says so or is no member any more: what it carried out holds the values;
-    what it did not it never will, and they are let go.
+    Until that is known, the values of a change are lent to that peer. When the call is over, the
+    peer is asked until it answers or is no member any more. What it carried out holds the values.
+    What it did not carry out it never will, and the values are let go.
     """
 
     def __init__(self, host: Host, mesh: Mesh, lent: Lent) -> None:
         self.host = host
         self.mesh = mesh
         self.lent = lent
-        self._open: dict[Doubt, tuple[Void, Ranges]] = {}
+        self._open: dict[int, dict[Owner, Ranges]] = {}
+        """by number of the change: the peers that were asked, and what was lent to each"""
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(map(len, self._open.values()))
 
     async def lend(
-        self,
-        to: Owner,
-        body: Put | Finish | Restore,
-        ranges: Ranges,
-        caller: Caller,
-        epoch: tuple[int, int],
-    ) -> PutDone:
-        """Hand over what names these ranges of this host, once for each value. What is refused is
-        let go, what was not answered is in doubt. Unavailable for what was given up before."""
-        doubt = to, body.number
-        again = doubt in self._open
+        self, to: Owner, body: Any, ranges: Ranges, caller: Caller, epoch: tuple[int, int]
+    ) -> Any:
+        """Ask a peer for a change whose message names these ranges of this host, once for each
+        value. What the peer refuses is let go; what it does not answer is in doubt."""
+        number: int = body.change.number
+        again = to in self._open.get(number, ())
         if not again:
-            self.host.space.hold(ranges)
-            self.lent.lend(to, ranges)
-            self._open[doubt] = Void(body.partition, body.generation, body.number), ranges
+            if len(ranges):
+                self.host.space.hold(ranges)
+                self.lent.lend(to, ranges)
+            self._open.setdefault(number, {})[to] = ranges
         try:
-            done: Done | PutDone = await self.mesh.call(
+            done = await self.mesh.call(
                 to.peer, body, caller=caller, to=to.incarnation, epoch=epoch
             )
         except DataplaneError as exc:
             # What was in doubt before may be on its way still, whatever was said now.
             if not again and not isinstance(exc, Unavailable):
-                self._take_back(doubt)
+                self._close(number, to, taken=False)
             raise
-        if isinstance(done, PutDone):
-            self._open.pop(doubt, None)
-            return done
-        self._take_back(doubt)
-        raise Unavailable(
-            f"this call was given up, and the peer at {to.peer} was told so: call again",
-            address=to.peer,
-        )
+        self._close(number, to, taken=True)
+        return done
 
-    def settle(self, number: int) -> None:
-        """The client's call is over: what is in doubt of it is found out."""
-        for doubt in [one for one in self._open if one[1] == number]:
-            self.mesh.spawn(self._find_out(doubt, *self._open[doubt]))
+    def settle(self, partition: str, generation: int, change: Change) -> None:
+        """The call is over: find out what is in doubt. The change ends when nothing is any more."""
+        asked = Settle(partition, generation, change)
+        for to in list(self._open.get(change.number, ())):
+            self.mesh.spawn(self._find_out(to, asked))
+        self._end(asked)
 
-    async def _find_out(self, doubt: Doubt, asked: Void, ranges: Ranges) -> None:
-        to = doubt[0]
+    async def _find_out(self, to: Owner, asked: Settle) -> None:
+        number = asked.change.number
         try:
             said = await self.mesh.tell(to, asked)
         except DataplaneError as exc:
+            ranges = self._open.get(number, {}).get(to, NONE)
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
-            log.error("%d bytes stay lent to %s: %s", nbytes, to.peer, exc)
+            log.error(
+                "partition %r: peer %s did not settle change %d, %d bytes stay lent to it: %s",
+                *(asked.partition, to.peer, number, nbytes, exc),
+            )
         else:
-            if isinstance(said, Done):
-                self._take_back(doubt)
-        if not self.host.roster.has(to) and self.host.heirs.heir(to) == to:
-            self._take_back(doubt)  # it had no shards
-        self._open.pop(doubt, None)  # what a lost peer had, its heir says
+            if isinstance(said, Settled) and not said.carried_out:
+                self._close(number, to, taken=False)
+        # What a lost peer with shards had its heir says; one without shards had nothing.
+        gone = not self.host.roster.has(to) and self.host.heirs.heir(to) == to
+        self._close(number, to, taken=not gone)
+        self._end(asked)
 
-    def _take_back(self, doubt: Doubt) -> None:
-        """It was not taken: no more than is lent, the peer may have been lost meanwhile."""
-        if doubt in self._open:
-            _, ranges = self._open.pop(doubt)
-            counts = self.lent.returned(doubt[0], ranges, np.ones(len(ranges), U4))
+    def _end(self, asked: Settle) -> None:
+        if asked.change.number not in self._open:
+            self.host.changes.end(asked.partition, asked.generation, asked.change)
+
+    def _close(self, number: int, to: Owner, taken: bool) -> None:
+        """It is known what became of a change at a peer; what the peer did not take comes back, but
+        no more than is lent: the peer may have been lost meanwhile."""
+        ranges = self._open.get(number, {}).pop(to, None)
+        if ranges is None:
+            return
+        if not self._open[number]:
+            del self._open[number]
+        if not taken and len(ranges):
+            counts = self.lent.returned(to, ranges, np.ones(len(ranges), U4))
             self.host.space.release(ranges, counts)

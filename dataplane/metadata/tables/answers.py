@@ -1,0 +1,118 @@
+"""What a shard answered the changes of its callers, so that a retry is answered as the first time.
+
+A caller is a peer in one life of its process. The shard remembers an answer until the caller has
+raised its floor above the change's number. Nothing is forgotten by count. Sans-I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dataplane.errors import ChangeExpired, LimitExceeded
+from dataplane.wire import journal
+from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
+from dataplane.wire.messages import Body
+from dataplane.wire.tables import Change, Owner
+
+
+class _Caller:
+    """given: by number; None: the change was settled before it arrived."""
+
+    __slots__ = ("floor", "given")
+
+    def __init__(self, floor: int = 0) -> None:
+        self.floor = floor
+        self.given: dict[int, Body | None] = {}
+
+
+class Answers:
+    """Of one partition."""
+
+    def __init__(self) -> None:
+        self._callers: dict[Owner, _Caller] = {}
+
+    def __len__(self) -> int:
+        return sum([len(one.given) for one in self._callers.values()])
+
+    def __repr__(self) -> str:
+        return f"<Answers {len(self)} of {len(self._callers)} callers>"
+
+    def __contains__(self, change: Change) -> bool:
+        caller = self._callers.get(change.caller)
+        return caller is not None and change.number in caller.given
+
+    def __iter__(self) -> Iterator[tuple[Owner, int]]:
+        """Caller and number of each change."""
+        return ((owner, n) for owner, caller in self._callers.items() for n in caller.given)
+
+    @property
+    def callers(self) -> set[Owner]:
+        return set(self._callers)
+
+    def to(self, change: Change) -> Body | None:
+        """What the change was answered; None where it is new.
+
+        ChangeExpired below the caller's floor and for what was settled; LimitExceeded for a change
+        too far above the floor.
+        """
+        self._check(change)
+        if change not in self:
+            return None
+        answer = self._callers[change.caller].given[change.number]
+        if answer is None:
+            raise ChangeExpired(
+                f"change {change.number} of peer {change.caller.peer} was settled before it "
+                "arrived: it was not carried out, and never will be",
+                number=change.number,
+            )
+        return answer
+
+    def remember(self, change: Change, answer: Body) -> None:
+        """The change was carried out; answers below its floor are forgotten."""
+        self._raise_floor(change).given[change.number] = answer
+
+    def settle(self, change: Change) -> bool:
+        """Refuse the change from now on, unless it was carried out. Return whether it was. Errors
+        as of `to`."""
+        self._check(change)
+        given = self._raise_floor(change).given
+        return given.setdefault(change.number, None) is not None
+
+    def forget(self, caller: Owner) -> None:
+        """The caller's process is gone: nobody repeats its changes."""
+        self._callers.pop(caller, None)
+
+    def _check(self, change: Change) -> None:
+        caller = self._callers.get(change.caller) or _Caller()
+        if change.number < max(change.floor, caller.floor):
+            raise ChangeExpired(
+                f"change {change.number} of peer {change.caller.peer} came after the peer had "
+                "stopped asking for it, and changed nothing now",
+                number=change.number,
+            )
+        above = sum([number >= change.floor for number in caller.given])
+        if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.given:
+            raise LimitExceeded(
+                f"peer {change.caller.peer} has {above} changes above its floor, the limit is "
+                f"{MAX_CHANGES_ABOVE_FLOOR}: it has to wait until the lowest is answered",
+                limit=MAX_CHANGES_ABOVE_FLOOR,
+            )
+
+    def _raise_floor(self, change: Change) -> _Caller:
+        caller = self._callers.get(change.caller)
+        if caller is None:
+            caller = self._callers[change.caller] = _Caller()
+        if change.floor > caller.floor:
+            caller.floor = change.floor
+            caller.given = {n: given for n, given in caller.given.items() if n >= change.floor}
+        return caller
+
+    # for a copy
+
+    def told(self) -> Iterator[journal.Answers]:
+        for owner, caller in self._callers.items():
+            yield journal.Answers(owner, caller.floor, list(caller.given.items()))  # type: ignore[arg-type]
+
+    def enter(self, told: journal.Answers) -> None:
+        caller = self._callers[told.caller] = _Caller(told.floor)
+        caller.given = dict(told.given)

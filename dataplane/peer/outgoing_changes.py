@@ -1,0 +1,73 @@
+"""The changes that this peer asks shards for: their numbers, and floors below which none follow.
+
+Each attempt of a change has one number, which its retries carry, wherever the shard is then. A
+change is over when the shard has answered it, or has confirmed that it never will carry it out
+(`Doubts`). Floors are kept by partition: a shard that cannot be reached holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict, defaultdict
+
+from dataplane.errors import Unavailable
+from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
+from dataplane.wire.tables import Change, Owner
+
+Partition = tuple[str, int]
+"""Name and generation."""
+
+
+class OutgoingChanges:
+    def __init__(self, caller: Owner) -> None:
+        self._caller = caller
+        self._numbers = itertools.count(1)
+        self._pending = defaultdict[Partition, OrderedDict[int, bool]](OrderedDict)
+        """by partition, the numbers from the floor on, and whether each is over"""
+        self._room: dict[Partition, asyncio.Future[None]] = {}
+        """of partitions with too many: done when the floor has risen"""
+
+    def __len__(self) -> int:
+        """The changes that are not over."""
+        return sum([not over for pending in self._pending.values() for over in pending.values()])
+
+    def __repr__(self) -> str:
+        return f"<OutgoingChanges {len(self)} pending, of {len(self._pending)} partitions>"
+
+    async def begin(self, partition: str, generation: int, until: float) -> Change:
+        """A new change. Waits while the partition has MAX_CHANGES_ABOVE_FLOOR of them above the
+        floor; Unavailable when it still has at a time (monotonic)."""
+        of = partition, generation
+        while len(self._pending.get(of, ())) >= MAX_CHANGES_ABOVE_FLOOR:
+            if of not in self._room:
+                self._room[of] = asyncio.get_running_loop().create_future()
+            left_s = max(0.0, until - time.monotonic())
+            if not (await asyncio.wait([self._room[of]], timeout=left_s))[0]:
+                raise Unavailable(
+                    f"partition {partition!r}: {MAX_CHANGES_ABOVE_FLOOR} changes of this host wait "
+                    "for the oldest one, which its shard has not answered: check the peers "
+                    "(dataplane status), then repeat the call",
+                    partition=partition,
+                )
+        number = next(self._numbers)
+        pending = self._pending[of]
+        pending[number] = False
+        return Change(self._caller, number, next(iter(pending)))
+
+    def end(self, partition: str, generation: int, change: Change) -> None:
+        """The change is over: it is not asked for any more, and what came of it is known."""
+        of = partition, generation
+        pending = self._pending.get(of, OrderedDict())
+        if change.number not in pending:
+            return
+        pending[change.number] = True
+        if change.number != next(iter(pending)):
+            return
+        while pending and pending[next(iter(pending))]:
+            pending.popitem(last=False)
+        if not pending:
+            del self._pending[of]
+        if of in self._room:
+            self._room.pop(of).set_result(None)

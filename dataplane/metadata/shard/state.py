@@ -511,8 +511,10 @@ class State:
             self.tombstones.add(buried, freed=not dropped)
         if groups:
             self._leave(list(groups.values()), dropped, freed)
-        if not dropped:
-            return 0
+        return self.bytes_released(before) if dropped else 0
+
+    def bytes_released(self, before: int) -> int:
+        """Bytes of all values that went since `released` had so many entries."""
         gone = by_tables(self.released[before:], inline=True)
         return sum(int(records["nbytes"].sum()) for _, records in gone)
 

@@ -292,12 +292,12 @@ class Store(State):
         self.tell(Drop(self.partition, self.generation, keys, groups, where, change))
         return dropped
 
-    def clear(self) -> int:
-        """The partition was dropped: every row goes. Returns how many."""
-        rows = len(self)
+    def clear(self) -> tuple[int, int]:
+        """The partition was dropped: every row goes. Returns (rows, bytes)."""
+        rows, before = len(self), len(self.released)
         self.remove(self.rows.parts)
         self.tell(Ended())
-        return rows
+        return rows, self.bytes_released(before)
 
     def relocate(
         self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None

@@ -17,7 +17,6 @@ from dataplane.wire.messages import (
     Body,
     Close,
     Drop,
-    Dropped,
     Request,
     Reset,
     Seal,
@@ -48,8 +47,7 @@ class Changes:
 
     def _change_here(self, caller: Caller, body: Any) -> Body:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
-            self.partitions.drop(body.partition, body.generation)
-            return Dropped(0, 0)
+            return self.partitions.drop(body.partition, body.generation)
         entry = self.host.shard(body.partition, body.generation)
         done = self.references.answered(entry, caller, body) or entry.store.carry_out(body)
         self.settle(entry)

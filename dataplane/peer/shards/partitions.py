@@ -34,6 +34,7 @@ from dataplane.wire.messages import (
     Body,
     Define,
     Defined,
+    Dropped,
     Losses,
     LossesDone,
     Request,
@@ -129,19 +130,20 @@ class Partitions:
         self.shipping.watch(entry)
         return entry
 
-    def drop(self, partition: str, generation: int) -> None:
+    def drop(self, partition: str, generation: int) -> Dropped:
         """The partition ends; the same name may be declared again, as something new. Dropping what
-        is gone already changes nothing: who asks again may not have heard the answer."""
+        is gone already takes nothing."""
         entry = self.host.entries.get(partition)
         if entry is None and self.host.serves(partition):
-            return
+            return Dropped(0, 0)
         entry = self.host.shard(partition, generation)
-        rows = entry.store.clear()
-        log.info("partition %r dropped with %d rows", partition, rows)
+        rows, nbytes = entry.store.clear()
+        log.info("partition %r: dropped, %d rows and %d bytes freed", partition, rows, nbytes)
         del self.host.entries[partition]
         self.on_drop(entry)  # first: that no row is left is not why who waits gets none
         self.settle(entry)
         self.host.space.digests.drop(partition)
+        return Dropped(rows, nbytes)
 
     # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
     # waits there, in turns, until there are some, or until no row can be lost any more

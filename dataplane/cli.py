@@ -24,8 +24,6 @@ from dataplane.launch.token import new_token
 from dataplane.version import __version__
 
 _WATCH_PERIOD_S = 2.0
-_RATE_S = 0.5
-"""Between the two looks that tell rates."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +120,6 @@ def _status(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load what only people read.
     from dataplane import cli_status
 
-    before: dict[str, cli_status.Acked] = {}
-    looked = 0.0
     while True:
         found, nobody = [], ""
         try:
@@ -136,25 +132,10 @@ def _status(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"runs": seen}, default=str), flush=True)
         else:
-            now = time.monotonic()
-            acked = {one["run"]: cli_status.acked(one["peers"]) for one in seen}
-            if looked:
-                clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
-                texts = []
-                for one in seen:
-                    was = before.get(one["run"], {})
-                    rates = {
-                        at: (rows - was[at]) / (now - looked)
-                        for at, rows in acked[one["run"]].items()
-                        if at in was
-                    }
-                    texts.append([_heading(one), *cli_status.lines(one["peers"], rates)])
-                shown = "\n\n".join("\n".join(text) for text in texts)
-                print(clear + (shown or nobody), flush=True)
-            before, looked, again = acked, now, not looked
-            if again:  # the second look tells rates
-                time.sleep(_RATE_S)
-                continue
+            clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
+            texts = [[_heading(one), *cli_status.lines(one["peers"])] for one in seen]
+            shown = "\n\n".join("\n".join(text) for text in texts)
+            print(clear + (shown or nobody), flush=True)
         if not arguments.watch:
             return 0
         time.sleep(_WATCH_PERIOD_S)
@@ -199,11 +180,17 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
 
 
 def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
-    """A run, who began it, and the stats of its peers on this host, by name."""
+    """A run, who began it, and the stats of its peers on this host, by name. name: of the only peer
+    that is looked at, without the others of its plane."""
+    # Imported here: `dataplane peer` must not load what only people read.
+    from dataplane import cli_status
+
     peers: dict[str, Any] = {}
     for peer in run.peers:
-        if name in (None, peer.name):
+        if name is None:
             peers[peer.name] = _stats(peer)
+        elif name == peer.name:
+            peers[peer.name] = cli_status.alone(_stats(peer))
     starter = run.starter
     return {
         "run": run.name,

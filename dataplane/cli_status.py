@@ -1,12 +1,12 @@
 """`dataplane status` as people read it: what is stuck first, then hosts, then a line a stage.
 
-Made of what peers say of themselves (`plane.stats()`), and nothing else; two looks give rates.
+Made of what peers say of themselves (`plane.stats()`), and nothing else.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dataplane.errors import counted, few
@@ -18,21 +18,25 @@ SHOWN_DRAINED = 8
 SHOWN_RANKS = 8
 _BAR = 20
 
+SHOWN_CLIENTS = 16
+"""of each host"""
+SHOWN_RATES = 4
+
 Stats = Mapping[str, Any]
-Acked = dict[tuple[str, str], int]
 
 
-def acked(peers: Mapping[str, Stats]) -> Acked:
-    """Rows that each stage of each partition has acked so far, for rates."""
-    return {
-        (name, stage): figures["acked_rows"]
-        for name, partition in _everywhere(peers)["partitions"].items()
-        for stage, figures in partition["stages"].items()
-    }
+def alone(stats: Stats) -> Stats:
+    """What a peer says, without the other peers of its plane."""
+    if "error" in stats:
+        return stats
+    own = {name: stats[name] for name in ("partitions", "waits", "holders")}
+    line = stats["peers"][stats["peer"]]
+    everywhere = own | {"clients": stats["client_list"]}
+    return {**stats, "peers": {stats["peer"]: line}, "everywhere": everywhere}
 
 
-def lines(peers: Mapping[str, Stats], rates: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """One run. peers: the stats of its peers on this host, by name. rates: rows a second."""
+def lines(peers: Mapping[str, Stats]) -> Iterator[str]:
+    """One run. peers: the stats of its peers on this host, by name."""
     seen = _everywhere(peers)
     yield from _stuck(seen)
     for name, stats in peers.items():
@@ -42,11 +46,12 @@ def lines(peers: Mapping[str, Stats], rates: Mapping[tuple[str, str], float]) ->
     width = max(map(len, hosts), default=0)
     for name, host in hosts.items():
         yield f"  host {name:<{width}}  {_host(host)}"
+        yield from _clients([one for one in seen["clients"] if one["peer"] == name])
     drained = []
     for name in sorted(seen["partitions"], key=_in_order):
         partition = seen["partitions"][name]
         if partition["rows"] or partition["phase"] == "open" or _waits(seen, name):
-            yield from _partition(name, partition, seen, rates)
+            yield from _partition(name, partition, seen)
         else:
             drained.append(name)
     if drained:
@@ -61,7 +66,7 @@ def _everywhere(peers: Mapping[str, Stats]) -> Stats:
             here = hosts[stats["peer"]]
             hosts[stats["peer"]] = {**here, "clients": here["clients"] - 1}  # who looks is one
             return {**stats["everywhere"], "peers": hosts}
-    return {"partitions": {}, "waits": [], "holders": [], "peers": {}}
+    return {"partitions": {}, "waits": [], "holders": [], "clients": [], "peers": {}}
 
 
 def _stuck(seen: Stats) -> Iterator[str]:
@@ -86,13 +91,41 @@ def _host(host: Stats) -> str:
     bar = "#" * full + "." * (_BAR - full)
     return (
         f"[{bar}] {part:4.0%} of {size_text(size)}, {counted(host['rows'], 'row')}, "
-        f"{counted(host['clients'], 'client')}"
+        f"{counted(host['clients'], 'client')}{_rates(host['rates'])}"
     )
 
 
-def _partition(
-    name: str, partition: Stats, seen: Stats, rates: Mapping[tuple[str, str], float]
-) -> Iterator[str]:
+def _rates(rates: Stats) -> str:
+    """What clients of a host do, on average: the slow host is seen beside others."""
+    acked = rates["acked_rows_per_s"]
+    shown = [f"{name} {rate:.1f}" for name, rate in list(acked.items())[:SHOWN_RATES]]
+    if rates["put_rows_per_s"]:
+        shown.insert(0, f"put {rates['put_rows_per_s']:.1f}")
+    return f" | rows/s: {', '.join(shown)}" if shown else ""
+
+
+def _clients(clients: Sequence[Stats]) -> Iterator[str]:
+    for one in clients[:SHOWN_CLIENTS]:
+        parts = [_who(one["client"], one), f"for {_age(one['age_s'])}"]
+        if one["leased_rows"]:
+            parts.append(f"{counted(one['leased_rows'], 'row')} leased")
+        if one["waiting_calls"]:
+            parts.append(counted(one["waiting_calls"], "call waits", "calls wait"))
+        if held := one["granted_bytes"] + one["pinned_bytes"]:
+            parts.append(f"holds {size_text(held)}")
+        yield f"    {', '.join(parts)}"
+    if len(clients) > SHOWN_CLIENTS:
+        yield f"    and {counted(len(clients) - SHOWN_CLIENTS, 'client')} more"
+
+
+def _who(label: str, client: Stats) -> str:
+    """A client as people find it: `pid 7 on host b, rank 3 (python train.py)`."""
+    rank, command = client.get("rank"), client.get("command")
+    ranked = f", rank {rank}" if rank is not None and rank >= 0 else ""
+    return f"{label}{ranked}" + (f" ({command})" if command else "")
+
+
+def _partition(name: str, partition: Stats, seen: Stats) -> Iterator[str]:
     groups = f", {counted(partition['groups'], 'group')}" if partition["groups"] else ""
     yield (
         f"  partition {name}  {partition['phase']}, {counted(partition['rows'], 'row')}{groups}, "
@@ -108,16 +141,10 @@ def _partition(
     stages = partition["stages"]
     width = max(map(len, stages), default=0)
     for stage, figures in stages.items():
-        yield f"    {stage:<{width}}  {_stage(name, stage, figures, seen, rates)}"
+        yield f"    {stage:<{width}}  {_stage(name, stage, figures, seen)}"
 
 
-def _stage(
-    name: str,
-    stage: str,
-    figures: Stats,
-    seen: Stats,
-    rates: Mapping[tuple[str, str], float],
-) -> str:
+def _stage(name: str, stage: str, figures: Stats, seen: Stats) -> str:
     def ours(one: Stats) -> bool:
         return bool(one["partition"] == name and one["stage"] == stage)
 
@@ -127,7 +154,7 @@ def _stage(
     parts = [ready, f"{figures['leased_rows']} leased"]
     holders = sorted(filter(ours, seen["holders"]), key=lambda one: -one["for_s"])
     if holders:
-        shown = [f"{h['rows']} by {h['holder']} for {_age(h['for_s'])}" for h in holders]
+        shown = [f"{h['rows']} by {_who(h['holder'], h)} for {_age(h['for_s'])}" for h in holders]
         parts[-1] += f": {few(shown, SHOWN_HOLDERS)}"
     if plan := figures.get("plan"):
         parts.append(f"plan: {_plan(plan)}")
@@ -136,8 +163,11 @@ def _stage(
         oldest = max(wait["for_s"] for wait in waits)
         calls = sum(wait["calls"] for wait in waits)
         parts.append(f"{counted(calls, 'call waits', 'calls wait')}, the oldest {_age(oldest)}")
-    if (name, stage) in rates:
-        parts.append(f"{rates[name, stage]:.1f} rows/s")
+    if figures["released_rows"]:
+        again = figures["redelivered_rows"]
+        parts.append(f"{figures['released_rows']} released, {again} redelivered")
+    if figures["acked_rows"]:
+        parts.append(f"{figures['acked_rows_per_s']:.1f} rows/s")
     return " | ".join(parts)
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 COMMAND_CHARACTERS = 60
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""Variables in which torchrun, Slurm and MPI tell a process its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,15 @@ def _own_command(pid: int) -> str:
 def own_command() -> str:
     """The command line of this process."""
     return _own_command(os.getpid())
+
+
+def own_rank(environ: Mapping[str, str]) -> int:
+    """The rank that a launcher gave this process among those of its job; -1 where none did."""
+    for name in RANKS:
+        text = environ.get(name, "")
+        if text.isascii() and text.isdecimal() and len(text) < 10:
+            return int(text)
+    return -1
 
 
 def open_standard_descriptors() -> None:

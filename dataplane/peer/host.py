@@ -28,10 +28,12 @@ from dataplane.metadata.roster.roster import Flags, Heirs, Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.tasks import Threads, in_time
+from dataplane.peer.watch.rates import Recent
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Owner
 
@@ -95,6 +97,10 @@ class Entry:
     inherited: set[tuple[Owner, int]] = field(default_factory=set)
     """caller and number of changes that another peer carried out before the partition was here: a
     retry brings their values once more"""
+    acked: dict[str, Recent] = field(default_factory=dict)
+    """rows that each stage has acked lately"""
+    metered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """the sums of each stage that `Host.meter` has seen"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
@@ -103,6 +109,11 @@ class Entry:
         self.name, self.generation = self.key = self.store.partition, self.store.generation
         if self.store.definition.replicas == 2:
             self.copies = Copies()
+        self.metered = {name: _sums(stage) for name, stage in self.store.stages.items()}
+
+
+def _sums(stage: Stage) -> tuple[int, int, int]:
+    return stage.acked_rows, stage.released_rows, stage.redelivered_rows
 
 
 class Progress:
@@ -204,6 +215,13 @@ class Host:
     """messages to other peers so far, requests and answers, by kind"""
     sent_local: Counter[str] = field(default_factory=Counter)
     """messages to clients of this host so far, by kind"""
+    released: ByLabel = field(default_factory=ByLabel)
+    redelivered: ByLabel = field(default_factory=ByLabel)
+    """by stage, rows of this peer's shards that came back without an ack, and were handed out again
+    after that, also of dropped partitions"""
+    acked_by_clients: dict[str, Recent] = field(default_factory=dict)
+    """by stage, rows that clients of this host have acked lately"""
+    put_by_clients: Recent = field(default_factory=lambda: Recent(time.monotonic()))
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     threads: Threads = field(default_factory=Threads)
@@ -303,6 +321,25 @@ class Host:
                 while self.roster is than:
                     await self._turned.wait()
         return self.roster is not than
+
+    def meter(self, entry: Entry, stages: Iterable[str]) -> None:
+        """Count what stages of a partition did since this was called last."""
+        now = self.now()
+        for name in stages:
+            before, sums = entry.metered.get(name, (0, 0, 0)), _sums(entry.store.stages[name])
+            if sums != before:
+                entry.metered[name] = sums
+                acked, released, redelivered = (a - b for a, b in zip(sums, before, strict=True))
+                if acked:
+                    entry.acked.setdefault(name, Recent(now)).add(now, acked)
+                self.released.add(name, released)
+                self.redelivered.add(name, redelivered)
+
+    def acked_here(self, stage: str, rows: int) -> None:
+        """A client of this host has acked rows of a stage."""
+        if stage not in self.acked_by_clients and len(self.acked_by_clients) >= MAX_SUMS:
+            stage = OTHER
+        self.acked_by_clients.setdefault(stage, Recent(self.now())).add(self.now(), rows)
 
     def label(self, holder: int, label: str) -> None:
         """Remember what a client of any host is called; the oldest are forgotten."""

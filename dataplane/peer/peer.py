@@ -237,7 +237,9 @@ class Peer:
             self.copying.freed(entry, owner, ranges, counts)
         if freed:
             self.room.pump()
-        self.calls.changed(entry, entry.store.dirty())
+        stages = entry.store.dirty()
+        self.host.meter(entry, stages)
+        self.calls.changed(entry, stages)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

@@ -41,13 +41,15 @@ COMMAND_CHARACTERS = 200
 @dataclass(slots=True, eq=False)
 class Session:
     """pid: as the kernel shows it to this peer; 0 where the client is in another pid namespace.
-    own_pid, command: what the client says of itself. began: on the host's clock."""
+    own_pid, command, rank: what the client says of itself; -1 is no rank. began: on the host's
+    clock."""
 
     id: int
     pid: int
     label: str
     own_pid: int = 0
     command: str = ""
+    rank: int = -1
     began: float = 0.0
     connections: int = 0
     leases: set[int] = field(default_factory=set)
@@ -100,6 +102,7 @@ class Sessions:
             hello.label or self._label(number, pid, hello.pid),
             hello.pid,
             hello.command[:COMMAND_CHARACTERS],
+            hello.rank,
             self._host.now(),
         )
         self._live[session.id] = session

@@ -60,7 +60,8 @@ class Hello(Body, tag=2):
     """The client's first frame. `session` 0 opens a session, else this connection joins it.
 
     pools: which device arenas the session reads in place, 1 is the first. pid, command: the
-    client's process as it sees itself; a peer in another pid namespace cannot see either."""
+    client's process as it sees itself; a peer in another pid namespace cannot see either. rank:
+    the one that the client's launcher gave it, -1 where none did."""
 
     version: int
     session: int = 0
@@ -68,6 +69,7 @@ class Hello(Body, tag=2):
     pools: list[int] = []
     pid: int = 0
     command: str = ""
+    rank: int = -1
 
 
 class HelloDone(Body, tag=3):

@@ -80,6 +80,7 @@ def open_connection(
         hello = Hello(version, joined, pid=os.getpid())
         if session is None:
             hello.pools, hello.command = greet(welcome), processes.own_command()
+            hello.rank = processes.own_rank(os.environ)
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
         connection.send(encode(request), limit_s)
         done = unwrap(answer(connection.receive(limit_s), rid))

@@ -106,6 +106,11 @@ class Leases:
         self._heard(lease)
         self._leases.pop(lease.number, None)
 
+    def rows_of(self, session: Session) -> int:
+        """How many rows a session has leased and not finished."""
+        held = [self._leases[number] for number in session.leases if number in self._leases]
+        return sum([lease.rows - len(lease.finished) for lease in held])
+
     def leave(self, session: Session, number: int) -> Lease | None:
         """The session holds it no more. The lease, where it did."""
         lease = self._leases[number] if number in session.leases else None
@@ -215,9 +220,12 @@ class Finishing:
     def _finished(self, lease: Lease, body: Finish, done: PutDone) -> Body:
         """The lease ends with its last row, and not before: what the shard did not answer for is
         repeated, or released when the session ends."""
-        leave = body.outcome != "keep"
+        leave, before = body.outcome != "keep", len(lease.finished)
         if leave and body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
+        if body.outcome == "ack":
+            upto = lease.rows if body.index is None else len(lease.finished)
+            self.host.acked_here(lease.stage, upto - before)
         if leave and (body.index is None or len(lease.finished) >= lease.rows):
             self.leases.close(lease)
         return PutDone(self.grants.ahead(lease.session, body.want_bytes), done.kept)

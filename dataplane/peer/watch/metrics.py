@@ -106,6 +106,8 @@ TABLE = {
     "leases_abandoned_total": "Leases that clients held when they ended; their rows went back.",
     "leases_expired_total": "Leases that were over their limit (lease=); their rows went back.",
     "rows_by_stage{stage,state}": "Rows of this peer's shards by what they are for a stage.",
+    "stage_released_rows_total{stage}": "Rows that came back to a stage here without an ack.",
+    "stage_redelivered_rows_total{stage}": "Rows handed out again that had come back like that.",
     "partitions": "Partitions whose metadata is here.",
     "rows": "Rows of this peer's shards.",
     "groups": "Groups of this peer's shards.",
@@ -270,6 +272,8 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
     stages: Counter[tuple[str, ...]] = Counter()
     names = ByLabel()
     entries = peer.host.entries.values()
+    for entry in entries:
+        peer.host.meter(entry, entry.store.stages)
     stores = [entry.store for entry in entries]
     for store in stores:
         for name, stage in store.stages.items():
@@ -282,6 +286,8 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "leases_abandoned_total": peer.finishing.abandoned_leases,
         "leases_expired_total": peer.janitor.expired_leases,
         "rows_by_stage": stages,
+        "stage_released_rows_total": _by(peer.host.released),
+        "stage_redelivered_rows_total": _by(peer.host.redelivered),
         "partitions": len(stores),
         "rows": sum(len(store) for store in stores),
         "groups": sum(len(store.groups) for store in stores),

@@ -5,10 +5,13 @@ Plain nested dicts. A peer's figures are its own; a partition's are at its shard
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
+from dataplane.launch.embedded import is_embedded
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_HOLDERS = 1_000
 """Holders of leases that a peer names at once."""
+MAX_CLIENTS = 1_000
+MAX_NAMED = 8
+"""Partitions that are named of each client."""
 
 
 class Reporting:
@@ -38,7 +44,7 @@ class Reporting:
         if body.probe:
             return StatsDone(await self._probed())
         if body.partition is None:
-            return StatsDone(await self._plane())
+            return StatsDone(await self._plane(session))
         found: StatsDone = await self.peer.router.ask(body)
         return found
 
@@ -48,7 +54,7 @@ class Reporting:
         if body.partition is None:
             return StatsDone(self._peer())
         entry = self.host.entries.get(body.partition)
-        return StatsDone(_partition(entry) if entry is not None else {})
+        return StatsDone(self._partition(entry) if entry is not None else {})
 
     def _peer(self) -> dict[str, Any]:
         """This peer alone."""
@@ -65,7 +71,7 @@ class Reporting:
             "devices": self._devices(),
             "shards": len(host.roster.shards_of(host.address)),
             "roster": _roster(host),
-            "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
+            "partitions": {name: self._partition(one) for name, one in host.entries.items()},
             "clients": len(self.peer.door.sessions),
             "connections": len(self.peer.door.connections),
             "encrypted": self.mesh.gate.encrypted,
@@ -75,6 +81,8 @@ class Reporting:
             "waiting_claims": self.peer.claims.waiting,
             "waits": self._waits(),
             "holders": self._holders(),
+            "client_list": self._clients(),
+            "rates": self._rates(),
             "starved_claims": self.peer.room.starved,
             "waiting_puts": len(self.peer.room) + self.peer.share.writers,
             "pulled_bytes": self.peer.pulls.pulled_bytes,
@@ -151,9 +159,12 @@ class Reporting:
             "devices": devices,
         }
 
-    async def _plane(self) -> dict[str, Any]:
-        """This peer's figures, a line for each other peer, and what all of them together have."""
+    async def _plane(self, asks: Session) -> dict[str, Any]:
+        """This peer's figures, a line for each other peer, and what all of them together have.
+        asks: the session that asks is not among the clients."""
         stats = self._peer()
+        stats["client_list"] = [o for o in stats["client_list"] if o["session"] != asks.id]
+        _name(stats, self.host.name)
         stats["peers"], everybody = {}, [stats]
         for address in self.host.roster.members:
             if address == self.host.address:
@@ -164,6 +175,7 @@ class Reporting:
                 name = reply.stats["peer"]  # embedded ones are all called so
                 name = f"{name} at {address}" if name in stats["peers"] else name
                 stats["peers"][name] = _line(reply.stats)
+                _name(reply.stats, name)
                 everybody.append(reply.stats)
             except DataplaneError as exc:
                 stats["peers"][address] = {"address": address, "error": exc.message}
@@ -171,7 +183,9 @@ class Reporting:
             "partitions": {k: v for one in everybody for k, v in one["partitions"].items()},
             "waits": [wait for one in everybody for wait in one["waits"]],
             "holders": [held for one in everybody for held in one["holders"]],
+            "clients": [client for one in everybody for client in one["client_list"]],
         }
+        _introduce(stats["everywhere"])
         return stats
 
     def _waits(self) -> list[dict[str, Any]]:
@@ -196,6 +210,7 @@ class Reporting:
             {
                 "partition": entry.name,
                 "stage": stage,
+                "session": holder,
                 "holder": self.host.who(holder),
                 "rows": rows,
                 "for_s": round(age, 1),
@@ -204,6 +219,62 @@ class Reporting:
             for holder, stage, rows, age in inspection.holders(entry.store, now)
         ]
         return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
+
+    def _clients(self) -> list[dict[str, Any]]:
+        """The clients of this host, the oldest first: who they are, and what they hold."""
+        now, host = self.host.now(), self.host
+        held = {holder: (granted, pinned) for holder, granted, pinned in host.space.holders()}
+        found: list[dict[str, Any]] = []
+        for one in itertools.islice(self.peer.sessions, MAX_CLIENTS):
+            granted, pinned = held.get(one.id, (0, 0))
+            found.append(
+                {
+                    "session": one.id,
+                    "client": one.label,
+                    "pid": one.own_pid or one.pid,
+                    "command": one.command,
+                    "rank": one.rank,
+                    "host": socket.gethostname() if is_embedded(host.name) else host.name,
+                    "age_s": round(now - one.began, 1),
+                    "partitions": sorted(one.partitions)[:MAX_NAMED],
+                    "leases": len(one.leases),
+                    "leased_rows": self.peer.claims.leases.rows_of(one),
+                    "waiting_calls": one.waiting,
+                    "granted_bytes": granted,
+                    "pinned_bytes": pinned,
+                }
+            )
+        return found
+
+    def _rates(self) -> dict[str, Any]:
+        """Rows a second that this host's clients put, and acked of each stage: averages over 30 s,
+        by which one sees the slow host."""
+        now, host = self.host.now(), self.host
+        acked = {name: round(one.per_s(now), 2) for name, one in host.acked_by_clients.items()}
+        put = round(host.put_by_clients.per_s(now), 2)
+        return {"put_rows_per_s": put, "acked_rows_per_s": acked}
+
+    def _partition(self, entry: Entry) -> dict[str, Any]:
+        now, stats = self.host.now(), inspection.stats(entry.store)
+        self.host.meter(entry, entry.store.stages)
+        for name, figures in stats["stages"].items():
+            acked = entry.acked.get(name)
+            figures["acked_rows_per_s"] = round(acked.per_s(now), 2) if acked else 0.0
+        return {**stats, "phase": entry.store.phase, "generation": entry.generation}
+
+
+def _name(stats: dict[str, Any], peer: str) -> None:
+    """Say of each client at which peer it is, by the name that is shown."""
+    for client in stats["client_list"]:
+        client["peer"] = peer
+
+
+def _introduce(everywhere: dict[str, Any]) -> None:
+    """Say of each holder of rows what its own peer knows of it."""
+    known = {client["session"]: client for client in everywhere["clients"]}
+    for held in everywhere["holders"]:
+        client = known.get(held["session"], {})
+        held |= {name: client.get(name) for name in ("command", "rank", "host")}
 
 
 def _roster(host: Host) -> dict[str, Any]:
@@ -232,12 +303,5 @@ def _line(stats: dict[str, Any]) -> dict[str, Any]:
         "used_bytes": stats["arena"]["used_bytes"],
         "size_bytes": stats["arena"]["size_bytes"],
         "clients": stats["clients"],
-    }
-
-
-def _partition(entry: Entry) -> dict[str, Any]:
-    return {
-        **inspection.stats(entry.store),
-        "phase": entry.store.phase,
-        "generation": entry.generation,
+        "rates": stats["rates"],
     }

@@ -1,0 +1,38 @@
+"""How fast something goes on: its average over the last half minute. Never looks at a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 30
+"""A batch may take seconds, so a shorter average would jump between nothing and a whole batch."""
+
+
+class Recent:
+    """Amounts of the last `WINDOW_S` seconds. now: of one monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self._amounts: deque[list[int]] = deque()
+        """[second, amount], the oldest first"""
+
+    def add(self, now: float, amount: int) -> None:
+        second = int(now)
+        if self._amounts and self._amounts[-1][0] == second:
+            self._amounts[-1][1] += amount
+        elif amount:
+            self._forget(second)
+            self._amounts.append([second, amount])
+
+    def per_s(self, now: float) -> float:
+        """The average over the window; over the time since the beginning, where that is shorter."""
+        first = self._forget(int(now))
+        seconds = max(1.0, now - max(first, self._began))
+        return sum(amount for _, amount in self._amounts) / seconds
+
+    def _forget(self, second: int) -> int:
+        """Drop what is older than the window. Return the first second of the window."""
+        first = second - WINDOW_S + 1
+        while self._amounts and self._amounts[0][0] < first:
+            self._amounts.popleft()
+        return first

@@ -280,7 +280,7 @@ class Writing:
             )
         if body.pin:
             space.unpin(session.id, [body.pin])
-        self.host.put_by_clients.add(self.host.now(), rowset.count(body.rows) - gone)
+        self.host.put_by_clients.add(self.host.now(), rowset.count(body.rows) - done.gone)
         ahead = self.grants.ahead(session, body.want_bytes, body.want_on_devices)
         return PutDone(ahead, gone=done.gone, there=done.there)
 

@@ -32,8 +32,8 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.once import Operations
 from dataplane.peer.outgoing_changes import OutgoingChanges
+from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time
-from dataplane.peer.watch.rates import Recent
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Owner
 

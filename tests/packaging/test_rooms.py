@@ -11,7 +11,8 @@ ORDER = {
     "": ["errors", "version", "wire", "memory", "transport", "metadata", "launch", "peer"],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("failures", "rows", "tasks", "once", "outgoing_changes", "host", "notices", "sessions"),
+        *("failures", "rows", "tasks", "once", "outgoing_changes", "rates"),
+        *("host", "notices", "sessions"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.peer.watch.rates import Recent
+from dataplane.peer.rates import Recent
 
 
 @pytest.mark.parametrize(("batch", "every_s"), [(1, 0.2), (8, 1.6), (20, 4.0)])

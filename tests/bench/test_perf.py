@@ -15,6 +15,7 @@ from bench import __main__, cli
 from bench.ceilings import Ceilings
 from bench.perf import FEW_ROWS, MANY_ROWS, report_of
 from dataplane.errors import PeerLost
+from tests.processes import ending
 
 TIMES = ["memcpy_s", "socket_s", "round_trip_s", "relayed_s", "put_s", "put_list_s", "pull_s"]
 TIMES += [
@@ -128,9 +129,10 @@ if __name__ == "__main__":
         env={**os.environ, "TMPDIR": str(tmp_path)},
         text=True,
     )
-    assert runner.stdout and runner.stdout.readline() == "up\n"
-    os.killpg(runner.pid, signal.SIGINT)
-    _, told = runner.communicate(timeout=60)
+    with ending(runner):
+        assert runner.stdout and runner.stdout.readline() == "up\n"
+        os.killpg(runner.pid, signal.SIGINT)
+        _, told = runner.communicate(timeout=60)
     assert told.count("Traceback") == 1, told  # of the program above, which catches nothing
     assert list(tmp_path.iterdir()) == []
 

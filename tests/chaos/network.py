@@ -59,7 +59,12 @@ class Switch:
                     [*inside, *command], pass_fds=[theirs.fileno()], stdout=out, stderr=out
                 )
             ours.settimeout(60)
-            _, found, _, _ = socket.recv_fds(ours, 1, 1)
+            try:
+                _, found, _, _ = socket.recv_fds(ours, 1, 1)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
         if not found:
             process.wait()
             raise PermissionError("this machine lets tests make no networks of their own")

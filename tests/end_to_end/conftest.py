@@ -124,13 +124,15 @@ class Cluster:
         for peer in self.peers.values():
             peer.send_signal(signal.SIGCONT)
             peer.send_signal(signal.SIGINT)  # at once; SIGTERM would hand everything over first
+        codes: dict[str, int | str] = {}
         for name, peer in self.peers.items():
             try:
-                code = peer.wait(END_S)
+                codes[name] = peer.wait(END_S)
             except subprocess.TimeoutExpired:
                 peer.send_signal(signal.SIGABRT)  # its log says where each of its threads was
-                code = f"{peer.wait()}, it had not ended {END_S} s after SIGINT"
-            if peer.returncode not in (0, -signal.SIGKILL):
+                codes[name] = f"{peer.wait()}, it had not ended {END_S} s after SIGINT"
+        for name, code in codes.items():  # now that all have ended
+            if code not in (0, -signal.SIGKILL):
                 raise AssertionError(f"peer {name}: {code}\n{self.log(name)}")
             assert "Traceback" not in self.log(name), self.log(name)
 

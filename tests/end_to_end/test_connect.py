@@ -19,6 +19,7 @@ import pytest
 import dataplane
 from dataplane.launch import rundir
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.processes import all_ending, ending
 
 ATTACH = """
     import dataplane, os, sys, time
@@ -36,7 +37,9 @@ def folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
     monkeypatch.setenv("DATAPLANE_LINGER", "30")
     folder = rundir.plane_dir(PLANE)
-    yield folder
+    with all_ending(_started):
+        yield folder
+    _started.clear()
     for plane in run_dir.iterdir():
         for peer in rundir.living_peers(plane):
             assert peer.card is not None
@@ -57,14 +60,21 @@ def gone(pid: int) -> bool:
     )
 
 
+_started: list[subprocess.Popen[str]] = []
+"""by `python`, in this test"""
+
+
 def python(code: str, *, own_group: bool = False) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    """A process that runs this code; `folder` ends it."""
+    process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=own_group,
     )
+    _started.append(process)
+    return process
 
 
 def test_twenty_processes_at_once_start_one_peer(folder: Path) -> None:
@@ -121,7 +131,8 @@ def test_unread_rows_keep_an_embedded_peer(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("DATAPLANE_LINGER")
     config = ["--linger", "0.2", "--linger-unread", "30"]
     command = [sys.executable, "-m", "dataplane", "peer", "--name", "embedded"]
-    with subprocess.Popen([*command, "--run", PLANE, *config], stderr=subprocess.DEVNULL) as peer:
+    command += ["--run", PLANE, *config]
+    with ending(subprocess.Popen(command, stderr=subprocess.DEVNULL)) as peer:
         until(lambda: (folder / "embedded.sock").exists(), "the peer is up")
         with dataplane.connect() as plane:
             part = plane.partition("p", {"s": ["x"]})
@@ -340,7 +351,7 @@ def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) 
 def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
     cluster.start("a")
     command = [sys.executable, "-m", "dataplane", "status", "--run", PLANE, "--watch", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+    with ending(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as watching:
         assert watching.stdout is not None
         for _ in range(2):
             assert json.loads(watching.stdout.readline())["runs"][0]["peers"]["a"]["peer"] == "a"

@@ -35,6 +35,7 @@ from dataplane.wire.messages import (
 from dataplane.wire.tables import Definition
 from tests.end_to_end.conftest import PLANE, Cluster, until
 from tests.end_to_end.test_strangers_at_the_doors import peer_command, still_works
+from tests.processes import ending
 
 MIB = 1 << 20
 NOBODY = 65_534
@@ -153,7 +154,8 @@ def test_what_a_dead_process_left_in_its_connection_is_handed_nothing(cluster: C
     path, (ours, theirs) = path_of(cluster), socket.socketpair()
     command = [sys.executable, "-I", "-S", "-c", HAND_ON, str(path), str(theirs.fileno())]
     with ours, theirs, cluster.connect("a") as plane:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]):
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        with ending(started):
             door = socket.recv_fds(ours, 1, 1)[1][0]
             guest = Guest(path, socket.socket(fileno=door)).enter()
             guest.ask(Define("p", Definition({"s": ["x"]})))

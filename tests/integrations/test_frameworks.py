@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import all_ending, ending
+
 HERE = Path(__file__).parent
 PYTHON = Path(sys.executable).parent.parent / "frameworks" / "bin" / "python"
 SHIM = HERE.parents[1] / "packages" / "dataplane-transfer-queue"
@@ -71,7 +73,8 @@ def started(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], returncode: int = 0) -> str:
-    out, err = process.communicate(timeout=LIMIT_S)
+    with ending(process):
+        out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == returncode, err[-3000:]
     return out
 
@@ -85,16 +88,13 @@ def test_trls_trainer_under_torchrun_trains_though_a_worker_dies_beside_a_queue_
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     lives = started(script, str(folder), "worker")
     dies = started(script, str(folder), "worker", "die")
-    try:
+    with all_ending([queue, lives, dies]):
         assert queue.stdout is not None and queue.stdout.readline() == "1\n"
         ended(started(*torchrun, script, str(folder)))
         assert len(ended(queue).splitlines()) > 1
         made = json.loads(ended(lives).splitlines()[-1])
         dies.communicate(timeout=LIMIT_S)
         assert dies.returncode in (0, -signal.SIGKILL)  # where it ever got a second batch
-    finally:
-        for process in (lives, dies, queue):
-            process.kill()
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["steps"] == 3 and rank["loss"] for rank in ranks)
     assert ranks[0]["rewards"] == ranks[1]["rewards"]

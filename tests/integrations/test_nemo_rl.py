@@ -24,6 +24,7 @@ tensordict = pytest.importorskip("tensordict", reason="make test installs it")
 pytest.importorskip("omegaconf", reason="make test installs it")
 
 from dataplane.integrations.nemo_rl import DataPlaneClient, KVBatchMeta  # noqa: E402
+from tests.processes import all_ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BOUNDARY = {
@@ -97,32 +98,33 @@ def test_a_step_goes_through_two_workers_and_the_next_one_uses_the_same_names(
         )
         for _ in range(2)
     ]
-    for _ in range(2):
-        for worker in workers:
-            print("a step", file=worker.stdin, flush=True)
-        client.register_partition("train", ["input_ids"], 8, ["logprobs", "train"], 4)
-        tags = [{"input_lengths": n, "uid": id} for n, id in enumerate(ids, 1)]
-        fields = batch(input_ids=jagged(*range(1, 9)))
-        put = client.put_samples(ids, "train", fields, tags)
-        assert put.size == 8 and put.fields == ["input_ids"] and put.tags == tags
-        told = [json.loads(worker.stdout.readline()) for worker in workers]
-        claimed = [id for ids, _, _ in told for id in ids]
-        assert sorted(claimed) == ids and all(len(ids) == 4 for ids, _, _ in told)
-        assert sorted(sum((lengths for _, lengths, _ in told), [])) == list(range(1, 9))
-        assert all(ids == uids for ids, _, uids in told)
+    with all_ending(workers):
+        for _ in range(2):
+            for worker in workers:
+                print("a step", file=worker.stdin, flush=True)
+            client.register_partition("train", ["input_ids"], 8, ["logprobs", "train"], 4)
+            tags = [{"input_lengths": n, "uid": id} for n, id in enumerate(ids, 1)]
+            fields = batch(input_ids=jagged(*range(1, 9)))
+            put = client.put_samples(ids, "train", fields, tags)
+            assert put.size == 8 and put.fields == ["input_ids"] and put.tags == tags
+            told = [json.loads(worker.stdout.readline()) for worker in workers]
+            claimed = [id for ids, _, _ in told for id in ids]
+            assert sorted(claimed) == ids and all(len(ids) == 4 for ids, _, _ in told)
+            assert sorted(sum((lengths for _, lengths, _ in told), [])) == list(range(1, 9))
+            assert all(ids == uids for ids, _, uids in told)
 
-        assert client.check_consumption_status("train", ["logprobs"])
-        assert not client.check_consumption_status("train", ["logprobs", "train"])
-        meta = client.claim_meta("train", "train", ["input_ids", "prev_logprobs"], 8)
-        data = client.get_data(meta, ["prev_logprobs"])
-        lengths = [ids.index(id) + 1 for id in meta.sample_ids]
-        assert data["prev_logprobs"].offsets().diff().tolist() == lengths
-        assert client.check_consumption_status("train", ["logprobs", "train"])
-        client.clear_samples(None, "train")
-        assert client.list_sample_ids("train") == []
-    for worker in workers:
-        worker.communicate(timeout=30)
-        assert worker.returncode == 0
+            assert client.check_consumption_status("train", ["logprobs"])
+            assert not client.check_consumption_status("train", ["logprobs", "train"])
+            meta = client.claim_meta("train", "train", ["input_ids", "prev_logprobs"], 8)
+            data = client.get_data(meta, ["prev_logprobs"])
+            lengths = [ids.index(id) + 1 for id in meta.sample_ids]
+            assert data["prev_logprobs"].offsets().diff().tolist() == lengths
+            assert client.check_consumption_status("train", ["logprobs", "train"])
+            client.clear_samples(None, "train")
+            assert client.list_sample_ids("train") == []
+        for worker in workers:
+            worker.communicate(timeout=30)
+            assert worker.returncode == 0
 
 
 def test_what_is_of_one_shape_comes_back_dense_and_objects_as_they_were(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle  # noqa: S403
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ pytest.importorskip("omegaconf", reason="make test installs it")
 
 import dataplane  # noqa: E402
 from dataplane.integrations.openrlhf import Empty, Full, Queue  # noqa: E402
+from tests.processes import ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,14 +95,17 @@ def test_a_put_waits_for_a_get_of_another_process(queue: Queue) -> None:
     queue.put("a")
     queue.put("b")
     script = "import pickle, sys; q = pickle.load(sys.stdin.buffer); print(q.get() + q.get())"
-    reader = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    writer = threading.Thread(target=queue.put, args=["c"])
-    writer.start()  # it is full
-    told, _ = reader.communicate(pickle.dumps(queue), timeout=60)
-    writer.join(30)
-    assert told.strip() == b"ab" and queue.get() == "c"
+    pipe = subprocess.PIPE
+    reader = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=pipe, stdout=pipe)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(queue),  # ends the put where the test fails before the queue has room
+        ending(reader),
+    ):
+        written = pool.submit(queue.put, "c")  # it is full
+        told, _ = reader.communicate(pickle.dumps(queue), timeout=100)
+        written.result(30)
+        assert told.strip() == b"ab" and queue.get() == "c"
 
 
 def test_what_cannot_be_read_safely_is_named(queue: Queue) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.conftest import line, until
+from tests.processes import all_ending, ending
 
 pytestmark = [
     pytest.mark.skipif(
@@ -75,12 +76,11 @@ def cluster() -> Iterator[Ray]:
     environment = {name: value for name, value in os.environ.items() if "DATAPLANE" not in name}
     environment |= settings
     process = python("ray_cluster.py", environment, folder, str(RAYLETS))
-    running = Ray(line(process), process, environment)
-    yield running
-    for driver in running.drivers:
-        driver.kill()
-        driver.communicate()
-    process.communicate(timeout=100)
+    with ending(process):
+        running = Ray(line(process), process, environment)
+        with all_ending(running.drivers):
+            yield running
+        process.communicate(timeout=100)
     shutil.rmtree(folder, ignore_errors=True)  # Ray's agents may still write their last line
 
 

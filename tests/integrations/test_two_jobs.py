@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import all_ending
+
 pytest.importorskip("torch")
 pytest.importorskip("tensordict", reason="make test installs it")
 pytest.importorskip("omegaconf", reason="make test installs it")
@@ -73,8 +75,9 @@ def test_each_job_has_a_plane_of_its_own(run_dir: Path) -> None:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    for job in jobs.values():
-        assert job.stdout is not None and job.stdout.readline() == b"here\n"
-    for name, job in jobs.items():
-        _, told = job.communicate(b"\n", timeout=60)
-        assert job.returncode == 0, f"{name}: {told.decode()[-2000:]}"
+    with all_ending(list(jobs.values())):
+        for job in jobs.values():
+            assert job.stdout is not None and job.stdout.readline() == b"here\n"
+        for name, job in jobs.items():
+            _, told = job.communicate(b"\n", timeout=60)
+            assert job.returncode == 0, f"{name}: {told.decode()[-2000:]}"

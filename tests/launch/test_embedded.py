@@ -22,6 +22,7 @@ from dataplane.errors import (
 )
 from dataplane.launch import embedded, rundir, runs
 from tests.launch import stand_in
+from tests.processes import all_ending
 
 
 @pytest.fixture
@@ -72,7 +73,8 @@ def test_one_peer_is_started_however_many_ask_at_once(folder: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
-    answers = [process.communicate(timeout=60) for process in asking]
+    with all_ending(asking):
+        answers = [process.communicate(timeout=60) for process in asking]
     assert answers == [(f"{folder}/embedded.sock\n", "")] * 6
     assert only(folder).name == "embedded"
     assert not list(folder.glob("*.old"))  # a second start would have put a log aside

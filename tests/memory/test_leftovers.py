@@ -12,6 +12,7 @@ import threading
 import numpy as np
 
 from dataplane.memory.arena import Arena, arena_beside, still_mapped_bytes
+from tests.processes import all_ending
 
 MIB = 1 << 20
 MAP = """
@@ -41,12 +42,10 @@ def test_pages_that_somebody_maps_count_once_and_only_while_they_are_mapped() ->
     assert still_mapped_bytes(name) == 0
     arena = Arena.create(8 * MIB, name)
     arena.view[: 4 * MIB] = b"x" * 4 * MIB
-    readers = [reader_of(arena, seen) for seen in (MIB, 2 * MIB)]
-    assert still_mapped_bytes(name) >= 4 * MIB  # this process wrote so much
-    arena.close()
-    assert 2 * MIB <= still_mapped_bytes(name) <= 8 * MIB
-    for reader in readers:
-        reader.communicate()
+    with all_ending([reader_of(arena, seen) for seen in (MIB, 2 * MIB)]):
+        assert still_mapped_bytes(name) >= 4 * MIB  # this process wrote so much
+        arena.close()
+        assert 2 * MIB <= still_mapped_bytes(name) <= 8 * MIB
     assert still_mapped_bytes(name) == 0
     assert still_mapped_bytes("dataplane") == 0
 

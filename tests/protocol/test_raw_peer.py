@@ -19,6 +19,7 @@ import pytest
 import xxhash
 import zmq
 
+from tests.processes import ending
 from tests.protocol.make_vectors import Layout, pack
 
 SECONDS = 20.0
@@ -43,9 +44,8 @@ def peer(tmp_path_factory: pytest.TempPathFactory, addresses: list[str]) -> Iter
     command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", "raw"]
     command += ["--arena", "16MiB", "--listen", addresses[0], "--seeds", ",".join(addresses)]
     environment = os.environ | {"DATAPLANE_RUN_DIR": str(run_dir)}
-    process = subprocess.Popen(command, env=environment)
     path = run_dir / "raw" / "a.sock"
-    try:
+    with ending(subprocess.Popen(command, env=environment)) as process:
         end = time.monotonic() + SECONDS
         while True:
             try:
@@ -55,7 +55,6 @@ def peer(tmp_path_factory: pytest.TempPathFactory, addresses: list[str]) -> Iter
                 assert process.poll() is None and time.monotonic() < end, "the peer did not start"
                 select.select([], [], [], 0.02)
         yield path
-    finally:
         process.send_signal(signal.SIGTERM)
         process.wait(SECONDS)
 

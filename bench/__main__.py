@@ -6,11 +6,23 @@ import sys
 
 
 def main() -> int:
-    """As the command line says; 130 also for Ctrl-C while its modules are still being loaded."""
+    """As the command line says; 130 also for Ctrl-C while its modules are still being loaded, 2
+    where a package that the bench needs is missing."""
     try:
         from bench.cli import main
 
         return main()
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or "").partition(".")[0]
+        if missing in ("", "bench", "dataplane"):
+            raise
+        print(
+            f"python -m bench: the package {missing!r} is not installed for {sys.executable}; the "
+            "extra `bench` brings what the bench needs: run `make bench`, or "
+            "`pip install -e '.[bench]'`",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
 

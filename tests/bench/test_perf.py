@@ -145,6 +145,16 @@ def test_ctrl_c_while_modules_are_loaded_is_no_failure(monkeypatch: pytest.Monke
     assert __main__.main() == 130
 
 
+def test_a_package_that_is_not_installed_is_named_with_what_brings_it() -> None:
+    code = (
+        "import runpy, sys; sys.modules['rich'] = None; runpy.run_module('bench', {}, '__main__')"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 2 and told.stdout == ""
+    assert "the package 'rich' is not installed" in told.stderr
+    assert "pip install -e '.[bench]'" in told.stderr and "Traceback" not in told.stderr
+
+
 def test_the_ceilings_move_every_byte() -> None:
     block = np.arange(1 << 20, dtype=np.uint8).reshape(4, -1)
     with Ceilings(block) as ceilings:

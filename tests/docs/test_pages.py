@@ -136,6 +136,7 @@ def test_the_pages_make_a_site_without_a_broken_link_or_reference(tmp_path: Path
     ]
     for name in ("dataplane.connect", *methods):
         assert f'id="{name}"' in api, name
+    assert "<code>float32[3,*]</code>" in api and "<em>" not in api  # no * of code is emphasis
     named = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= named
     for page in (tmp_path / "site").glob("[a-z]*.html"):

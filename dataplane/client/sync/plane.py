@@ -91,9 +91,9 @@ class Plane(Calls):
         closes with that many rows. groups: seal by itself once so many groups are closed. free:
         "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
         "acked" where stages are given. replicas: 2 keeps a second copy of the bytes on another
-        peer. fields: a schema, of fields that need one: {"tokens": "int64[*]"} refuses a value of
-        another dtype or rank at the put (InvalidValue); "float32[3,*]" has three vectors a row,
-        "float32" is one number, "bfloat16[...]" any shape, "object" a Python object. With a name
+        peer. fields: a schema, of fields that need one: `{"tokens": "int64[*]"}` refuses a value of
+        another dtype or rank at the put (InvalidValue); `float32[3,*]` has three vectors a row,
+        `float32` is one number, `bfloat16[...]` any shape, `object` a Python object. With a name
         alone, the partition is attached to on first use, waiting until somebody declares it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"))

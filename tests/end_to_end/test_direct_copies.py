@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -144,6 +145,27 @@ def test_the_arena_of_a_peer_that_died_does_not_stay_pinned(
     cluster.peers["a"].kill()
     cluster.peers["a"].wait()
     until(lambda: not device.pinned, "it is let go of")
+
+
+def test_a_piece_of_the_arena_that_nobody_copies_from_is_unpinned(
+    plane: dataplane.Plane, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "PINNED_S", 0.5)
+    part = plane.partition("p", free="drop")
+    block = np.random.default_rng(4).integers(0, 255, (4, MIB), np.uint8)
+    part.put({"x": block}, key=[0, 1, 2, 3])
+    rows = part.get(keys=[0, 1, 2, 3])
+    go_on = device.hold()
+    first = rows.torch("x")
+    part.get(keys=[0])
+    assert device.pinned
+    select.select([], [], [], 1)
+    assert device.pinned  # a copy is still to be made
+    go_on()
+    until(lambda: not device.pinned, "the idle piece is unpinned")
+    second = rows.torch("x")
+    device.synchronize()
+    assert np.array_equal(first.numpy(), block) and np.array_equal(second.numpy(), block)
 
 
 def test_where_memory_cannot_be_pinned_batches_come_all_the_same_and_the_log_says_so_once(

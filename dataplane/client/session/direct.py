@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """What is pinned at once: all of an arena would take as long as its pages take to be made."""
+PINNED_S = 600.0
+"""A piece that is not copied from for this long is unpinned: locked memory is no other process's.
+Several steps of a trainer, which would pin it again for each."""
 DIRECT_BYTES = 32 << 10
 """A stretch costs a call of the driver: where they are shorter than this on average the rows are
 packed in host memory first. Not measured."""
@@ -74,10 +77,19 @@ class CudaLandings:
 
 
 class _Copy(NamedTuple):
-    """Asked of a stream. event: None where the driver failed, so that nobody knows of its end."""
+    """Asked of a stream. event: None where the driver failed, so that nobody knows of its end.
+    pieces: those that it copies from."""
 
     event: Event | None
     keep: object
+    pieces: list[int]
+
+
+class _Piece(NamedTuple):
+    """A page-locked piece of the arena. used: when it was last copied from (monotonic seconds)."""
+
+    device: Device
+    used: float
 
 
 class DirectCopies:
@@ -91,7 +103,7 @@ class DirectCopies:
         """why nothing is copied directly any more"""
         self._reads = reads
         self._mapped: npt.NDArray[np.uint8] | None = None
-        self._pieces: dict[int, Device] = {}
+        self._pieces: dict[int, _Piece] = {}
         self._copies: list[_Copy] = []
         self._lock = threading.Lock()
 
@@ -117,8 +129,9 @@ class DirectCopies:
     def copy(self, runs: Runs, target: int, landing: Landing, keep: object) -> bool:
         """Asks for the copies. keep: what holds the bytes in the arena. False, and nothing was
         asked for, where the arena cannot be pinned. DeviceMissing where the driver fails."""
+        pieces = runs.pieces(PIECE_BYTES)
         with self._lock:
-            if self.refused or not self._pin(runs, landing.device):
+            if self.refused or not self._pin(pieces, landing.device):
                 return False
             assert self._mapped is not None
             first = int(self._mapped.__array_interface__["data"][0])
@@ -133,22 +146,23 @@ class DirectCopies:
                 self._refuse(exc.message)
                 raise
             finally:
-                self._copies.append(_Copy(event, keep))
+                self._copies.append(_Copy(event, keep, pieces))
         self._tell()
         return True
 
-    def _pin(self, runs: Runs, device: Device) -> bool:
-        """The pieces that these bytes lie in. Called with the lock."""
+    def _pin(self, pieces: list[int], device: Device) -> bool:
+        """Page-lock these pieces of the arena. Called with the lock."""
         if self._mapped is None:
             self._mapped = self._reads.base_array(self._reads.pin(0))
         first = int(self._mapped.__array_interface__["data"][0])
         try:
-            for piece in runs.pieces(PIECE_BYTES):
-                if piece not in self._pieces:
+            for piece in pieces:
+                known = self._pieces.get(piece)
+                if known is None:
                     start = piece * PIECE_BYTES
                     nbytes = min(PIECE_BYTES, self._mapped.nbytes - start)
                     device.pin_host(first + start, nbytes, read_only=True)
-                    self._pieces[piece] = device
+                self._pieces[piece] = _Piece(known.device if known else device, time.monotonic())
         except DeviceMissing as exc:
             self._refuse(exc.message)
             return False
@@ -159,15 +173,35 @@ class DirectCopies:
         log.warning("batches go to the GPU by way of ordinary memory, not pinned: %s", why)
 
     def settle(self) -> None:
-        """Lets go of what no GPU copies from any more. Never waits for one."""
+        """Let go of what no GPU copies from any more, and unlock the pieces of the arena that were
+        not copied from for PINNED_S. Never waits for a GPU."""
         with self._lock:
             copies, self._copies = self._copies, []
             done: list[_Copy] = []
             for one in copies:
                 (done if self._is_done(one) else self._copies).append(one)
+            self._unpin_idle(time.monotonic() - PINNED_S)
         for one in done:
             if one.event is not None:
                 one.event.close()
+
+    def _unpin_idle(self, since: float) -> None:
+        """Called with the lock."""
+        if not self._pieces:
+            return
+        copied_from = {piece for copy in self._copies for piece in copy.pieces}
+        for number, piece in list(self._pieces.items()):
+            if piece.used < since and number not in copied_from:
+                del self._pieces[number]
+                self._unpin(number, piece, self._mapped)
+
+    def _unpin(self, number: int, piece: _Piece, mapped: npt.NDArray[np.uint8] | None) -> None:
+        assert mapped is not None
+        first = int(mapped.__array_interface__["data"][0])
+        try:
+            piece.device.unpin_host(first + number * PIECE_BYTES)
+        except DeviceMissing as exc:
+            log.warning("piece %d of the arena could not be unpinned: %s", number, exc)
 
     def _is_done(self, copy: _Copy) -> bool:
         try:
@@ -193,12 +227,8 @@ class DirectCopies:
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None
-        for piece, device in pieces.items():
-            assert mapped is not None
-            try:
-                device.unpin_host(int(mapped.__array_interface__["data"][0]) + piece * PIECE_BYTES)
-            except DeviceMissing as exc:
-                log.warning("a piece of the arena could not be unpinned: %s", exc)
+        for number, piece in pieces.items():
+            self._unpin(number, piece, mapped)
 
     def poison(self) -> None:
         """In a forked child, to which neither the driver nor its registrations belong."""

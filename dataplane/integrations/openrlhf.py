@@ -28,7 +28,10 @@ _CLASS = "\0class"
 
 
 class Queue:
-    """First in, first out, for any number of processes, threads and hosts.
+    """A queue for any number of processes, threads and hosts.
+
+    The items of one host come out in the order in which they were put. Where several hosts put, a
+    `get` may take an item of its own host before older ones of others.
 
     maxsize: items that may wait, 0 for no bound by count; memory is bounded by the arena anyway.
     With several producers each may be one above it. name: that of the partition; the same name is
@@ -66,7 +69,7 @@ class Queue:
         self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take the oldest item; waits for one, `Empty` after `timeout` seconds. Tensors are private
+        """Take the next item; waits for one, `Empty` after `timeout` seconds. Tensors are private
         copies. A dataclass comes back as one where this process has imported its class."""
         try:
             batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)

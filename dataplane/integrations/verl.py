@@ -17,7 +17,11 @@ import numpy as np
 import torch
 
 import dataplane
-from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
+from dataplane.integrations.transfer_queue.columns import (
+    check_even,
+    packed_object,
+    unpacked_object,
+)
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -41,9 +45,12 @@ def put(
     """Write the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
     `meta_info` with each row. Arguments as of `Partition.put`.
 
-    ValueError where a name is in both, or is `meta_info`; InvalidValue names a value inside an
-    object that is none of None, numbers, texts, bytes, lists, tuples, dicts, arrays and tensors.
+    ValueError where a name is in both, is `meta_info`, or is in some rows only; InvalidValue names
+    a value inside an object that is none of None, numbers, texts, bytes, lists, tuples, dicts,
+    arrays and tensors.
     """
+    if data.batch is not None:
+        check_even(data.batch)
     columns: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
     if odd := sorted(({*columns} & {*data.non_tensor_batch}) | ({META_INFO} & {*columns})):
         raise ValueError(f"{odd[0]!r} names two things of this DataProto")

@@ -444,3 +444,10 @@ def test_the_shim_is_the_module_under_transfer_queues_name() -> None:
     assert done.returncode == 0 and done.stderr.endswith("INFO user: seen\n"), done.stderr
     version, file = done.stdout.split()
     assert tuple(map(int, version.split("."))) >= (0, 1, 9) and file.startswith(str(package))
+
+
+def test_a_field_that_only_some_rows_have_is_named(tq: Any) -> None:
+    rows = [tensordict.TensorDict({"x": torch.ones(1), "y": torch.ones(1)}, []) for _ in range(2)]
+    del rows[1]["y"]
+    with pytest.raises(ValueError, match="field 'y' is in row 0 and not in row 1"):
+        tq.kv_batch_put(["a", "b"], "train", tensordict.lazy_stack(rows))

@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import dataplane
+from dataplane.wire.objects import uneven_keys
 
 HIDDEN = "\0"
 """How names begin that users do not see."""
@@ -51,9 +52,21 @@ class Column:
 
 
 def columns_of(fields: TensorDict) -> dict[str, Column]:
-    """The fields of a TensorDict [n]. ValueError for one that is a TensorDict itself."""
+    """The fields of a TensorDict [n]. ValueError for one that is a TensorDict itself, or that only
+    some rows have."""
+    check_even(fields)
     rows = fields.batch_size[0]
     return {name: _column(str(name), value, rows) for name, value in fields.items()}
+
+
+def check_even(fields: TensorDict) -> None:
+    """ValueError for a stack of rows with different fields, of which a TensorDict shows only those
+    that all rows have."""
+    if (odd := uneven_keys(fields)) is not None:
+        raise ValueError(
+            f"field {odd[0]!r} is in row {odd[2]} and not in row {odd[1]}: put rows with different "
+            "fields by several calls"
+        )
 
 
 def _column(name: str, value: Any, rows: int) -> Column:

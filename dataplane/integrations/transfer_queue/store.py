@@ -357,30 +357,33 @@ class Store:
                 row.tags = now.tags
         base = number << INDEX_BITS
         indexes = [base + int(row.number or 0) for row in rows]
-        if len(self._keys) > _REMEMBERED:
-            self._keys.clear()
-        self._keys.update(
-            (i, row.key) for i, row in zip(indexes, rows, strict=True) if isinstance(row.key, str)
-        )
+        pairs = zip(indexes, rows, strict=True)
+        self._remember({index: row.key for index, row in pairs if isinstance(row.key, str)})
         return indexes
+
+    def _remember(self, keys: Mapping[int, str]) -> None:
+        with self._lock:
+            if len(self._keys) > _REMEMBERED:
+                self._keys = {}
+            self._keys.update(keys)
 
     def keys_of(self, name: str, indexes: Sequence[int]) -> list[str | int]:
         """The keys of rows by number; the row's own number for one without a key."""
-        unknown = [index for index in indexes if index not in self._keys]
+        mask = (1 << INDEX_BITS) - 1
+        with self._lock:  # others may forget them all meanwhile
+            keys = {index: self._keys[index] for index in indexes if index in self._keys}
+        unknown = [index for index in indexes if index not in keys]
         if unknown:
-            mask = (1 << INDEX_BITS) - 1
-            numbers = [index & mask for index in unknown]
-            wanted = dataplane.tag(_INDEX).isin(numbers)
+            wanted = dataplane.tag(_INDEX).isin([index & mask for index in unknown])
             try:
-                found = self._on(name, lambda part: part.rows(where=wanted))
+                rows = _rows(self._on(name, lambda part: part.rows(where=wanted)))
             except StorageKeyNotFoundError:
                 return [index & mask for index in indexes]
-            known = {row.number: row.key for row in _rows(found)}
-            for index, number in zip(unknown, numbers, strict=True):
-                if isinstance(key := known.get(number), str):
-                    self._keys[index] = key
-        mask = (1 << INDEX_BITS) - 1
-        return [self._keys.get(index, index & mask) for index in indexes]
+            named = {row.number: row.key for row in rows if isinstance(row.key, str)}
+            found = {index: named[index & mask] for index in unknown if index & mask in named}
+            self._remember(found)
+            keys |= found
+        return [keys.get(index, index & mask) for index in indexes]
 
     def consume(self, name: str, keys: Sequence[str | int], task: str, done: bool = True) -> None:
         """Say of rows that a task has, or has not, had them."""

@@ -66,6 +66,10 @@ class RunMissing(ConnectError):
     """The run spans several hosts, and nothing names it alike on all of them."""
 
 
+class RunInUse(ConnectError):
+    """`connect(fresh=True)` would end a run that has clients; `details["clients"]` names them."""
+
+
 class InvalidConfig(DataplaneError, ValueError):
     """A setting (variable, option or argument) does not have the form that it needs."""
 
@@ -77,6 +81,11 @@ class PeerLost(ConnectError):
 class PeerLeaves(PeerLost):
     """The peer leaves the plane; the call may or may not have taken effect. What the peer has moves
     to other hosts, where the call can be repeated."""
+
+
+class PeerEnded(PeerLost):
+    """Somebody ended the peer, with its rows; the message says who. The call may or may not have
+    taken effect."""
 
 
 class ClientClosed(ConnectError):

@@ -242,6 +242,11 @@ class Host:
         return Caller(self.address, self.incarnation, session)
 
     @property
+    def rows(self) -> int:
+        """Rows in the shards that this peer serves."""
+        return sum(len(entry.store) for entry in self.entries.values())
+
+    @property
     def pools(self) -> list[PoolHandle]:
         """The device arenas, as clients of this host open them."""
         return [arena.handle for arena in self.space.devices]

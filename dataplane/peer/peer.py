@@ -10,6 +10,7 @@ import asyncio
 import functools
 import secrets
 
+from dataplane.errors import DataplaneError
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
@@ -181,8 +182,9 @@ class Peer:
             ended.result()
         return deposed.is_set() and not (stop.is_set() or leave.is_set())
 
-    async def close(self) -> None:
-        await self.door.close()
+    async def close(self, why: DataplaneError | None = None) -> None:
+        """why: what clients are told that are still there."""
+        await self.door.close(why)
         await self.mesh.close()
         await self.keeper.close()  # nobody asks it any more, nor takes an office here anew
         await self.device_pulls.close()

@@ -86,6 +86,8 @@ class Sessions:
         self.last_seen = host.now()
         self.came = False
         """there has been a client"""
+        self.last: Session | None = None
+        """the session that ended last, of those that had to do with a partition"""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -153,6 +155,8 @@ class Sessions:
     def _end(self, session: Session) -> None:
         del self._live[session.id]
         session.ended = True
+        if session.partitions:
+            self.last = session
         self._ended(session)
         self._host.operations.end(session.id)
         if not self._host.space.holds(session.id):

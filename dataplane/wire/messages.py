@@ -41,7 +41,8 @@ UNHEARD = "unheard"
 class Welcome(Body, tag=1):
     """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it.
 
-    pools: its device arenas. Their addresses follow the arena's, in this order."""
+    pools: its device arenas. Their addresses follow the arena's, in this order. log: the path of
+    the peer's log, "" where that is no file. alone: the run has no other peers and gets none."""
 
     versions: tuple[int, int]
     plane: str
@@ -54,6 +55,8 @@ class Welcome(Body, tag=1):
     max_rows: int
     max_requests: int = 1
     pools: list[PoolHandle] = []
+    log: str = ""
+    alone: bool = False
 
 
 class Hello(Body, tag=2):
@@ -73,10 +76,19 @@ class Hello(Body, tag=2):
 
 
 class HelloDone(Body, tag=3):
-    """share_bytes: the largest unit per admission class (opening, continuing, pulls)."""
+    """share_bytes: the largest unit per admission class (opening, continuing, pulls).
+
+    clients: other sessions of this peer. Where there are none: rows: that the peer has; left_by,
+    left_ms: the command of the client that left last, and how long ago. label: what people call
+    this client."""
 
     session: int
     share_bytes: tuple[int, int, int]
+    clients: int = 0
+    rows: int = 0
+    left_by: str = ""
+    left_ms: int = 0
+    label: str = ""
 
 
 # partitions

@@ -138,7 +138,7 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
     tasks.spawn(keeper.run(office))
     await asyncio.wait_for(asked.wait(), 10)
 
-    async def close() -> None: ...
+    async def close(why: object = None) -> None: ...
 
     part, arena = SimpleNamespace(close=close), SimpleNamespace(close=lambda: None)
     peer: Any = SimpleNamespace(

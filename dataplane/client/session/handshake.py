@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import time
 from collections.abc import Callable
 
 from dataplane.client.session.connection import (
@@ -30,6 +31,7 @@ from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
 HANDSHAKE_S = 20.0
+_LOOKS, _LOOK_S = 10, 0.02
 
 
 def negotiate(welcome: Welcome) -> int:
@@ -65,7 +67,7 @@ def open_connection(
         if session is None:
             raise _not_let_in(exc, "of this run", limit_s) from exc
         session.peer_is_gone()
-        raise peer_lost(peer) from exc
+        raise peer_gone(session, exc) from exc
     where = f"at {connection.sock.getpeername()}"
     try:
         connection.sock.settimeout(limit_s)
@@ -73,7 +75,7 @@ def open_connection(
         connection.sock.setblocking(True)
         if session is not None and welcome.incarnation != session.incarnation:
             session.peer_is_gone()
-            raise peer_lost(peer)
+            raise peer_gone(session)
         joined = 0 if session is None else session.id
         rid = connection.next_rid()
         version = negotiate(welcome)
@@ -93,11 +95,54 @@ def open_connection(
         of_socket = isinstance(exc, OSError) and not isinstance(exc, DataplaneError)
         if session is None and (of_socket or type(exc) in (PeerLost, DeadlineExceeded)):
             raise _not_let_in(exc, where, limit_s) from exc
+        late = isinstance(exc, TimeoutError)
+        broke = type(exc) is PeerLost or (of_socket and not late)
+        if session is not None and broke and _is_gone(opener):  # it died as this connection came
+            session.peer_is_gone()
+            raise peer_gone(session) from exc
         if of_socket:
-            late = isinstance(exc, TimeoutError)
             raise (no_answer(peer, limit_s) if late else peer_lost(peer)) from exc
         raise
     return connection, welcome, done, descriptors
+
+
+def _is_gone(opener: Opener) -> bool:
+    """Whether nobody listens any more. A process that dies closes its sockets one by one."""
+    for _ in range(_LOOKS):
+        try:
+            opener().close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            return False
+        time.sleep(_LOOK_S)
+    return False
+
+
+def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
+    """The peer of a session ended: what is gone with it, and where its log is. exc: why it cannot
+    be reached; one that does not say so much is `peer_lost`."""
+    if session.farewell is not None:
+        return type(session.farewell)(session.farewell.message, **session.farewell.details)
+    if exc is not None and not isinstance(exc, ConnectionRefusedError | FileNotFoundError):
+        return peer_lost(session.peer)
+    welcome = session.welcome
+    gone = (
+        "it was the only peer of its run, so all rows of the run are gone. dataplane.connect() "
+        "begins the run again, empty"
+        if welcome.alone
+        else "rows whose only bytes were on this host are gone, unless the peer handed them over: "
+        "part.lost() names them. Others can be read through dataplane.connect()"
+    )
+    log = f"; its log is {welcome.log}, or {welcome.log}.old after that" if welcome.log else ""
+    return PeerLost(
+        f"peer {session.peer!r} of run {session.plane!r} ended, and {gone}. The call may or may "
+        f"not have taken effect{log}",
+        peer=session.peer,
+        run=session.plane,
+        log=welcome.log,
+        alone=welcome.alone,
+    )
 
 
 def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneError:

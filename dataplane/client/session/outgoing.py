@@ -14,7 +14,7 @@ import msgspec
 
 from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
-from dataplane.errors import ClientClosed, DataplaneError, PeerLeaves, PeerLost
+from dataplane.errors import ClientClosed, DataplaneError, PeerEnded, PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import UNHEARD, Admit, Body, Claim, Losses, Request, Wait
 
@@ -114,7 +114,10 @@ class Outgoing:
         if self._session.closed is not None:
             raise ClientClosed(self._session.closed) from None
         self._repeats += 1
-        if self._repeats > REPEATS or isinstance(exc, PeerLeaves):
+        if isinstance(exc, PeerLeaves | PeerEnded):
+            self._session.farewell = type(exc)(exc.message, **exc.details)
+            raise exc
+        if self._repeats > REPEATS:
             raise exc
         request = self._request
         if (

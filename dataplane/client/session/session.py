@@ -23,7 +23,7 @@ from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
 from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
-from dataplane.errors import ClientClosed, counted
+from dataplane.errors import ClientClosed, PeerLost, counted
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many
 from dataplane.wire.messages import (
@@ -104,6 +104,7 @@ class Session:
         self.max_rows = welcome.max_rows
         self.max_frame_bytes = welcome.max_frame_bytes
         self.share_bytes = done.share_bytes
+        self.welcome, self.found = welcome, done
         self.connections = connections
         connections.orphaned = self._orphaned
         self.reads = reads
@@ -118,6 +119,8 @@ class Session:
         self.tally = Tally()
         self.leases, self.permits = InHand(), InHand()
         self.closed: str | None = None
+        self.farewell: PeerLost | None = None
+        """what the peer said when it ended, if it did"""
         self.bell = Bell()
         """wakes the housekeeper"""
         self.tend: Callable[[], None] = lambda: None

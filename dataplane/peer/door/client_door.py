@@ -14,9 +14,11 @@ import math
 import os
 import select
 import socket
+import stat
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -94,6 +96,7 @@ class Door:
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "the local door")
         self._listener: socket.socket | None = None
+        self._bound: os.stat_result | None = None
         self.spawn = Tasks().spawn
 
     @property
@@ -101,14 +104,25 @@ class Door:
         return self._listener is not None
 
     def open(self, path: str) -> None:
+        """Listen at a path; also anew, where somebody has removed the socket's file."""
+        self.shut()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(1024)
-        self._listener = listener
+        self._listener, self._bound = listener, os.stat(path)
         self._admit()
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it needs no file at this path, or its socket's is still there."""
+        if self._listener is None or self._bound is None:
+            return True
+        try:
+            return os.path.samestat(self._bound, path.stat())
+        except OSError:
+            return False
 
     def _admit(self) -> None:
         if self._listener is not None:
@@ -151,6 +165,8 @@ class Door:
             max_rows=limits.MAX_ROWS_PER_MESSAGE,
             max_requests=limits.MAX_REQUESTS_PER_CONNECTION,
             pools=host.pools,
+            log=_log_path(),
+            alone=host.solo,
         )
         sock.setblocking(False)
         try:
@@ -177,6 +193,15 @@ class Door:
                 limit=limits.MAX_CONNECTIONS,
             )
         return None
+
+    def tell_what_is_there(self, session: Session, done: HelloDone) -> None:
+        """What a new client finds: other clients, or rows that clients have left."""
+        sessions, last = self.sessions, self.sessions.last
+        done.clients, done.label = len(sessions) - 1, session.label
+        if done.clients or last is None or last.is_of(session):
+            return
+        done.rows, done.left_by = self.host.rows, last.command or last.label
+        done.left_ms = int((self.host.now() - sessions.last_seen) * 1e3)
 
     @property
     def is_deserted(self) -> bool:
@@ -368,7 +393,10 @@ class Connection(asyncio.Protocol):
         session.connections += 1
         self._session = session
         self._frames.limit_bytes = limits.MAX_FRAME_BYTES
-        return HelloDone(session.id, self._door.host.space.share_bytes)
+        done = HelloDone(session.id, self._door.host.space.share_bytes)
+        if not body.session:
+            self._door.tell_what_is_there(session, done)
+        return done
 
     def _session_of(self, body: Hello) -> Session:
         """VersionMismatch, PeerLost; ClientClosed for a session that has ended."""
@@ -478,6 +506,15 @@ class Inflow:
         self._held.discard(why)
         if not self._held and self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
+
+
+def _log_path() -> str:
+    """The file that this process logs to; "" where that is none, or was removed."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+        return path if stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(path) else ""
+    except OSError:
+        return ""
 
 
 async def _answer_of(outcome: Awaitable[Body]) -> Body:

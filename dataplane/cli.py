@@ -215,8 +215,10 @@ def _stats(peer: rundir.LivingPeer) -> dict[str, Any]:
 
 
 def _clean(arguments: argparse.Namespace) -> int:
-    """End what nobody needs, and say what; leave the rest, and say why."""
-    base, some = rundir.run_dir(), False
+    """End what nobody needs, and say what; leave the rest, and say why. 1 where a peer that was to
+    end did not."""
+    base, some, code = rundir.run_dir(), False, 0
+    who = f"`{processes.own_command()}` (pid {os.getpid()})"
     for run in rundir.living_runs(base):
         for peer in run.peers:
             if arguments.run not in (None, run.name):
@@ -228,15 +230,19 @@ def _clean(arguments: argparse.Namespace) -> int:
             if needed and not arguments.force:
                 print(f"left {what}, because {needed}; --force ends it", flush=True)
                 continue
-            embedded.end(peer)
-            print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
-    for folder in runs.ended(base):
-        if arguments.run in (None, folder.name) and rundir.remove(folder):
+            if embedded.end(peer, who):
+                print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
+            else:
+                print(f"could not end {what}: {embedded.not_ended(peer)}", flush=True)
+                code = 1
+    for folder in rundir.abandoned(base):
+        named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
+        if named and rundir.remove(folder):
             some = True
             print(f"removed what run {folder.name!r} left in {folder}", flush=True)
     if not some:
         print("there is nothing to end", flush=True)
-    return 0
+    return code
 
 
 def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:

@@ -71,9 +71,10 @@ if __name__ == "__main__":
         alone(*sys.argv[1:])
         raise SystemExit(0)
     spawn = multiprocessing.get_context("spawn")
-    stages = [spawn.Process(target=stage) for stage in (rollout, reward, train)]
-    for stage in stages:
-        stage.start()
-    for stage in stages:
-        stage.join()
+    with dataplane.connect():  # what is started from here on is of this run
+        stages = [spawn.Process(target=stage) for stage in (rollout, reward, train)]
+        for stage in stages:
+            stage.start()
+        for stage in stages:
+            stage.join()
     raise SystemExit(max(stage.exitcode or 0 for stage in stages))

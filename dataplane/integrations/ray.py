@@ -263,7 +263,7 @@ class Attendant:
     of it, after its worker died, finds the peer there."""
 
     def __init__(self, plane: str) -> None:
-        self._folder = rundir.plane_dir(plane)
+        self._run = plane
         self._name = str(discovery.node_peer())
         self._plane: dataplane.Plane | None = None
         if self._living() is not None:
@@ -286,7 +286,7 @@ class Attendant:
     def serve(self, setup: Setup, listen: str, joins: bool) -> None:
         """Start the peer and become its client."""
         if self._living() is None:
-            with _token_file(setup, self._folder / f".{self._name}.token") as token_file:
+            with _token_file(setup, self._folder() / f".{self._name}.token") as token_file:
                 config = self._config(setup, listen, joins, token_file)
                 embedded.start(config, START_S)
         self._plane = dataplane.connect(self._name, run=setup.plane)
@@ -299,10 +299,16 @@ class Attendant:
                 plane.close()
         finally:
             if peer is not None:
-                embedded.end(peer)
+                embedded.end(
+                    peer, f"peers.stop() of dataplane.integrations.ray (pid {os.getpid()})"
+                )
+
+    def _folder(self) -> Path:
+        """Made if missing: it goes with the last peer of the run."""
+        return rundir.plane_dir(self._run)
 
     def _living(self) -> rundir.LivingPeer | None:
-        living = rundir.living_peers(self._folder)
+        living = rundir.living_peers(self._folder())
         return next((peer for peer in living if peer.name == self._name), None)
 
     def _config(

@@ -16,24 +16,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 from msgspec.structs import replace
 
 from dataplane.errors import (
     ConnectError,
+    DataplaneError,
     InvalidCall,
     InvalidConfig,
     PeerAmbiguous,
     PeerNotFound,
+    RunInUse,
     RunMissing,
+    counted,
     few,
 )
-from dataplane.launch import discovery, rundir, runs, settings
+from dataplane.launch import discovery, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import (
     AUTO,
@@ -53,6 +57,9 @@ MEET_TIMEOUT_S = 300.0
 """... of a peer that other hosts must let in: the hosts of a job start at different times."""
 END_S = 15.0
 OLD_S = 86_400.0
+RECENT_S = 60.0
+"""Whoever began an unnamed run that ended with rows so long ago may have meant them for the next
+line of its script."""
 SHOWN_RUNS = 3
 _POLL_S = 0.01
 _LOG_TAIL_BYTES = 2_000
@@ -67,17 +74,49 @@ _LAUNCHER = (
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """A client of a peer, as its run is about to be ended. mine: of this very process."""
+
+    pid: int
+    command: str
+    age_s: float
+    mine: bool = False
+
+    def __str__(self) -> str:
+        return f"`{self.command}` (pid {self.pid}, {runs.age(self.age_s)})"
+
+
+Fresh = bool | Literal["force"]
+ClientsOf = Callable[[rundir.LivingPeer], list[Client]]
+"""Asks a peer for the clients of its run. Raises DataplaneError where the peer does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a client found in a run that it joined: how many others live at this host's peer, the
+    rows that are there, and who left last, how long ago."""
+
+    clients: int = 0
+    rows: int = 0
+    left_by: str = ""
+    left_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
-    """A peer of this host that answers, and whether it was started for it."""
+    """A peer of this host that answers. began: whether it was started for this process; before:
+    what the peers that were there earlier left."""
 
     run: runs.Run
     peer: rundir.LivingPeer
     living: rundir.LivingRun
     me: rundir.Starter
     began: bool = False
+    before: tuple[rundir.DeadPeer, ...] = ()
 
-    def line(self) -> str:
-        """What happened, in one line for the log."""
+    def line(self, found: Found) -> tuple[int, str]:
+        """What happened, in one line for the log, and its level: WARNING where something is not as
+        most people expect it."""
         card, starter = self.peer.card, self.living.starter
         peer = f"peer {self.peer.name!r}"
         if card is not None:
@@ -89,15 +128,7 @@ class Attached:
             by = f"by `{starter.command}` (pid {starter.pid})" if starter else "by hand"
             age = runs.age(self.living.age_s)
             said = f"joined run {self.run.name!r}, begun {by} {age} ago: {peer}"
-        return "; ".join((said, *self.remarks()))
-
-    def remarks(self) -> list[str]:
-        """What is not as most people expect it, and what to do then."""
-        card, starter = self.peer.card, self.living.starter
-        remarks = []
-        named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
-        if not self.began and named and starter and starter.launch != self.me.launch:
-            remarks.append("another launch began it: connect(fresh=True) would end it first")
+        remarks = self._of_beginning() if self.began else self._of_joining(found)
         if card is not None and card.version != __version__:
             remarks.append(f"this process has dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
@@ -105,14 +136,52 @@ class Attached:
                 "ray is not initialised yet, so this is a run of its own: connect() after "
                 "ray.init() to be in the run of its job"
             )
-        if self.began and self.run.said_by == "launch":
-            living = [one for one in rundir.living_runs() if not runs.has_ended(one.name)]
-            others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
-            if others:
-                remarks.append(
-                    f"on this host there is also {few(others, SHOWN_RUNS)}: programs in several "
-                    "terminals share a name, connect(run=…) or DATAPLANE_RUN"
-                )
+        return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
+
+    def _of_joining(self, found: Found) -> list[str]:
+        if found.clients:
+            return []
+        fresh = "connect(fresh=True) ends it first" if not self.run.unnamed else ""
+        if found.rows:
+            there = f"it has {counted(found.rows, 'row')} and no client"
+            by = f" since `{found.left_by}` left" if found.left_by else ""
+            said = f"{there}{by} {runs.age(found.left_s)} ago"
+            return [f"{said}: if they are not meant for this process, {fresh}" if fresh else said]
+        starter = self.living.starter
+        named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
+        if named and starter is not None and not runs.is_of_launch(starter):
+            return [f"another launch began it and no client of it is left: {fresh}"]
+        return []
+
+    def _of_beginning(self) -> list[str]:
+        remarks = [_gone(dead) for dead in self.before[:1] if dead.card.rows]
+        if self.run.said_by == "launch" and not remarks:
+            base = self.living.folder.parent
+            left = [one for one in runs.left_by_siblings(base) if one.age_s < RECENT_S]
+            remarks += [_ended(min(left, key=lambda one: one.age_s))] if left else []
+        if self.run.over:
+            remarks.append(
+                f"DATAPLANE_RUN names {self.run.over!r}, an unnamed run whose processes have ended "
+                "or are on another host; for one run on several hosts set a name of your own"
+            )
+        if self.run.said_by != "launch":
+            return remarks
+        relatives = runs.relatives(self.run.name)
+        if relatives:
+            return [*remarks, f"{few(relatives, SHOWN_RUNS)}: {_SHARE}"]
+        if (parent := runs.parent_of_multiprocessing()) is not None:
+            remarks.append(
+                f"`{processes.command(parent)}` (pid {parent}), which started this process, has "
+                f"not connected before: {_SHARE}"
+            )
+        living = [one for one in rundir.living_runs() if not runs.has_ended(one.name)]
+        others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
+        if others:
+            remarks.append(
+                f"on this host there is also {few(others, SHOWN_RUNS)}: programs of several "
+                "terminals, or of several lines of a script, share a name, connect(run=…) or "
+                "DATAPLANE_RUN"
+            )
         return remarks
 
     @property
@@ -121,12 +190,40 @@ class Attached:
         return str(self.peer.socket)
 
 
+_SHARE = (
+    "they share no rows with this process. They would if their common parent called connect() "
+    "before it starts them, or all had one name, connect(run=…) or DATAPLANE_RUN"
+)
+
+
+def _gone(dead: rundir.DeadPeer) -> str:
+    """What went with a peer."""
+    card = dead.card
+    how = card.ended or f"it was killed, see {log_path(dead.folder, card.name)}.old"
+    return (
+        f"it starts empty: its peer {card.name!r} (pid {card.pid}) had "
+        f"{counted(card.rows, 'row')} and went {runs.age(dead.age_s)} ago ({how})"
+    )
+
+
+def _ended(dead: rundir.DeadPeer) -> str:
+    """What went with an unnamed run that somebody perhaps meant for this process."""
+    card = dead.card
+    who = f"`{card.starter.command}`, which has the same parent" if card.starter else "another"
+    return (
+        f"the unnamed run of {who}, ended {runs.age(dead.age_s)} ago, and "
+        f"{counted(card.rows, 'row')} with it: programs that hand rows on share a name, "
+        "connect(run=…) or DATAPLANE_RUN"
+    )
+
+
 def attach(
     run: str | None = None,
     peer_name: str | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
-    fresh: bool = False,
+    fresh: Fresh = False,
+    clients: ClientsOf | None = None,
 ) -> Attached:
     """A peer of this host and of a run (default: this process's, see `runs`), which answers.
 
@@ -137,7 +234,8 @@ def attach(
 
     fresh: an embedded peer that another launch has left is ended before, and one of this process;
     on several hosts each ends its own, and those of the new launch refuse what is left elsewhere.
-    InvalidCall where that is not this call's to end, or launches cannot be told apart.
+    RunInUse where it has `clients`, unless fresh is "force". InvalidCall where it is not this
+    call's to end, or launches cannot be told apart.
     """
     peer_name = peer_name or settings.of_variable("peer", environ)
     base = rundir.run_dir(environ)
@@ -146,10 +244,11 @@ def attach(
         belongs = _run_of(peer_name, belongs, base)
     folder = rundir.plane_dir(belongs.name, base)
     deadline = time.monotonic() + START_TIMEOUT_S
-    me, began = runs.this_process(environ), False
+    me, begun = runs.this_process(environ), None
     if fresh:
         me = replace(me, fresh=True)
-        _end_what_is_left(folder, belongs.name, peer_name, me, environ, deadline)
+        anew = _Anew(folder, belongs.name, me, fresh, clients or (lambda peer: []))
+        anew.end_what_is_left(peer_name, environ, deadline)
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
@@ -157,11 +256,12 @@ def attach(
             if config.seeds:
                 deadline = max(deadline, time.monotonic() + MEET_TIMEOUT_S)
             if peer is None:
-                peer, began = _start_once(config, folder, deadline)
+                peer, begun = _start_once(config, folder, deadline)
         if _answers_in_time(peer, folder, deadline):
             break  # else it was about to leave when it was seen, and the next one is asked
     living = rundir.LivingRun(belongs.name, folder, rundir.living_peers(folder))
-    return Attached(belongs, rundir.seen_again(folder, peer), living, me, began)
+    seen = rundir.seen_again(folder, peer)
+    return Attached(belongs, seen, living, me, begun is not None, tuple(begun or ()))
 
 
 def _introduced(run: rundir.LivingRun) -> str:
@@ -169,63 +269,126 @@ def _introduced(run: rundir.LivingRun) -> str:
     return f"run {run.name!r} ({who}, {runs.age(run.age_s)} old)"
 
 
-def _end_what_is_left(
-    folder: Path,
-    run: str,
-    peer_name: str | None,
-    me: rundir.Starter,
-    environ: Mapping[str, str],
-    deadline: float,
-) -> None:
-    """End the embedded peers of a run that is begun anew, unless this launch has done so before."""
-    several = bool(discovery.find_seeds(run, environ))
-    if several and discovery.launchers_run(environ) is None:
-        raise InvalidCall(
-            f"fresh=True cannot tell this launch of run {run!r} from the one before on its other "
-            "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) says an id that is alike "
-            "on all hosts and new each time; give the new launch another name, DATAPLANE_RUN"
-        )
-    if peer_name is not None:
-        raise InvalidCall(
-            f"fresh=True begins a run with a peer of its own, and peer {peer_name!r} is asked for: "
-            "leave one of them out (DATAPLANE_PEER too)"
-        )
-    with _start_lock(folder, deadline):
-        for peer in rundir.living_peers(folder):
-            starter = peer.card.starter if peer.card else None
-            if peer.card is None or starter is None:
-                raise InvalidCall(
-                    f"peer {peer.name!r} of run {run!r} was started by hand: stop it there, "
-                    f"dataplane clean --run {run} --force does it, and fresh=True begins the run"
-                )
-            mine = starter.launch == me.launch
-            if several and mine and not starter.fresh:
-                raise InvalidCall(
-                    f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
-                    f"{run!r} without fresh=True: where a run has several hosts, all processes of "
-                    "a launch say so or none does"
-                )
-            if not mine or (starter.process == me.process and not several):
-                end(peer)
-                log.info("ended run %r, begun %s ago", run, runs.age(peer.card.age_s))
+@dataclass(frozen=True, slots=True)
+class _Anew:
+    """`connect(fresh=…)`: the embedded peers of a run end before it begins anew, unless this launch
+    has done so before."""
+
+    folder: Path
+    run: str
+    me: rundir.Starter
+    fresh: Fresh
+    clients: ClientsOf
+
+    def end_what_is_left(
+        self, peer_name: str | None, environ: Mapping[str, str], deadline: float
+    ) -> None:
+        run = self.run
+        several = bool(discovery.find_seeds(run, environ))
+        if several and discovery.launchers_run(environ) is None:
+            raise InvalidCall(
+                f"fresh=True cannot tell this launch of run {run!r} from the one before on its "
+                "other hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) says an id that "
+                "is alike on all hosts and new each time; give the new launch another name, "
+                "DATAPLANE_RUN"
+            )
+        if peer_name is not None:
+            raise InvalidCall(
+                f"fresh=True begins a run with a peer of its own, and peer {peer_name!r} is asked "
+                "for: leave one of them out (DATAPLANE_PEER too)"
+            )
+        with _start_lock(self.folder, deadline):
+            for peer in rundir.living_peers(self.folder):
+                if self._is_to_end(peer, several):
+                    self._end(peer)
+
+    def _is_to_end(self, peer: rundir.LivingPeer, several: bool) -> bool:
+        starter = peer.card.starter if peer.card else None
+        if starter is None:
+            raise InvalidCall(
+                f"peer {peer.name!r} of run {self.run!r} was started by hand: stop it there, "
+                f"dataplane clean --run {self.run} --force does it, and fresh=True begins the run"
+            )
+        mine = runs.is_of_launch(starter)
+        if several and mine and not starter.fresh:
+            raise InvalidCall(
+                f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
+                f"{self.run!r} without fresh=True: where a run has several hosts, all processes "
+                "of a launch say so or none does"
+            )
+        return not mine or (starter.process == self.me.process and not several)
+
+    def _end(self, peer: rundir.LivingPeer) -> None:
+        clients = self._clients(peer)
+        if clients and self.fresh != "force":
+            raise RunInUse(
+                f"run {self.run!r} has {counted(len(clients), 'client')}, "
+                f"{few([str(one) for one in clients], SHOWN_RUNS)}: connect(fresh=True) ends no "
+                "run that is in use. End them first, give this launch another name, or say "
+                'connect(fresh="force"), which ends the run with its rows under them',
+                run=self.run,
+                clients=[
+                    {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
+                ],
+            )
+        age = runs.age(peer.card.age_s) if peer.card else "?"
+        how = 'connect(fresh="force")' if self.fresh == "force" else "connect(fresh=True)"
+        if not end(peer, f"`{self.me.command}` (pid {self.me.pid}) by {how}"):
+            raise ConnectError(
+                f"peer {peer.name!r} of run {self.run!r} does not end: {not_ended(peer)}",
+                peer=peer.name,
+            )
+        under = f" under {few([str(one) for one in clients], SHOWN_RUNS)}" if clients else ""
+        level = logging.WARNING if clients else logging.INFO
+        log.log(level, "ended run %r, begun %s ago%s", self.run, age, under)
+
+    def _clients(self, peer: rundir.LivingPeer) -> list[Client]:
+        try:
+            return [one for one in self.clients(peer) if not one.mine]
+        except DataplaneError as exc:
+            if self.fresh == "force":
+                return []
+            raise RunInUse(
+                f"peer {peer.name!r} of run {self.run!r} does not say who its clients are "
+                f'({exc.message}): connect(fresh="force") ends it all the same',
+                run=self.run,
+                clients=[],
+            ) from exc
 
 
-def end(peer: rundir.LivingPeer, patience_s: float = END_S) -> None:
-    """End a peer at once, with all rows, and wait for it; one that does not react is killed."""
-    if peer.card is None:
-        return
+def end(peer: rundir.LivingPeer, who: str) -> bool:
+    """End a peer at once, with all rows, and wait for it; one that does not react is killed.
+    Whether it has ended. who: ends it, for its log and its clients.
+
+    Its pid is the kernel's: a card may be gone, or be of another pid namespace.
+    """
+    pid = rundir.holder(peer.socket.parent, peer.name)
+    if pid is None:
+        return not rundir.is_living(peer)
     try:
-        handle = os.pidfd_open(peer.card.pid)
-    except ProcessLookupError:
-        return
+        handle = os.pidfd_open(pid)
+    except OSError:  # it has ended, or is in another pid namespace
+        return not rundir.is_living(peer)
     try:
+        rundir.leave_word(peer, who)
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-            if select.select([handle], [], [], patience_s)[0]:
-                return
+            if select.select([handle], [], [], END_S)[0]:
+                return True
+    except PermissionError:
+        return False
     finally:
         os.close(handle)
+    return False
+
+
+def not_ended(peer: rundir.LivingPeer) -> str:
+    """Why `end` could not end a peer, and what to do."""
+    pid = rundir.holder(peer.socket.parent, peer.name)
+    if pid:
+        return f"pid {pid} was sent SIGKILL and lives, see its state in /proc/{pid}/status"
+    return "its process is in another container, or shows its pid to nobody here; end it there"
 
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
@@ -376,20 +539,36 @@ def _choose(
 
 def _start_once(
     config: PeerConfig, folder: Path, deadline: float
-) -> tuple[rundir.LivingPeer, bool]:
-    """Start the embedded peer, or wait for whoever is doing so; whether it was started here."""
+) -> tuple[rundir.LivingPeer, list[rundir.DeadPeer] | None]:
+    """Start the embedded peer, or wait for whoever is doing so. What earlier peers of the run left,
+    where it was started here; else None."""
     with _start_lock(folder, deadline):
-        peer = _choose(folder, config.run, None, {})
+        while (peer := _choose(folder, config.run, None, {})) is None and (
+            rundir.is_inhabited(folder) or rundir.holder(folder, config.name) is not None
+        ):
+            # It lives, and somebody has removed its files: it puts them back.
+            if time.monotonic() > deadline:
+                pid = rundir.holder(folder, config.name)
+                raise ConnectError(
+                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) lives, its files in "
+                    f"{folder} were removed, and it does not put them back: is it stopped? End it, "
+                    "or take another name for the run",
+                    run=config.run,
+                    pid=pid,
+                )
+            time.sleep(_POLL_S)
         if peer is not None:
-            return peer, False
+            return peer, None
         _remove_old(config.run_dir)
+        before = rundir.dead_peers(folder)
         start(config, deadline - time.monotonic())
-        return rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None), True
+        return rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None), before
 
 
 def _remove_old(base: Path) -> None:
-    """Folders of unnamed runs whose peers crashed stay for their logs, but not for ever."""
-    for folder in runs.ended(base):
+    """Folders of runs whose peers crashed, or ended with rows, stay for their logs and cards, but
+    not for ever."""
+    for folder in rundir.abandoned(base):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > OLD_S:
                 rundir.remove(folder)

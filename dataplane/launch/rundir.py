@@ -2,8 +2,13 @@
 
 `$DATAPLANE_RUN_DIR`, else `$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-<uid>`; private to the
 user. In it a folder for each run, and in that, for each peer, `<name>.lock` (held by flock while
-the peer lives: that is what living means), `<name>.sock` and `<name>.json` (its card). What dead
-peers left is removed by the next start.
+the peer lives: that is what living means), `<name>.sock` and `<name>.json` (its card).
+
+Others may remove these files: cleaners of /tmp, the logout that ends /run/user, `rm -r`. So a peer
+also holds its name as an abstract socket, which is no file, and puts its files back
+(`PeerLock.restore`). It locks the folder too, which systemd-tmpfiles respects. A peer that ends
+removes its folder, but for a card and a log that say what went with it; the next start reads the
+card, and removes what is older than a day.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import fcntl
 import os
 import re
 import shutil
+import socket
+import struct
 import time
 import weakref
 from collections.abc import Mapping
@@ -33,24 +40,32 @@ MAX_SOCKET_PATH_BYTES = 99
 STARTING = ".starting"
 """The file whose lock one holds who starts a run's embedded peer."""
 
+_WORD = ".ended-by"
+_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 128
+"""Of those who ask for a peer's pid while it is stopped."""
 _NAME_BYTES = 32 + len(".sock")
 _CLAIM_PATIENCE_S = 0.2
+_LOOK_S = 0.02
 
 
 class Starter(msgspec.Struct, frozen=True):
-    """Who started an embedded peer: its launch (a launcher's run, else the process group), the
-    process, and the command that a person would know it by. fresh: to begin the run anew."""
+    """Who started an embedded peer: its launch (a launcher's run, else the name that an unnamed run
+    of it has), the process, and the command that a person would know it by. fresh: to begin the
+    run anew. process, parent: pid and start time, which name one process."""
 
     launch: str
     process: str
     pid: int
     command: str
     fresh: bool = False
+    parent: str = ""
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What `<name>.json` says of a living peer. began_s: on the clock that all processes of a host
-    share. starter: None for a peer that was started by hand."""
+    """What `<name>.json` says of a peer. began_s: on the clock that all processes of a host share.
+    starter: None for a peer that was started by hand. rows: in its shards when this was written.
+    ended: why the peer ended; "" while it lives, and where it was killed."""
 
     name: str
     pid: int
@@ -59,6 +74,8 @@ class Card(msgspec.Struct, frozen=True):
     began_s: float
     address: str | None = None
     starter: Starter | None = None
+    rows: int = 0
+    ended: str = ""
 
     @property
     def age_s(self) -> float:
@@ -78,6 +95,15 @@ class LivingPeer:
     card: Card | None
 
 
+@dataclass(frozen=True, slots=True)
+class DeadPeer:
+    """A peer that has ended, and left its card. age_s: since the card was written."""
+
+    card: Card
+    folder: Path
+    age_s: float
+
+
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The run directory, made if missing; InvalidConfig unless it is private to the user."""
     given: Path | None = settings.of_variable("run-dir", environ)
@@ -92,9 +118,14 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def plane_dir(plane: str, base: Path | None = None) -> Path:
-    """The folder of a run in the run directory. Long or odd names become a hash of 12 digits."""
-    check_run(plane)
+    """The folder of a run in the run directory, made if missing."""
     base = run_dir() if base is None else _private(base)
+    return _private(folder_of(plane, base))
+
+
+def folder_of(plane: str, base: Path) -> Path:
+    """The path of a run's folder. Long or odd names become a hash of 12 digits."""
+    check_run(plane)
     room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(base)) - _NAME_BYTES - 2
     plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", plane) and len(plane) <= room
     folder = plane if plain else f"~{xxhash.xxh3_64_hexdigest(plane.encode())[:12]}"
@@ -103,7 +134,7 @@ def plane_dir(plane: str, base: Path | None = None) -> Path:
             f"the run directory {base} is too long for the path of a socket: set "
             f"DATAPLANE_RUN_DIR to one of at most {MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
         )
-    return _private(base / folder)
+    return base / folder
 
 
 def _private(path: Path) -> Path:
@@ -131,16 +162,27 @@ class LivingRun:
 
 
 class PeerLock:
-    """A peer's name, held until `release` or the end of the process."""
+    """A peer's name, held until `release` or the end of the process.
+
+    Three things are held: the flock of `<name>.lock`, by which others see that the peer lives; the
+    abstract socket `announced`, which nobody can remove; and a shared flock of the folder.
+    """
 
     def __init__(
-        self, folder: Path, name: str, fd: int, run: str, starter: Starter | None = None
+        self,
+        folder: Path,
+        name: str,
+        fd: int,
+        run: str,
+        starter: Starter | None = None,
+        announced: socket.socket | None = None,
     ) -> None:
         self.folder, self.name = folder, name
-        self._run, self._starter, self._began_s = run, starter, _host_clock_s()
         self.socket_path = folder / f"{name}.sock"
         self.card_path = folder / f"{name}.json"
-        self._fd = fd
+        self._card = Card(name, os.getpid(), run, __version__, _host_clock_s(), None, starter)
+        self._fd, self._folder_fd = fd, _lock_folder(folder)
+        self._announced = announced
         _held.add(self)
 
     def __repr__(self) -> str:
@@ -148,21 +190,79 @@ class PeerLock:
 
     def write_card(self, address: str | None) -> None:
         """Tell other processes of this host who this peer is and where it listens."""
+        self._write(msgspec.structs.replace(self._card, address=address))
+
+    def count(self, rows: int) -> None:
+        """Note how many rows the peer has: if it is killed, the next one says what is gone."""
+        if rows != self._card.rows:
+            self._write(msgspec.structs.replace(self._card, rows=rows))
+
+    def _write(self, card: Card) -> None:
+        self._card = card
         draft = self.folder / f".{self.name}.json"
-        who = self.name, os.getpid(), self._run, __version__, self._began_s
-        draft.write_bytes(msgspec.json.encode(Card(*who, address, self._starter)))
+        draft.write_bytes(msgspec.json.encode(card))
         draft.replace(self.card_path)
 
-    def release(self) -> None:
-        """Remove the peer's files and give the name back."""
+    def restore(self) -> list[str]:
+        """Put back what somebody has removed of the folder, the lock and the card, and name it.
+
+        OSError or InvalidConfig where that cannot be done now, PeerNameTaken where another living
+        peer has the name since.
+        """
+        self._hang_up()
+        missing = []
+        if not _is_at(self._folder_fd, self.folder):
+            _private(self.folder.parent)
+            _private(self.folder)
+            missing.append(str(self.folder))
+            os.close(self._folder_fd)
+            self._folder_fd = _lock_folder(self.folder)
+        lock_path = self.folder / f"{self.name}.lock"
+        if not _is_at(self._fd, lock_path):
+            if (fd := try_lock(lock_path)) is None:
+                raise _taken(self.folder, self.name)
+            missing.append(lock_path.name)
+            os.close(self._fd)
+            self._fd = fd
+        if not self.card_path.exists():
+            missing.append(self.card_path.name)
+            self._write(self._card)
+        return missing
+
+    def _hang_up(self) -> None:
+        """Others connect to the abstract socket to learn the pid. Nobody is answered."""
+        with contextlib.suppress(OSError):
+            while self._announced is not None:
+                self._announced.accept()[0].close()
+
+    def word(self) -> str:
+        """Who has told this peer to end, as `leave_word` wrote it; "" where nobody said so."""
+        path = self.folder / f"{self.name}{_WORD}"
+        try:
+            word = path.read_text()
+            path.unlink()
+        except OSError:
+            return ""
+        return word
+
+    def release(self, ended: str = "") -> None:
+        """Remove the peer's files and give the name back. Its card stays where `ended` says why it
+        ended with rows or clients."""
         if self._fd >= 0:
-            _remove_files(self.folder, self.name)
+            if ended:
+                with contextlib.suppress(OSError):
+                    self._write(msgspec.structs.replace(self._card, ended=ended))
+            _remove_files(self.folder, self.name, card=not ended)
             self._close()
 
     def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for fd in (self._fd, self._folder_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._folder_fd = -1
+        if self._announced is not None:
+            self._announced.close()
+            self._announced = None
 
 
 # A forked child would keep its parent's name alive after the parent's death.
@@ -187,22 +287,80 @@ def claim_name(
     """
     check_peer_name(name)
     deadline = time.monotonic() + _CLAIM_PATIENCE_S
-    while (fd := try_lock(folder / f"{name}.lock")) is None:
+    while (held := _try_name(folder, name)) is None:
         # Somebody who only asks who lives holds the lock for microseconds.
         if time.monotonic() > deadline:
-            card = _read_card(folder, name)
-            raise PeerNameTaken(
-                f"a living peer{f' (pid {card.pid})' if card else ''} of this run is named "
-                f"{name!r} on this host: stop it, or choose another --name or --run",
-                name=name,
-                pid=card.pid if card else None,
-            )
+            raise _taken(folder, name)
         time.sleep(0.005)
+    fd, announced = held
     _remove_files(folder, name, lock=False)
     _sweep(folder, besides=name)
-    lock = PeerLock(folder, name, fd, folder.name if run is None else run, starter)
+    lock = PeerLock(folder, name, fd, folder.name if run is None else run, starter, announced)
     lock.write_card(None)
     return lock
+
+
+def _try_name(folder: Path, name: str) -> tuple[int, socket.socket | None] | None:
+    """The lock and the abstract socket of a name; None where a living peer has one of them."""
+    fd = try_lock(folder / f"{name}.lock")
+    if fd is None:
+        return None
+    announced = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        announced.bind(_announced_at(folder, name))
+        announced.listen(_BACKLOG)
+    except OSError:
+        announced.close()
+        if holder(folder, name) is not None:
+            os.close(fd)
+            return None
+        return fd, None  # another user has that name, which is no file and has no owner
+    return fd, announced
+
+
+def _taken(folder: Path, name: str) -> PeerNameTaken:
+    pid = holder(folder, name)
+    return PeerNameTaken(
+        f"a living peer{f' (pid {pid})' if pid else ''} of this run is named {name!r} on this "
+        "host: stop it, or choose another --name or --run",
+        name=name,
+        pid=pid,
+    )
+
+
+def _announced_at(folder: Path, name: str) -> str:
+    """The abstract socket that stands for a peer's name. Containers that share a network but not
+    the run directory have others."""
+    try:
+        mounts = os.stat("/proc/self/ns/mnt").st_ino
+    except OSError:
+        mounts = 0
+    place = f"{mounts}-{folder.absolute()}-{name}"
+    return f"\0dataplane-{os.getuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(place))}"
+
+
+def holder(folder: Path, name: str) -> int | None:
+    """The pid of the living peer of this name, also where its files are gone. 0 where its process
+    is in another pid namespace, None where no such peer is found."""
+    for path in (_announced_at(folder, name), str(folder / f"{name}.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(path)
+            except OSError:
+                continue
+            raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid == os.getuid():
+            return int(pid)
+    return None
+
+
+def leave_word(peer: LivingPeer, who: str) -> None:
+    """Write down who is about to end a peer, for its log and its clients."""
+    with contextlib.suppress(OSError):
+        path = peer.socket.with_name(f"{peer.name}{_WORD}")
+        path.touch(0o600)
+        path.write_text(who)
 
 
 def living_runs(base: Path | None = None) -> list[LivingRun]:
@@ -226,18 +384,77 @@ def living_peers(folder: Path) -> list[LivingPeer]:
     return living
 
 
+def dead_peers(folder: Path) -> list[DeadPeer]:
+    """The peers of a run that have ended and left their cards, the one that ended last first."""
+    living = {peer.name for peer in living_peers(folder)}
+    dead = []
+    for path in folder.glob("*.json"):
+        card = _read_card(folder, path.stem)
+        if card is not None and card.name not in living:
+            with contextlib.suppress(OSError):
+                age_s = max(0.0, time.time() - path.stat().st_mtime)
+                dead.append(DeadPeer(card, folder, age_s))
+    return sorted(dead, key=lambda one: one.age_s)
+
+
+def abandoned(base: Path) -> list[Path]:
+    """The folders of runs without peers: what crashes, ended runs and earlier boots left."""
+    return [one for one in sorted(base.iterdir()) if one.is_dir() and not is_inhabited(one)]
+
+
+def is_living(peer: LivingPeer) -> bool:
+    """Whether a peer that was seen still has its name."""
+    return peer.name in [one.name for one in living_peers(peer.socket.parent)]
+
+
 def remove(folder: Path) -> bool:
     """Remove the folder of a run without peers, unless somebody is about to start one there."""
     fd = try_lock(folder / STARTING)
     if fd is None:
         return False
     try:
-        if living_peers(folder):
+        if is_inhabited(folder):
             return False
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(fd)
     return not folder.exists()
+
+
+def is_inhabited(folder: Path) -> bool:
+    """Whether a peer lives in this folder, also where its files in it are gone."""
+    until = time.monotonic() + _LOOK_S
+    while not living_peers(folder):
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return True  # else it may be somebody who asks the same
+        else:
+            return False
+        finally:
+            os.close(fd)
+        time.sleep(0.001)
+    return True
+
+
+def _lock_folder(folder: Path) -> int:
+    """A descriptor that holds the folder's shared lock."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_SH)  # `is_inhabited` has it for microseconds
+    return fd
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
 
 
 def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
@@ -259,9 +476,8 @@ def try_lock(path: Path) -> int | None:
             os.close(fd)
             return None
         # Its last holder may have removed the file between our open and our lock.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
+        if _is_at(fd, path):
+            return fd
         os.close(fd)
 
 
@@ -294,7 +510,7 @@ def _is_free(path: Path) -> bool:
 
 def _sweep(folder: Path, besides: str) -> None:
     """Remove the files of every dead peer of the plane."""
-    names = {path.stem for path in folder.glob("*.sock")} | {p.stem for p in folder.glob("*.lock")}
+    names = {path.stem for suffix in ("sock", "lock") for path in folder.glob(f"*.{suffix}")}
     for name in names - {besides}:
         fd = try_lock(folder / f"{name}.lock")
         if fd is not None:
@@ -302,9 +518,10 @@ def _sweep(folder: Path, besides: str) -> None:
             os.close(fd)
 
 
-def _remove_files(folder: Path, name: str, lock: bool = True) -> None:
+def _remove_files(folder: Path, name: str, *, lock: bool = True, card: bool = True) -> None:
     """Only for the holder of the name's lock."""
-    leftovers = [f"{name}.sock", f"{name}.json", f".{name}.json"]
+    leftovers = [f"{name}.sock", f".{name}.json", f"{name}{_WORD}"]
+    leftovers += [f"{name}.json"] if card else []
     for leftover in [*leftovers, f"{name}.lock"] if lock else leftovers:
         (folder / leftover).unlink(missing_ok=True)
 

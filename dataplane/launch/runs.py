@@ -2,14 +2,17 @@
 
 The first of these that is there:
 1. what is said by hand: `connect(run="grpo")`, `dataplane peer --run grpo`;
-2. DATAPLANE_RUN. The first `connect()` of a process sets it for the processes that it starts;
+2. DATAPLANE_RUN. The first `connect()` of a process sets it for the processes that it starts from
+   then on, so they share its run, named or not;
 3. the launcher's: Slurm's job and step, Kubernetes' set, Ray's session and job, the id of torchrun
    or mpirun;
-4. the launch itself: the process group that the shell made for what was typed, by the pid and the
-   start time of its leader. Such a run is unnamed, and lasts no longer than its processes.
+4. an unnamed run of this process alone, called by its pid and start time. The ranks of a torchrun
+   without an id share one, called by torchrun's process.
 
-So what one command starts belongs together, and the same command typed again, or in another
-terminal, is another run. Peers that are started by hand are of run `default` instead of 4.
+Processes never share an unnamed run because one shell started them. It ends with its last process:
+when the process that it is called by has ended and no client is left, its peer ends too, and a
+DATAPLANE_RUN that still names it counts for nothing. Peers that are started by hand are of run
+`default` instead of 4.
 """
 
 from __future__ import annotations
@@ -24,27 +27,29 @@ from typing import Literal
 
 import xxhash
 
-from dataplane.launch import discovery, rundir, settings
+from dataplane.launch import discovery, processes, rundir, settings
+from dataplane.launch.processes import Process
 from dataplane.launch.rundir import Starter
 from dataplane.launch.values import check_run
 
 DEFAULT = "default"
 """The run of peers that are started by hand, where nothing names another."""
 
-_LAUNCH = re.compile(r"launch-(\d+)-[0-9a-f]{8}")
-_COMMAND_CHARACTERS = 60
+_UNNAMED = re.compile(r"launch-(\d+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's name, and where it comes from."""
+    """A run's name, and where it comes from. over: the unnamed run that DATAPLANE_RUN names, where
+    that has ended."""
 
     name: str
     said_by: Literal["hand", "variable", "launcher", "launch"]
+    over: str = ""
 
     @property
     def unnamed(self) -> bool:
-        """Whether it ends with the processes of one launch: nobody else can name it."""
+        """Whether it ends with its processes: nobody else can name it."""
         return is_unnamed(self.name)
 
 
@@ -52,11 +57,12 @@ def find_run(given: str | None = None, environ: Mapping[str, str] = os.environ) 
     """The run of this process, see above."""
     if given is not None:
         return Run(check_run(given), "hand")
-    if variable := settings.of_variable("run", environ):
+    variable = settings.of_variable("run", environ) or ""
+    if variable and not _is_over(variable, environ):
         return Run(variable, "variable")
     if launched := discovery.launchers_run(environ):
-        return Run(launched, "launcher")
-    return Run(_launch(environ), "launch")
+        return Run(launched, "launcher", variable)
+    return Run(_unnamed(_leader(environ)), "launch", variable)
 
 
 def run_of_peer(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
@@ -66,105 +72,116 @@ def run_of_peer(given: str | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether this is the name of a launch."""
-    return _LAUNCH.fullmatch(name) is not None
+    """Whether this is the name of an unnamed run."""
+    return _UNNAMED.fullmatch(name) is not None
 
 
 def has_ended(name: str) -> bool:
-    """Whether an unnamed run's launch has no process any more, so that nobody can join it."""
-    match = _LAUNCH.fullmatch(name)
-    if match is None or not (leader := int(match[1])):
+    """Whether this is an unnamed run whose leader, the process that it is called by, has ended.
+    Clients that it started may still live."""
+    match = _UNNAMED.fullmatch(name)
+    if match is None:
         return False
-    found = _Process.read(leader)
-    if found is not None and _name_of(leader, found) != name:
-        return True  # the pid is another process's now
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    leader = processes.read(int(match[1]))
+    return leader is None or _unnamed(leader) != name
 
 
-def ended(base: Path) -> list[Path]:
-    """The folders of unnamed runs that are over, with what a crash left."""
-    names = (folder for folder in base.iterdir() if is_unnamed(folder.name))
-    return [one for one in names if has_ended(one.name) and not rundir.living_peers(one)]
+def _is_over(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether this is an unnamed run of which no process lives. Its peer ends with them."""
+    if not has_ended(name):
+        return False
+    return not rundir.living_peers(rundir.folder_of(name, rundir.run_dir(environ)))
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Starter:
     """This process as the one that begins something."""
-    group = _group(environ)
-    pid, me = os.getpid(), _Process.read(os.getpid())
-    launch = discovery.launchers_run(environ) or _name_of(group, _Process.read(group))
+    me, parent = processes.this(), processes.read(os.getppid())
+    launch = discovery.launchers_run(environ) or _unnamed(_leader(environ))
     return Starter(
-        launch, f"{pid}-{me.started if me else 0}", pid, _command(group) or _command(pid)
+        launch,
+        me.identity,
+        me.pid,
+        processes.own_command(),
+        parent=parent.identity if parent else "",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """What /proc says of a process. started: in clock ticks since the host's boot."""
-
-    parent: int
-    group: int
-    started: int
-
-    @classmethod
-    def read(cls, pid: int) -> _Process | None:
-        """None where it has ended, or may not be seen."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        # The second field is the program's name in brackets, and may have brackets in it.
-        fields = stat.rpartition(")")[2].split()
-        return cls(int(fields[1]), int(fields[2]), int(fields[19]))
+def is_of_launch(starter: Starter) -> bool:
+    """Whether this process is of the launch of `starter`: both have one launcher, or `starter` is
+    this process or an ancestor of it that lives."""
+    me = processes.this()
+    if starter.launch == this_process().launch or starter.process == me.identity:
+        return True
+    return any(above.identity == starter.process for above in processes.ancestors(me))
 
 
-def _launch(environ: Mapping[str, str]) -> str:
-    group = _group(environ)
-    leader = _Process.read(group)
-    if group and leader is None:
-        # Its script or shell has ended, and the number is its group's for as long as that has
-        # processes. Who connected before it ended knows more than its number.
-        for run in rundir.living_runs(rundir.run_dir(environ)):
-            match = _LAUNCH.fullmatch(run.name)
-            if match and int(match[1]) == group:
-                return run.name
-    return _name_of(group, leader)
+def relatives(run: str) -> list[str]:
+    """Who began other runs that live, in words, where it is an ancestor or a descendant of this
+    process, or both have an ancestor that is a Python program: people expect that they share."""
+    me = processes.this()
+    above = {one.identity: one.pid for one in processes.ancestors(me)}
+    found = []
+    for other in rundir.living_runs():
+        starter = other.starter
+        if starter is None or other.name == run:
+            continue
+        common, theirs = above.get(starter.parent), processes.read(starter.pid)
+        if starter.process in above:
+            how = "which started this process"
+        elif common is not None and processes.is_python(common):
+            how = f"which `{processes.command(common)}` (pid {common}) started as well"
+        elif theirs is not None and me in processes.ancestors(theirs):
+            how = "which this process started before it connected"
+        else:
+            continue
+        found.append(f"`{starter.command}` (pid {starter.pid}), {how}, is of run {other.name!r}")
+    return found
 
 
-def _group(environ: Mapping[str, str]) -> int:
-    """The process group of this launch. torchrun gives each rank one of its own: there it is that
-    of torchrun."""
-    group = os.getpgrp()
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return group
-    agents, leader = group, _Process.read(group)
-    while leader is not None and _is_rank(agents) and leader.parent:
-        above = _Process.read(leader.parent)
-        if above is None:
-            break
-        agents = above.group
-        leader = _Process.read(agents)
-    return agents
+def left_by_siblings(base: Path) -> list[rundir.DeadPeer]:
+    """The peers of unnamed runs that ended with rows and were begun by a process with the parent of
+    this one, as the lines of a script are."""
+    me, parent = processes.this(), processes.read(os.getppid())
+    # A shell that has nothing left to do becomes its last command, and keeps its pid.
+    parents = {me.identity, parent.identity if parent else ""}
+    dead = [
+        one
+        for folder in rundir.abandoned(base)
+        if is_unnamed(folder.name) and has_ended(folder.name)
+        for one in rundir.dead_peers(folder)
+    ]
+    return [
+        one
+        for one in dead
+        if one.card.rows and one.card.starter and one.card.starter.parent in parents
+    ]
 
 
-def _is_rank(pid: int) -> bool:
-    try:
-        return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+def parent_of_multiprocessing() -> int | None:
+    """The pid of the process that started this one by `multiprocessing`; None without one."""
+    module = sys.modules.get("multiprocessing.process")
+    parent = module.parent_process() if module is not None else None
+    return parent.pid if parent is not None and processes.read(parent.pid) else None
 
 
-def _name_of(group: int, leader: _Process | None) -> str:
-    """A launch's name. Group 0 is led from outside of this container, whose first process stands
-    for it then."""
-    leader = leader if group else _Process.read(1)
-    identity = f"{_container()}-{leader.started if leader else 'ended'}"
-    return f"launch-{group}-{xxhash.xxh3_64_hexdigest(identity.encode())[:8]}"
+def _leader(environ: Mapping[str, str]) -> Process:
+    """The process that an unnamed run of this one is called by: the torchrun of its ranks, and of
+    what they start, else this process."""
+    me = processes.this()
+    if _OF_RANKS in environ:
+        above = processes.ancestors(me)
+        agent = next((p for p in above if not processes.environ_has(p.pid, _OF_RANKS)), None)
+        if agent is not None and processes.is_python(agent.pid):
+            return agent
+    return me
+
+
+_OF_RANKS = "TORCHELASTIC_RUN_ID"
+
+
+def _unnamed(leader: Process) -> str:
+    identity = f"{_container()}-{leader.started}"
+    return f"launch-{leader.pid}-{xxhash.xxh3_64_hexdigest(identity.encode())[:8]}"
 
 
 def _container() -> str:
@@ -173,18 +190,6 @@ def _container() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _command(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    if words[0] == sys.executable or "/" in words[0]:
-        words[0] = words[0].rpartition("/")[2]
-    line = " ".join(word for word in words if word)
-    line = "".join(character if character.isprintable() else " " for character in line)
-    return line if len(line) <= _COMMAND_CHARACTERS else f"{line[: _COMMAND_CHARACTERS - 1]}…"
 
 
 def age(seconds: float) -> str:

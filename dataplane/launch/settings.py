@@ -86,7 +86,7 @@ TABLE = (
     Setting(
         "run",
         "NAME",
-        "the launcher's, else the launch itself; of a peer that is started by hand: `default`",
+        "the launcher's, else an unnamed run of the process; of a peer by hand: `default`",
         "the run, whose plane has its name: runs never mix",
         values.check_run,
         of="connect() and every peer",

@@ -13,13 +13,14 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy.ma  # noqa: F401  np.unique brings it in when first called: 40 ms of somebody's put
 import uvloop
 
-from dataplane.errors import InvalidConfig
-from dataplane.launch import rundir, runs
+from dataplane.errors import DataplaneError, InvalidConfig, PeerEnded, counted
+from dataplane.launch import embedded, rundir
 from dataplane.launch.settings import PeerConfig
 from dataplane.peer.peer import Peer
 from dataplane.peer.tasks import first_of
@@ -35,6 +36,10 @@ MIN_DESCRIPTORS = 40
 would fail somewhere on its way, or wait for ever to be let in."""
 
 
+FILES_S = 1.0
+"""How often a peer looks whether its files are still there."""
+
+
 def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
     """Serve until told to stop. Returns the exit code; configuration errors are raised.
 
@@ -43,12 +48,13 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
     _allow_descriptors()
     folder = rundir.plane_dir(config.run, config.run_dir)
     lock = rundir.claim_name(folder, config.name, config.run, config.starter)
+    ended = ""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, lock, ready))
+            ended = runner.run(_serve(config, lock, ready))
     finally:
-        lock.release()
-        if runs.is_unnamed(config.run):
+        lock.release(ended)
+        if not ended:
             rundir.remove(folder)
     return 0
 
@@ -70,20 +76,26 @@ def _allow_descriptors() -> None:
 
 async def _serve(
     config: PeerConfig, lock: rundir.PeerLock, ready: Callable[[], None] | None
-) -> None:
+) -> str:
+    """Serve until the end. Return why it ended where rows or clients went with it, else ""."""
     leave, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stop.set)
-    loop.add_signal_handler(signal.SIGTERM, lambda: (stop if leave.is_set() else leave).set())
+    signals: list[str] = []
+
+    def told(number: signal.Signals) -> None:
+        signals.append(number.name)
+        (stop if number == signal.SIGINT or leave.is_set() else leave).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told, number)
     metrics = await _metrics(config)
-    again = True
-    while again:
-        peer = Peer(config)
+    while True:
+        peer, why, keeping = Peer(config), None, None
         if metrics is not None:
             metrics.show(peer)
         try:
             if not await _started(peer, str(lock.socket_path), (leave, stop)):
-                return
+                return ""
             lock.write_card(config.listen)
             log.info(
                 "peer %r of run %r serves: pid %d, arena %d bytes, %d peers",
@@ -96,13 +108,66 @@ async def _serve(
             if ready is not None:
                 ready()
                 ready = None
+            keeping = asyncio.create_task(_keep_files(lock, peer))
             again = await peer.run(leave, stop)
+            if not again:
+                why = _end(peer, lock.word() or " and ".join(signals))
+                lock.count(peer.host.rows)
         finally:
-            await peer.close()
+            if keeping is not None:
+                keeping.cancel()
+            await peer.close(why)
             if metrics is not None:
                 metrics.hide()
-        if again:
-            log.warning("peer %r returns as an empty new one", config.name)
+        if not again:
+            return str(why.details["why"]) if why is not None else ""
+        log.warning("peer %r returns as an empty new one", config.name)
+
+
+def _end(peer: Peer, who: str) -> PeerEnded | None:
+    """What its clients, its log and whoever begins the run again are told, where rows or clients go
+    with the peer; None where none do."""
+    host, clients = peer.host, len(peer.sessions)
+    if not host.rows and not clients:
+        return None
+    why = f"ended by {who}" if who else "ended on its own, as no client was left"
+    left = f"{counted(host.rows, 'row')} and {counted(clients, 'client')}"
+    message = f"peer {host.name!r} of run {host.plane!r} (pid {os.getpid()}) {why}, with {left}"
+    log.warning("%s", message)
+    return PeerEnded(message, peer=host.name, run=host.plane, why=why)
+
+
+async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
+    """Put back what others remove of this peer's files: without them the next connect() would begin
+    a second peer of the run. Also keep its card up to date."""
+    failed = ""
+    while True:
+        await asyncio.sleep(FILES_S)
+        try:
+            missing = lock.restore()
+            if peer.config.starter is not None:
+                _reopen_log(embedded.log_path(lock.folder, lock.name))
+            if not peer.door.is_at(lock.socket_path):
+                missing.append(lock.socket_path.name)
+                peer.door.open(str(lock.socket_path))
+            lock.count(peer.host.rows)
+        except (OSError, DataplaneError) as exc:
+            if str(exc) != failed:
+                log.warning("peer %r cannot put its files back: %s", lock.name, exc)
+            failed = str(exc)
+            continue
+        if missing:
+            log.warning("peer %r put back what was removed: %s", lock.name, ", ".join(missing))
+        failed = ""
+
+
+def _reopen_log(path: Path) -> None:
+    """Go on in a new file, where the one that `connect()` had made for the log was removed."""
+    if os.fstat(2).st_nlink == 0:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
 
 
 async def _metrics(config: PeerConfig) -> Metrics | None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dataplane
-from dataplane.launch import rundir
+from dataplane import cli
+from dataplane.launch import embedded, rundir
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.processes import all_ending, ending
+
+LOCK, START = "embedded.lock", rundir.STARTING
 
 ATTACH = """
     import dataplane, os, sys, time
@@ -115,7 +119,7 @@ def test_an_embedded_peer_lingers_and_leaves_nothing(
         assert plane.stats()["pid"] == pid
     until(lambda: gone(pid), "the peer left")
     assert rundir.living_peers(folder) == []
-    assert {path.suffix for path in folder.iterdir()} <= {".log", ""}
+    assert not folder.exists()
 
 
 def test_a_peer_that_is_not_to_linger_waits_for_whoever_started_it(
@@ -263,6 +267,88 @@ def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
     assert sum(plane.stats()["shards"] for plane in planes) == 4096
     for plane in planes:
         plane.close()
+
+
+# files that others remove
+
+
+def swept(folder: Path) -> None:
+    """What is left where a cleaner removes files by their age."""
+    for path in folder.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("sweep", [shutil.rmtree, swept, lambda folder: (folder / LOCK).unlink()])
+def test_a_run_whose_files_are_removed_is_still_one_run(
+    folder: Path, sweep: Callable[[Path], None]
+) -> None:
+    """A named run would be split in two, silently: whoever comes meanwhile waits for its peer."""
+    with dataplane.connect() as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        part.put({"x": [7]}, key=["k"])
+        before = {path.name for path in folder.iterdir()}
+        sweep(folder)
+        with dataplane.connect() as other:
+            assert other.stats()["pid"] == plane.stats()["pid"]
+            assert list(other.partition("p").get(keys=["k"])["x"]) == [7]
+
+        def restored() -> bool:
+            return folder.exists() and before <= {path.name for path in folder.iterdir()} | {START}
+
+        until(restored, "its files are back", 10)
+        (peer,) = rundir.living_peers(folder)
+        assert peer.card is not None and peer.card.pid == plane.stats()["pid"]
+        log = (folder / "embedded.log").read_text()
+        assert "put back what was removed" in log and "embedded.lock" in log
+
+
+def test_a_stopped_peer_whose_files_are_removed_is_not_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dataplane.connect() as plane:
+        monkeypatch.setattr(embedded, "START_TIMEOUT_S", 1.0)
+        pid = plane.stats()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            shutil.rmtree(folder)
+            with pytest.raises(dataplane.ConnectError, match=rf"\(pid {pid}\) lives, its files in"):
+                dataplane.connect()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: bool(rundir.living_peers(folder)), "its files are back", 10)
+
+
+def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dataplane.connect() as plane:
+        pid = plane.stats()["pid"]
+        os.kill(pid, signal.SIGSTOP)  # it puts nothing back
+        (folder / "embedded.json").unlink()
+        # As from another container, where the kernel shows no pid.
+        with monkeypatch.context() as patch:
+            patch.setattr(rundir, "holder", lambda folder, name: 0)
+            assert cli.main(["clean", "--force"]) == 1
+            assert "could not end run" in (told := capsys.readouterr().out)
+            assert "in another container" in told and not gone(pid)
+        monkeypatch.setattr(embedded, "END_S", 1.0)
+        assert cli.main(["clean", "--force"]) == 0
+        assert "ended run" in capsys.readouterr().out and gone(pid)
+
+
+def test_clean_never_ends_the_process_that_has_the_pid_of_a_card(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A card of another pid namespace has a number that is somebody else's here."""
+    with dataplane.connect() as plane, subprocess.Popen(["sleep", "60"]) as innocent:
+        pid = plane.stats()["pid"]
+        card = json.loads((folder / "embedded.json").read_text())
+        (folder / "embedded.json").write_text(json.dumps(card | {"pid": innocent.pid}))
+        try:
+            assert cli.main(["clean", "--force"]) == 0
+            assert innocent.poll() is None and gone(pid)
+        finally:
+            innocent.kill()
 
 
 # forks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -45,18 +44,19 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def launch(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Start a step as an interactive shell does, in a process group of its own. No peer of these
-    runs outlives the test."""
+    """Start a step as an interactive shell does, in a process group of its own. of: the run of the
+    connected process that it is started by. No peer of these runs outlives the test."""
     monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
     with ExitStack() as stack:
 
-        def launch(*words: str, group: int = 0) -> subprocess.Popen[str]:
+        def launch(*words: str, of: str = "") -> subprocess.Popen[str]:
             process = subprocess.Popen(
                 [sys.executable, "-c", PUT, *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                process_group=group,
+                process_group=0,
+                env=os.environ | ({"DATAPLANE_RUN": of} if of else {}),
             )
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -65,7 +65,7 @@ def launch(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
         yield launch
     for run in rundir.living_runs(run_dir):
         for peer in run.peers:
-            embedded.end(peer)
+            embedded.end(peer, "the test")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,13 +92,119 @@ def test_two_launches_at_once_never_meet(launch: Launch) -> None:
     until(lambda: not living(), "both peers left")
 
 
+SEED = """
+import dataplane, logging, sys
+logging.basicConfig(level="WARNING", stream=sys.stdout, format="warning %(message)s")
+plane = dataplane.connect()
+part = plane.partition("step-0", {"train": ["x"]}, groups=9, group_size=1)
+part.put({"x": [int(sys.argv[1])]}, group=[sys.argv[1]])
+batch = part.claim("train", groups=1, timeout=20)
+print(sys.argv[1], "trains on", int(batch["x"][0]), "of", plane.name, flush=True)
+batch.ack()
+if "leave" in sys.argv:
+    part.put({"x": [0]}, group=["left"])
+"""
+"""one experiment of a sweep, which trains on the first row there is, and seals nothing"""
+
+
+@pytest.mark.parametrize(
+    ("script", "slurm"),
+    [
+        ("seed 1 leave; seed 2 leave; seed 3", {}),
+        ("seed 1 leave & seed 2 leave & seed 3 & wait", {}),
+        ("seed 1 leave; sleep 6; seed 2; (seed 3)", {"SLURM_JOB_ID": "42"}),
+    ],
+)
+def test_experiments_of_one_script_never_train_on_each_others_rows(
+    launch: Launch, run_dir: Path, script: str, slurm: dict[str, str]
+) -> None:
+    function = 'seed() { "$PYTHON" -c "$SEED" "$@"; }; '
+    environ = os.environ | slurm | {"PYTHON": sys.executable, "SEED": SEED}
+    command = ["bash", "-c", function + script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as shell:
+        lines = shell.communicate()[0].splitlines()
+    seeds = [one.split() for one in lines if "trains on" in one]
+    assert {(one[0], one[3]) for one in seeds} == {("1", "1"), ("2", "2"), ("3", "3")}
+    assert len({one[5] for one in seeds}) == 3
+    until(lambda: not living(), "all peers left")
+    if "&" not in script:  # whoever comes after a run with rows hears of it, and whoever does not
+        told = [one for one in lines if one.startswith("warning")]
+        assert "ended" in told[0] and "and 1 row with it: programs that hand rows on" in told[0]
+
+
 def test_a_script_runs_the_same_step_twice(launch: Launch, run_dir: Path) -> None:
-    """Its processes are of one run, which has ended when all of it was read."""
     script = f"{sys.executable} -c '{PUT}' < /dev/null && {sys.executable} -c '{PUT}' < /dev/null"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
         said = shell.communicate()[0]
     assert said.count("read [1, 2]") == 2 and said.count("began run") == 2
     until(lambda: list(run_dir.iterdir()) == [], "nothing is left of it")
+
+
+DRIVER = """
+import multiprocessing, os, subprocess, sys
+import dataplane
+
+def work(number):
+    import logging
+    logging.basicConfig(level="WARNING", stream=sys.stdout, format="warning %(message)s")
+    with dataplane.connect() as plane:
+        part = plane.partition("step-0", {"train": ["x"]})
+        part.put({"x": [number]}, key=[number])
+        print("met", plane.name, flush=True)
+        print("rows", sorted(part.rows().keys), flush=True)
+        multiprocessing.Event  # the module is there in both kinds of children
+        sys.stdin.readline()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        work(int(sys.argv[2]))
+    else:
+        plane = dataplane.connect() if "connected" in sys.argv else None
+        spawn = multiprocessing.get_context(sys.argv[1])
+        first = spawn.Process(target=work, args=(1,))
+        first.start()
+        first.join()
+        command = ["bash", "-c", '"$@"; exit', "bash", sys.executable, __file__, "worker", "2"]
+        subprocess.run(command)
+"""
+"""starts one worker by multiprocessing, and one as a program of a shell"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_what_a_connected_process_starts_shares_its_run(
+    launch: Launch, tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py"), method, "connected"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    lines = done.stdout.splitlines()
+    assert len({one for one in lines if one.startswith("met")}) == 1
+    assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [1, 2]"]
+    assert not [one for one in lines if one.startswith("warning began")]
+
+
+def test_workers_of_a_process_that_has_not_connected_are_told_that_they_are_alone(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py"), "spawn"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    lines = done.stdout.splitlines()
+    assert len({one for one in lines if one.startswith("met")}) == 2
+    assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [2]"]
+    told = [one for one in lines if one.startswith("warning began")]
+    assert "which started this process, has not connected before" in told[0]
+    assert "if their common parent called connect() before it starts them" in told[0]
+
+
+def test_processes_that_one_program_started_and_that_do_not_meet_are_told(launch: Launch) -> None:
+    """Here it is the program that runs this test, which has not connected."""
+    first = launch()
+    line(first)
+    name = line(first).split()[0]
+    said = line(launch())
+    assert f"(pid {os.getpid()}) started as well, is of run {name!r}" in said
+    assert "or all had one name, connect(run=…) or DATAPLANE_RUN" in said
 
 
 @pytest.mark.usefixtures("launch")
@@ -138,7 +244,7 @@ def test_who_comes_as_the_last_client_leaves_begins_another_run(
 def test_processes_of_one_launch_meet(launch: Launch) -> None:
     first = launch()
     began, name = line(first), line(first).split()[0]
-    second = launch("leave=1", group=first.pid)
+    second = launch("leave=1", of=name)
     assert line(second).startswith(f"joined run {name!r}, begun by `")
     assert line(second).split() == [name, name, "2"] and began.startswith(f"began run {name!r}")
     assert "read [1, 2]" in first.communicate("\n")[0] + second.communicate("\n")[0]
@@ -161,33 +267,49 @@ def test_what_a_killed_launch_left_is_gone_soon_and_looking_does_not_keep_it(
     until(gone, "its peer left", 30)
 
 
-def test_rows_of_a_launch_wait_while_one_of_its_processes_lives(launch: Launch) -> None:
+def test_an_unnamed_run_lives_as_long_as_one_of_its_processes(launch: Launch) -> None:
     first = launch()
     line(first)
     name = line(first).split()[0]
-    # As a script does that goes on after a step of it has crashed.
-    member = subprocess.Popen(["sleep", "600"], process_group=first.pid)
-    try:
-        first.kill()
-        first.communicate()
-        select.select([], [], [], 7)  # longer than an idle peer stays
-        assert name in living()
-    finally:
-        member.kill()
-        member.wait()
+    member = launch("leave=1", of=name)
+    line(member)
+    assert line(member).split() == [name, name, "2"]
+    first.kill()
+    first.communicate()
+    again = launch("leave=1", of=name)  # its parent is gone, the run is not
+    line(again)
+    assert line(again).split() == [name, name, "2"]
+    for process in (member, again):
+        process.kill()
+        process.communicate()
     until(lambda: name not in living(), "its peer left", 30)
+    own = launch("leave=1", of=name)
+    said = line(own)
+    assert f"DATAPLANE_RUN names {name!r}, an unnamed run whose processes have ended" in said
+    told = line(own).split()
+    assert told[0] == told[1] != name and told[2] == "0"
 
 
-def test_a_name_that_is_launched_again_joins_and_says_how_old_it_is(launch: Launch) -> None:
+def test_a_name_that_is_launched_again_joins_and_says_what_is_there(launch: Launch) -> None:
     step = launch("run=grpo")
     assert line(step).startswith("began run 'grpo': peer 'embedded', pid ")
     assert line(step).endswith(" 2")
+    joined = line(launch("run=grpo", "leave=1"))
+    assert joined.startswith("joined run 'grpo', begun by `python")
+    assert "no client" not in joined and "fresh" not in joined  # it would end it under the other
+
+
+def test_rows_that_nobody_is_there_for_are_told_to_whoever_joins(launch: Launch) -> None:
+    step = launch("run=grpo")
+    line(step)
+    line(step)
     step.kill()
     step.communicate()
     again = launch("run=grpo", "leave=1")
     said = line(again)
     assert said.startswith("joined run 'grpo', begun by `python") and " s ago: " in said
-    assert "another launch began it: connect(fresh=True) would end it first" in said
+    assert "it has 2 rows and no client since `python" in said
+    assert "connect(fresh=True) ends it first" in said
     assert line(again).endswith(" 2")
 
 
@@ -195,19 +317,83 @@ def test_fresh_ends_what_another_launch_left_and_once(launch: Launch) -> None:
     old = launch("run=grpo")
     line(old)
     line(old)
+    old.kill()
+    old.communicate()
     before = living()["grpo"]
     first = launch("run=grpo", "fresh=1")
     assert line(first).startswith("ended run 'grpo', begun ")
     assert line(first).startswith("began run 'grpo'") and line(first).endswith(" 2")
     after = living()["grpo"]
     assert after != before
-    second = launch("run=grpo", "fresh=1", "leave=1", group=first.pid)
-    assert line(second).startswith("joined run 'grpo'") and line(second).endswith(" 2")
-    assert living()["grpo"] == after
+    # A process that it had started would be of its launch. This one is not, and it lives.
+    second = launch("run=grpo", "fresh=1", "leave=1")
+    second.communicate("\n")
+    assert second.returncode == 1 and living()["grpo"] == after
+
+
+def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
+    launch: Launch, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = launch("run=grpo")
+    line(step)
+    line(step)
+    with pytest.raises(dataplane.RunInUse, match=r"run 'grpo' has 1 client, `python") as refused:
+        dataplane.connect(run="grpo", fresh=True)
+    (client,) = refused.value.details["clients"]
+    assert client["pid"] == step.pid and client["command"].startswith("python -c")
+    assert client["age_s"] >= 0 and f"(pid {step.pid}, " in refused.value.message
+    assert 'connect(fresh="force")' in refused.value.message
+    with pytest.raises(dataplane.InvalidCall, match="fresh='yes' is none of"):
+        dataplane.connect(run="grpo", fresh="yes")  # type: ignore[arg-type]
+
+    with dataplane.connect(run="grpo", fresh="force") as plane:
+        assert "step-0" not in plane.partitions()
+        who = f'(pid {os.getpid()}) by connect(fresh="force"), with 2 rows and 1 client'
+        assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
+        assert "ended run 'grpo', begun " in caplog.text and f"(pid {step.pid}, " in caplog.text
+        assert "it starts empty: its peer 'embedded'" in caplog.text and "2 rows" in caplog.text
+        told = step.communicate("\n")[0]
+        assert not told.startswith("read")
+    assert step.returncode == 1
+
+
+def test_a_client_hears_who_ended_its_peer(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
+) -> None:
+    with dataplane.connect(run="grpo") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        part.put({"x": [1]})
+        said = command("clean", "--force", "--run", "grpo").stdout
+        assert said.startswith("ended run 'grpo'") and "though" in said
+        for _ in range(2):
+            with pytest.raises(dataplane.PeerEnded, match=r"ended by `.*clean --force.*` \(pid"):
+                part.put({"x": [1]})
+
+
+def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
+    run_dir: Path, launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dataplane.connect(run="grpo") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        part.put({"x": [1, 2, 3]})
+        card = run_dir / "grpo" / "embedded.json"
+        until(lambda: json.loads(card.read_text())["rows"] == 3, "its card says what it has")
+        os.kill(living()["grpo"], signal.SIGKILL)
+        with pytest.raises(dataplane.PeerLost) as lost:
+            part.put({"x": [1]})
+        assert "the only peer of its run, so all rows of the run are gone" in lost.value.message
+        assert lost.value.details["log"] == str(run_dir / "grpo" / "embedded.log")
+        assert "embedded.log" in lost.value.message
+    with dataplane.connect(run="grpo"):
+        said = caplog.records[-1]
+        assert said.levelname == "WARNING"
+        assert "it starts empty: its peer 'embedded'" in said.getMessage()
+        assert "had 3 rows" in said.getMessage() and "it was killed, see" in said.getMessage()
+    until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 
 
 def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
-    """As a cell of a notebook does that is run again."""
+    """As a cell of a notebook does that is run again: its own clients are no obstacle."""
     planes = []
     for _ in range(2):
         plane = dataplane.connect(run="cell", fresh=True)
@@ -275,7 +461,7 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
                 if (run_dir / host).exists():
                     for run in rundir.living_runs(run_dir / host):
                         for peer in run.peers:
-                            embedded.end(peer)
+                            embedded.end(peer, "the test")
 
         def say(process: subprocess.Popen[str], text: str) -> str:
             assert process.stdin is not None
@@ -407,5 +593,5 @@ def test_a_killed_peer_is_replaced_within_its_run(launch: Launch) -> None:
     line(step)
     name = line(step).split()[0]
     os.kill(living()[name], signal.SIGKILL)
-    again = launch(group=step.pid)
+    again = launch(of=name)
     assert line(again).startswith(f"began run {name!r}") and line(again).split()[0] == name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -201,7 +202,9 @@ def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
     first, mine = rundir.living_runs()[0], runs.Run("launch-1-00000000", "launch")
     began = embedded.Attached(mine, first.peers[0], first, runs.this_process(), began=True)
     shown = ", ".join(f"run 'r{n}' (a, 0 s old)" for n in (4, 3, 2))
-    assert f"there is also {shown} and 2 more: programs in several" in began.line()
+    level, line = began.line(embedded.Found())
+    assert level == logging.WARNING
+    assert f"there is also {shown} and 2 more: programs of several" in line
     for lock in locks:
         lock.release()
 

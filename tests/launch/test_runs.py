@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dataplane.errors import InvalidConfig
 from dataplane.launch import rundir, runs
@@ -77,78 +79,65 @@ def test_a_command_that_is_typed_again_is_another_run(typed: Command) -> None:
     assert len(names) == 3 and all(map(runs.is_unnamed, names))
 
 
-def test_what_one_command_starts_is_one_run(typed: Command) -> None:
-    script = (
-        f'{sys.executable} -c "$1"; {sys.executable} -c "$1" & wait; exec {sys.executable} -c "$1"'
-    )
-    shell = typed("sh", "-c", script, "sh", WHICH)
-    first, second, third = (said(shell) for _ in range(3))
-    assert first == second == third
+@pytest.mark.parametrize(
+    "script",
+    [
+        "{}; {}",
+        "{} & {} & wait",
+        "({}); {}",
+        "{} | cat; exec {}",
+        "nohup {} 2>/dev/null; timeout 60 {}",
+        "setsid -w {}; {}",
+    ],
+)
+def test_lines_of_a_script_are_runs_of_their_own(typed: Command, script: str) -> None:
+    """Whatever their process group, session and parent are."""
+    line = f'{sys.executable} -c "$1"'
+    shell = typed("bash", "-c", script.format(line, line), "bash", WHICH)
+    names = {said(shell), said(shell)}
+    assert len(names) == 2 and all(map(runs.is_unnamed, names))
 
 
-@pytest.mark.parametrize("wrapper", [["nohup"], ["timeout", "60"], ["env", "X=1"], ["nice"]])
-def test_commands_that_wrap_another_begin_one_run(typed: Command, wrapper: list[str]) -> None:
-    twice = f"import subprocess, sys; {WHICH}; subprocess.run([sys.executable, '-c', {WHICH!r}])"
-    process = typed(*wrapper, sys.executable, "-c", twice)
-    assert said(process) == said(process)
-
-
-def test_setsid_begins_a_run_of_its_own(typed: Command) -> None:
-    shell = typed(
-        "sh", "-c", f'{sys.executable} -c "$1"; setsid -w {sys.executable} -c "$1"', "sh", WHICH
-    )
+def test_lines_of_a_batch_script_are_runs_of_their_own(typed: Command) -> None:
+    """Slurm starts the script, and no step for its lines."""
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a1", "SLURM_STEP_ID": "4294967291"}
+    line = f'{sys.executable} -c "$1"'
+    shell = typed("bash", "-c", f"{line}; {line}", "bash", WHICH, **slurm)
     assert said(shell) != said(shell)
 
 
-def test_a_fork_is_of_its_parents_run(typed: Command) -> None:
-    process = typed(*python(f"import os\nos.fork()\n{WHICH}\nos.getpid()"))
-    assert said(process) == said(process)
-
-
-def test_when_its_leader_has_ended_a_group_still_is_one_run(typed: Command) -> None:
-    shell = typed(
-        "sh",
-        "-c",
-        f'{sys.executable} -c "$1" & {sys.executable} -c "$1" &',
-        "sh",
-        """
-import os, select, sys
-from dataplane.launch import runs
-leader = os.pidfd_open(os.getpgrp())
-select.select([leader], [], [])
-while os.path.exists(f"/proc/{os.getpgrp()}"):
-    pass
-print(runs.find_run().name, flush=True)
-""",
-    )
-    shell.wait()
-    assert said(shell) == said(shell)
-
-
-def test_who_comes_after_the_leader_joins_who_came_before(typed: Command) -> None:
-    leader = typed(*python(f"{WHICH}\ninput()"))
-    name = said(leader)
+def test_what_a_connected_process_starts_is_of_its_run_while_it_lives(typed: Command) -> None:
+    parent = typed(*python(f"{WHICH}\ninput()"))
+    name = said(parent)
+    child = {**os.environ, "DATAPLANE_RUN": name}  # as `connect()` sets it
+    assert runs.find_run(None, child) == runs.Run(name, "variable")
     lock = rundir.claim_name(rundir.plane_dir(name), "embedded", name)
-    # A member that outlives it, as what a script leaves running does.
-    member = typed(*python(f"input()\n{WHICH}"), group=leader.pid)
-    leader.communicate("\n")
-    assert not runs.has_ended(name)
-    assert member.communicate("\n")[0].strip() == name
+    parent.communicate("\n")
     assert runs.has_ended(name)
+    # Its peer lives, and so does another process of it.
+    assert runs.find_run(None, child) == runs.Run(name, "variable")
     lock.release()
+    own = runs.find_run(None, child)
+    assert own.unnamed and (own.said_by, own.over) == ("launch", name) and own.name != name
+    launched = runs.find_run(None, {**child, "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0"})
+    assert (launched.name, launched.over) == ("slurm-42.0", name)
 
 
-def test_a_launch_ends_with_the_last_of_its_processes(typed: Command) -> None:
+def test_an_unnamed_run_has_ended_when_the_process_that_it_is_called_by_has(
+    typed: Command,
+) -> None:
     process = typed(*python(f"{WHICH}\ninput()"))
     name = said(process)
     assert not runs.has_ended(name)
     process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert runs.has_ended(name)  # its parent has not waited for it yet
     process.wait()
     assert runs.has_ended(name)
     assert not runs.has_ended("grpo")
 
 
-def test_a_pid_that_is_another_processes_now_is_another_launch(typed: Command) -> None:
+def test_a_pid_that_is_another_processes_now_is_another_run(typed: Command) -> None:
     process = typed(*python(f"{WHICH}\ninput()"))
     name = said(process)
     head, _, digest = name.rpartition("-")
@@ -156,16 +145,52 @@ def test_a_pid_that_is_another_processes_now_is_another_launch(typed: Command) -
     assert not runs.has_ended(name)
 
 
-def test_the_ranks_of_torchrun_are_one_run_though_each_has_a_session(typed: Command) -> None:
-    agent = """
-        import os, subprocess, sys
-        environ = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
-        code = sys.argv[1]
-        print(__import__("dataplane.launch.runs").launch.runs.find_run().name, flush=True)
-        for _ in range(2):
-            command = [sys.executable, "-c", code]
-            subprocess.run(command, env=environ, start_new_session=True)
-    """
+AGENT = """
+    import os, subprocess, sys
+    environ = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
+    code = sys.argv[1]
+    print(__import__("dataplane.launch.runs").launch.runs.find_run().name, flush=True)
+    for _ in range(2):
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, env=environ, start_new_session=True)
+"""
+"""starts ranks as torchrun does"""
+
+
+def test_the_ranks_of_a_torchrun_without_an_id_are_one_run_and_those_of_the_next_another(
+    typed: Command,
+) -> None:
     loader = f"import subprocess, sys; {WHICH}; subprocess.run([sys.executable, '-c', {WHICH!r}])"
-    process = typed(*python(agent), loader)
-    assert len({said(process) for _ in range(5)}) == 1
+    agent = f'{sys.executable} -c "$1" "$2"'
+    shell = typed("bash", "-c", f"{agent}; {agent}", "bash", textwrap.dedent(AGENT), loader)
+    first, second = {said(shell) for _ in range(5)}, {said(shell) for _ in range(5)}
+    assert len(first) == len(second) == 1 and first != second
+
+
+def test_a_launch_is_a_process_and_what_descends_from_it(typed: Command) -> None:
+    me = runs.this_process()
+    code = """
+        import sys
+        from dataplane.launch import rundir, runs
+        starter = rundir.parse_starter(sys.argv[1])
+        print(runs.is_of_launch(starter), runs.is_of_launch(runs.this_process()))
+    """
+    line = msgspec.json.encode(me).decode()
+    command = [*python(code), line]
+    assert said(typed(*command)) == "True True"
+    assert said(typed("bash", "-c", '"$@"; exit', "bash", *command)) == "True True"
+    child = typed(*python("input()"))
+    other = replace(me, launch="launch-1-00000000", process=f"{child.pid}-1", pid=child.pid)
+    assert not runs.is_of_launch(other)
+    launched = replace(other, launch="slurm-42.0")
+    assert (
+        said(
+            typed(
+                *python(code),
+                msgspec.json.encode(launched).decode(),
+                SLURM_JOB_ID="42",
+                SLURM_STEP_ID="0",
+            )
+        )
+        == "True True"
+    )

@@ -240,7 +240,7 @@ def test_connect_warns_of_unknown_variables_once(
     opening._warn_of_unknown.cache_clear()
     (run,) = rundir.living_runs()
     assert run.peers[0].card is not None and run.peers[0].card.pid == pid
-    embedded.end(run.peers[0])
+    embedded.end(run.peers[0], "the test")
 
 
 def test_the_page_in_docs_is_the_table() -> None:

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from dataplane.client import arguments, core
 from dataplane.client.aio.batch import Rows
@@ -26,25 +26,32 @@ def connect(
     name: str | None = None,
     *,
     run: str | None = None,
-    fresh: bool = False,
+    fresh: bool | Literal["force"] = False,
     devices: str | None = None,
 ) -> Connecting[Plane]:
     """Attach to this host's peer, or start an embedded one: `async with connect() as plane: …`, or
     `plane = await connect()`.
 
-    name: which peer, where several run on this host (default: DATAPLANE_PEER). run: the name of the
-    run whose plane this is (default: DATAPLANE_RUN, else the launcher's, else this launch itself:
-    runs never mix, and commands typed in several terminals need a name). Processes that are started
-    from now on belong to the same run. fresh: what an earlier launch left of it is ended first,
-    with all its rows, and once: all processes of a launch may say so, and where it has several
-    hosts all must, under a launcher that tells launches apart. devices: whether values in
-    the peer's device arenas are read in place, as views of GPU memory: "auto", where this process
-    works on that GPU when it connects; "required", on the current GPU (DeviceMissing otherwise);
-    "off", never: they come by way of the host (default: DATAPLANE_DEVICES, else auto).
+    name: which peer, where several run on this host (default: DATAPLANE_PEER).
+
+    run: the name of the run whose plane this is. Default: DATAPLANE_RUN, else the launcher's, else
+    an unnamed run of this process. Processes that this one starts from now on belong to the same
+    run. Programs of several terminals, or of several lines of a script, share a name; an unnamed
+    run ends with its last process.
+
+    fresh: True ends what an earlier launch left of the run, with all its rows, and begins it anew.
+    That is done once: all processes of a launch may say so, and where the run has several hosts all
+    must, under a launcher that tells launches apart. A run that has clients is not ended: RunInUse
+    names them. "force" ends the run under them. Clients of this very process do not count.
+
+    devices: whether values in the peer's device arenas are read in place, as views of GPU memory:
+    "auto", where this process works on that GPU when it connects; "required", on the current GPU
+    (DeviceMissing otherwise); "off", never: they come by way of the host (default:
+    DATAPLANE_DEVICES, else auto).
 
     The log says in one line which run was begun or joined, and warns where that is perhaps not
-    meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, or another ConnectError
-    that says what to do; InvalidCall where `fresh` cannot be had.
+    meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse, or another
+    ConnectError that says what to do; InvalidCall where `fresh` cannot be had.
     """
     return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
 

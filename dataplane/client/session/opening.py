@@ -7,26 +7,31 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from dataplane.client.session.connection import Connections
+from dataplane.client.session.connection import GRACE_S, Connections, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
-from dataplane.client.session.handshake import HANDSHAKE_S, open_connection
+from dataplane.client.session.handshake import HANDSHAKE_S, further, open_connection
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
-from dataplane.errors import PeerLost, PeerNotFound
-from dataplane.launch import processes, settings
-from dataplane.launch.embedded import attach
+from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
+from dataplane.launch import processes, rundir, settings
+from dataplane.launch.embedded import Client, Found, Fresh, attach
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
+from dataplane.wire.messages import Stats, StatsDone
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _VISIT_S = 4.0
+_RESTORE_S = 5.0
+_LOOK_S = 0.05
 
 P = TypeVar("P")
 
@@ -34,16 +39,18 @@ P = TypeVar("P")
 def open_session(
     name: str | None,
     run: str | None,
-    fresh: bool = False,
+    fresh: Fresh = False,
     wish: Wish = AUTO,
 ) -> Housekeeper:
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
     which; processes that this one starts from now on belong to the same run."""
+    if fresh not in (True, False, "force"):
+        raise InvalidCall(f'fresh={fresh!r} is none of False, True and "force"', fresh=repr(fresh))
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     for attempt in range(_ATTEMPTS):
-        attached = attach(run, name, fresh=fresh)
-        fresh = fresh and not attached.began
+        attached = attach(run, name, fresh=fresh, clients=_clients_of)
+        fresh = False if attached.began else fresh
         try:
             keeper = join(partial(_connected, attached.socket), wish)
         except PeerLost:
@@ -51,11 +58,34 @@ def open_session(
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
-        log.log(logging.WARNING if attached.remarks() else logging.INFO, "%s", attached.line())
-        if not os.environ.get("DATAPLANE_RUN"):
+        done = keeper.session.found
+        found = Found(done.clients, done.rows, done.left_by, done.left_ms / 1e3)
+        level, line = attached.line(found)
+        log.log(level, "%s", line)
+        if os.environ.get("DATAPLANE_RUN", "") in ("", attached.run.over):
             os.environ["DATAPLANE_RUN"] = attached.run.name
         return keeper
     raise AssertionError("unreachable")
+
+
+def _clients_of(peer: LivingPeer) -> list[Client]:
+    """The clients of a peer's run, on all its hosts, this visit excepted."""
+    keeper = visit(peer)
+    session = keeper.session
+    try:
+        connection = further(session, _VISIT_S)
+        request = session.request(Stats(), int(_VISIT_S * 1e3))
+        answer = connection.exchange(frame_of(request), request.rid, _VISIT_S, GRACE_S)
+        connection.close()
+    finally:
+        keeper.close("this client only looked")
+    if not isinstance(answer, StatsDone):
+        raise ProtocolError(f"the peer answered Stats with {type(answer).__name__}")
+    me = session.found.label  # it names one process
+    return [
+        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["client"] == me)
+        for one in answer.stats["everywhere"]["clients"]
+    ]
 
 
 def visit(peer: LivingPeer) -> Housekeeper:
@@ -92,13 +122,22 @@ def _warn_of_unknown() -> None:
 
 
 def _connected(path: str) -> socket.socket:
+    until = time.monotonic() + _RESTORE_S
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(path)
+        while True:
+            try:
+                sock.connect(path)
+                return sock
+            except FileNotFoundError:
+                # Somebody has removed the file; a peer that lives puts it back.
+                at = Path(path)
+                if time.monotonic() > until or rundir.holder(at.parent, at.stem) is None:
+                    raise
+                time.sleep(_LOOK_S)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 def join(

@@ -279,7 +279,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             f"partition {state.partition!r} is sealed and takes no new rows; "
             f"{len(new)} of this put are new: put them into another partition (new fields of rows "
             "that are in are welcome). Where the same program ran before under this run's name, it "
-            "finds what it left: connect(fresh=True) ends that first",
+            "finds what it left: connect(fresh=True) ends that first, where no client is left",
             partition=state.partition,
             rows=len(new),
         )

@@ -34,9 +34,10 @@ class Janitor:
         self.expired_leases = 0
         self._linger_s = config.linger_s
         self._linger_unread_s = config.linger_unread_s
-        # The run has no name: when all that it had is sealed and drained, it ends with its last
-        # client, so that the same command after it in a script begins anew.
-        self._brief = runs.is_unnamed(config.run) and config.linger_s == LINGER_S
+        self._unnamed = runs.is_unnamed(config.run)
+        # When all that an unnamed run had is sealed and drained, it ends with its last client, so
+        # that a process that connects again begins anew.
+        self._brief = self._unnamed and config.linger_s == LINGER_S
         self._began = self._over = False
         self._faulted = 0
 
@@ -77,10 +78,7 @@ class Janitor:
             return False
         if self._linger_s is None or len(sessions):
             return bool(len(sessions))
-        unread = len(self.host.lent) > 0
-        unread |= any(len(entry.store) for entry in self.host.entries.values())
-        if runs.has_ended(self.peer.config.run):
-            unread = False  # nobody can come any more
+        unread = len(self.host.lent) > 0 or self.host.rows > 0
         if self.is_over():
             return False
         linger_s = max(self._linger_s, self._linger_unread_s or 0) if unread else self._linger_s
@@ -89,12 +87,15 @@ class Janitor:
         return self.host.now() - sessions.last_seen <= linger_s
 
     def is_over(self) -> bool:
-        """Whether the run has no name, and had partitions of which nothing can come, and clients,
-        of which none is left. It stays so: nobody is let in any more."""
-        if self._brief and not self._over and self.peer.sessions.came:
+        """Whether the run has no name, had clients of which none is left, and nobody can come: the
+        process that it is called by has ended, or nothing can come of its partitions. It stays so:
+        nobody is let in any more."""
+        if self._unnamed and not self._over and self.peer.sessions.came:
             entries = self.host.entries.values()
-            finished = bool(entries) and all(e.store.sealed and not len(e.store) for e in entries)
-            self._over = finished and self.peer.door.is_deserted
+            finished = self._brief and bool(entries)
+            finished = finished and all(e.store.sealed and not len(e.store) for e in entries)
+            if finished or runs.has_ended(self.peer.config.run):
+                self._over = self.peer.door.is_deserted
             if self._over:
                 self.peer.door.shut()
         return self._over

@@ -144,7 +144,12 @@ class Settle(Body, tag=152):
 
 
 class Ended(Body, tag=208):
-    """The partition was dropped."""
+    """The partition was dropped: by this change, which took so many rows and bytes. change None:
+    nobody asks again."""
+
+    change: Change | None = None
+    rows: int = 0
+    bytes: int = 0
 
 
 class OneGroup(msgspec.Struct, array_like=True):

@@ -54,7 +54,9 @@ class Backup:
             serves=lambda name: self.host.roster.home(name) == BACKUP.peer,
         )
         mesh: Any = SimpleNamespace(handlers={})
-        partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
+        partitions: Any = SimpleNamespace(
+            serve=self._serve, heard=lambda generation: None, ended=lambda *of: None
+        )
         shipping: Any = SimpleNamespace(
             take_over=lambda entry: None, happened=lambda store, op: None, copying=None
         )

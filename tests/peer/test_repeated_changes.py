@@ -27,9 +27,10 @@ from dataplane.peer.host import Caller, Entry
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import NONE, Writing
+from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Op, Settle
+from dataplane.wire.journal import Ended, Op, Settle
 from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
 from dataplane.wire.peering import Settled
 from dataplane.wire.tables import Change, Column, Definition, Owner, Rows
@@ -370,3 +371,29 @@ async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> N
     assert await writing.carry(session, asked, NONE) == PutDone()
     me = Owner(HERE, 1)
     assert numbers == [Change(me, 1, 1), Change(me, 2, 2)]
+
+
+def partitions_of(*stores: Store) -> Partitions:
+    """The partitions of a peer that serves all of them."""
+    entries = {store.partition: Entry(store) for store in stores}
+    space = SimpleNamespace(digests=SimpleNamespace(drop=lambda partition: None))
+    host: Any = SimpleNamespace(entries=entries, serves=lambda partition: True, space=space)
+    host.shard = lambda partition, generation: entries[partition]
+    mesh: Any = SimpleNamespace(handlers={})
+    nothing: Any = None
+    return Partitions(host, mesh, nothing, nothing, lambda entry: None)
+
+
+def test_a_retry_of_a_partitions_drop_hears_what_the_drop_took_also_from_an_heir() -> None:
+    store, told = Store("p", ONCE, 1), list[Op]()
+    store.put(body(named(["k", "l"])))
+    store.emit = told.append
+    primary, heir = partitions_of(store), partitions_of()
+    took = primary.drop("p", 1, change(8))
+    assert took == Dropped(2, 2 * 8_192)
+    (ended,) = told
+    assert isinstance(ended, Ended)
+    heir.ended(ended.change, Dropped(ended.rows, ended.bytes))
+    for peer in (primary, heir):
+        assert peer.drop("p", 1, change(8)) == took
+        assert peer.drop("p", 1, change(9)) == Dropped(0, 0)

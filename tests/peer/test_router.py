@@ -24,6 +24,7 @@ from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.outgoing_changes import OutgoingChanges
+from dataplane.peer.rates import Recent
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.shards.references import References
 from dataplane.wire.journal import Settle
@@ -52,6 +53,7 @@ class Asked:
             incarnation=1,
             caller=lambda session=0: Caller(HERE, 1, session),
             space=SimpleNamespace(hold=lambda ranges: None, release=lambda *ranges: None),
+            put_by_clients=Recent(0.0),
             lent=Lent(),
             heirs=Heirs(),
             changes=OutgoingChanges(Owner(HERE, 1)),

@@ -524,7 +524,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Put: lambda store, op, now: store.put(op),
     Finish: lambda store, op, now: store.finish(op),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
-    Ended: lambda store, op, now: store.clear(),
+    Ended: lambda store, op, now: store.clear(op.change),
     Settle: lambda store, op, now: store.settle(op),
     Permitted: _permitted,
     Withdraw: lambda store, op, now: store.take_back(op.numbers),

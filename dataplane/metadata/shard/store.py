@@ -292,12 +292,13 @@ class Store(State):
         self.tell(Drop(self.partition, self.generation, keys, groups, where, change))
         return dropped
 
-    def clear(self) -> tuple[int, int]:
+    def clear(self, change: Change | None = None) -> tuple[int, int]:
         """The partition was dropped: every row goes. Returns (rows, bytes)."""
         rows, before = len(self), len(self.released)
         self.remove(self.rows.parts)
-        self.tell(Ended())
-        return rows, self.bytes_released(before)
+        dropped = rows, self.bytes_released(before)
+        self.tell(Ended(change, *dropped))
+        return dropped
 
     def relocate(
         self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None

@@ -47,7 +47,7 @@ class Changes:
 
     def _change_here(self, caller: Caller, body: Any) -> Body:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
-            return self.partitions.drop(body.partition, body.generation)
+            return self.partitions.drop(body.partition, body.generation, body.change)
         entry = self.host.shard(body.partition, body.generation)
         done = self.references.answered(entry, caller, body) or entry.store.carry_out(body)
         self.settle(entry)

@@ -30,7 +30,7 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Begun, Ended, Op, Relocated
-from dataplane.wire.messages import Body, Done
+from dataplane.wire.messages import Body, Done, Dropped
 from dataplane.wire.peering import Append, Duplicate, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import Owner
@@ -232,6 +232,7 @@ class Replicas:
                 self.shipping.happened(copy.store, op)
                 self._follow(owner, origin, copy, op)
                 if isinstance(op, Ended):
+                    self.partitions.ended(op.change, Dropped(op.rows, op.bytes))
                     del origin.copies[key]
                     origin.valued -= copy.values is not None
             origin.next += 1

@@ -39,7 +39,7 @@ from dataplane.wire.messages import (
     LossesDone,
     Request,
 )
-from dataplane.wire.tables import Definition
+from dataplane.wire.tables import Change, Definition, Owner
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ NEWS_S = 0.2
 """... and whether it has news of lost rows for who waits."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
+MAX_ENDED = 4_096
+"""Drops of partitions whose answer is remembered, for retries within the time of a call."""
 MAX_NAMES = 10_000
 """Partitions that clients here attached to, whose names are remembered: the last ones."""
 
@@ -66,6 +68,8 @@ class Partitions:
         """called when a partition whose shard is here was dropped"""
         self.heard_of: OrderedDict[str, None] = OrderedDict()
         """partitions that clients here attached to, for people"""
+        self._ended: OrderedDict[tuple[Owner, int], Dropped] = OrderedDict()
+        """by caller and number of the change"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
         self.mesh.handlers |= {
@@ -130,20 +134,32 @@ class Partitions:
         self.shipping.watch(entry)
         return entry
 
-    def drop(self, partition: str, generation: int) -> Dropped:
-        """The partition ends; the same name may be declared again, as something new. Dropping what
-        is gone already takes nothing."""
+    def drop(self, partition: str, generation: int, change: Change | None = None) -> Dropped:
+        """The partition ends; the same name may be declared again, as something new. A retry is
+        answered as the first time. Dropping what is gone already takes nothing."""
+        known = self._ended.get((change.caller, change.number)) if change is not None else None
+        if known is not None:
+            return known
         entry = self.host.entries.get(partition)
         if entry is None and self.host.serves(partition):
             return Dropped(0, 0)
         entry = self.host.shard(partition, generation)
-        rows, nbytes = entry.store.clear()
+        rows, nbytes = entry.store.clear(change)
         log.info("partition %r: dropped, %d rows and %d bytes freed", partition, rows, nbytes)
         del self.host.entries[partition]
         self.on_drop(entry)  # first: that no row is left is not why who waits gets none
         self.settle(entry)
         self.host.space.digests.drop(partition)
-        return Dropped(rows, nbytes)
+        return self.ended(change, Dropped(rows, nbytes))
+
+    def ended(self, change: Change | None, dropped: Dropped) -> Dropped:
+        """A partition was dropped by a change, here or at the peer that this one backs up: a retry
+        is answered so."""
+        if change is not None:
+            self._ended[change.caller, change.number] = dropped
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        return dropped
 
     # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
     # waits there, in turns, until there are some, or until no row can be lost any more

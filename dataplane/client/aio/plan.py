@@ -4,7 +4,7 @@ rules."""
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from dataplane.client.aio.batch import Converting
@@ -60,25 +60,50 @@ class Micros(AsyncIterator[Micro]):
         return micro
 
 
+class Minis(AsyncIterator[Mini]):
+    """One way through a plan. Its end acks; when it goes before that, the plan is released. In a
+    `with` the end of that does both."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._number = plan, 0
+
+    async def __anext__(self) -> Mini:
+        plan = self._plan
+        if self._number == len(plan):
+            if not plan._entered and plan.state == "leased":
+                await plan.ack()
+            raise StopAsyncIteration
+        self._number += 1
+        return Mini(plan, self._number - 1)
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception.
+        if not self._plan._entered:
+            self._plan._leave()
+
+
 class Plan(Planned[Micro]):
     """Iterate over it: `len(plan)` mini-batches, epoch after epoch, each of micro-batches.
 
-    As a context manager it acks at the end of the body and releases when the body raised. Once
-    every rank has acked its part, the stage is done with the rows. A rank that goes before that
-    ends the plan for all: their next call says LeaseExpired, and which rank it was.
+    A loop that comes to its end acks. Whatever else ends the loop (break, return, an exception)
+    releases the plan. As a context manager the plan acks at the end of the body, and releases when
+    the body raised. Once every rank has acked its part, the stage is done with the rows. A rank
+    that goes before that ends the plan for all: their next call says LeaseExpired, and which rank
+    it was.
     """
 
     _kind = "aio.Plan"
     _prefetch: Prefetch[Micro] | None = None
 
-    def __iter__(self) -> Generator[Mini, None, None]:
-        for number in range(len(self)):
-            yield Mini(self, number)
+    def __aiter__(self) -> Minis:
+        return Minis(self)
 
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """This rank has done its part."""
+        """This rank has done its part. Nothing to do where the plan has been acked already."""
         await self._stop()
         part = self._joined.part
+        if part.state == "acked":
+            return
         part.check()
         await self._run(part.finish("ack", timeout=timeout))
 
@@ -112,13 +137,17 @@ class Plan(Planned[Micro]):
 
     def __del__(self) -> None:
         # Nobody has it any more, but for a prefetch that is under way.
-        if not hasattr(self, "_joined"):
-            return
+        if hasattr(self, "_joined"):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Release it, unless it has ended, without waiting."""
         if self._prefetch is not None:
             self._prefetch.stop()
         self._joined.part.abandon()
 
     async def __aenter__(self) -> Plan:
+        self._entered = True
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:

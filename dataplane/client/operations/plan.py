@@ -384,6 +384,8 @@ class Planned(Generic[M]):
     ) -> None:
         self._run, self._make, self._joined = run, make, joined
         self._ahead = prefetch
+        self._entered = False
+        """in a `with`, whose end decides"""
         self._upcoming = (-1, -1)
         """what the prefetch gives next: mini- and micro-batch"""
 

@@ -7,7 +7,7 @@ Made of dataplane/client/aio/plan.py, which is the one to change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
@@ -63,25 +63,50 @@ class Micros(Iterator[Micro]):
         return micro
 
 
+class Minis(Iterator[Mini]):
+    """One way through a plan. Its end acks; when it goes before that, the plan is released. In a
+    `with` the end of that does both."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._number = plan, 0
+
+    def __next__(self) -> Mini:
+        plan = self._plan
+        if self._number == len(plan):
+            if not plan._entered and plan.state == "leased":
+                plan.ack()
+            raise StopIteration
+        self._number += 1
+        return Mini(plan, self._number - 1)
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception.
+        if not self._plan._entered:
+            self._plan._leave()
+
+
 class Plan(Planned[Micro]):
     """Iterate over it: `len(plan)` mini-batches, epoch after epoch, each of micro-batches.
 
-    As a context manager it acks at the end of the body and releases when the body raised. Once
-    every rank has acked its part, the stage is done with the rows. A rank that goes before that
-    ends the plan for all: their next call says LeaseExpired, and which rank it was.
+    A loop that comes to its end acks. Whatever else ends the loop (break, return, an exception)
+    releases the plan. As a context manager the plan acks at the end of the body, and releases when
+    the body raised. Once every rank has acked its part, the stage is done with the rows. A rank
+    that goes before that ends the plan for all: their next call says LeaseExpired, and which rank
+    it was.
     """
 
     _kind = "Plan"
     _prefetch: Prefetch[Micro] | None = None
 
-    def __iter__(self) -> Generator[Mini, None, None]:
-        for number in range(len(self)):
-            yield Mini(self, number)
+    def __iter__(self) -> Minis:
+        return Minis(self)
 
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """This rank has done its part."""
+        """This rank has done its part. Nothing to do where the plan has been acked already."""
         self._stop()
         part = self._joined.part
+        if part.state == "acked":
+            return
         part.check()
         self._run(part.finish("ack", timeout=timeout))
 
@@ -115,13 +140,17 @@ class Plan(Planned[Micro]):
 
     def __del__(self) -> None:
         # Nobody has it any more, but for a prefetch that is under way.
-        if not hasattr(self, "_joined"):
-            return
+        if hasattr(self, "_joined"):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Release it, unless it has ended, without waiting."""
         if self._prefetch is not None:
             self._prefetch.stop()
         self._joined.part.abandon()
 
     def __enter__(self) -> Plan:
+        self._entered = True
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:

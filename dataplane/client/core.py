@@ -23,7 +23,9 @@ from dataplane.errors import (
     DeadlineExceeded,
     InvalidCall,
     PartitionGone,
+    PeerLost,
     ProtocolError,
+    Unavailable,
 )
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.checkpoint import Census, CensusDone
@@ -44,6 +46,8 @@ from dataplane.wire.tables import Definition, Name
 DEFAULT_TIMEOUT_S = 30.0
 ATTACH_S = 1.0
 """A call that waits for rows takes at least so long to find the partition that it is about."""
+UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
+"""Failures that do not say whether a call took effect."""
 SHARD_FULL_S = 1.0
 """A shard that had no room for small values is asked again after so long."""
 
@@ -102,6 +106,14 @@ def expect(reply: object, expected: type[B], body: Body) -> B:
             f"not {expected.__name__}"
         )
     return reply
+
+
+def limit_beside(timeout_s: float | None) -> float:
+    """The time-out of calls that go with those that wait `timeout_s` for rows, such as a stream's
+    acks: as long, but from 1 s up to the usual one."""
+    if timeout_s is None:
+        return DEFAULT_TIMEOUT_S
+    return min(max(timeout_s, ATTACH_S), DEFAULT_TIMEOUT_S)
 
 
 def milliseconds(timeout_s: float | None) -> int:

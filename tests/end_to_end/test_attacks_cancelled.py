@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
+import shutil
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,6 +119,52 @@ def test_nor_does_one_that_opens_a_connection_for_each_of_its_messages(
     cancelled before the message that names it has one."""
     with cluster.connect("a") as a, cluster.connect("b") as b, asyncio.Runner() as runner:
         assert runner.run(cancelled_everywhere(a, b, call, late=False, crowded=True)) > 1
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_cancelled_restore_leaves_no_partition_and_a_cancelled_checkpoint_no_file(
+    cluster: Cluster, late: bool, tmp_path: Path
+) -> None:
+    async def everywhere(call: str, path: Path, look: Callable[[], None]) -> int:
+        async with aio.connect("a", run="test") as client:
+            for at in itertools.count(1):
+                work = CancelledAt(getattr(client, call)(path), at, late)
+                task = asyncio.ensure_future(waiting(work))
+                await asyncio.wait([task], timeout=20)
+                assert task.done(), f"not done 20 s after it was cancelled at await {at}"
+                if not work.reached:
+                    break
+                assert task.cancelled(), task
+                look()
+                del task
+                gc.collect()  # the frames of the traceback
+            return at
+
+    def nothing_but_whole() -> None:
+        found = os.listdir(tmp_path)
+        assert found in (["saved"], []), found
+        if found:  # it was cancelled as it got its name
+            shutil.rmtree(tmp_path / "saved")
+
+    def no_partition() -> None:
+        assert a.partitions() == []
+
+    with cluster.connect("a") as a:
+        for name in ("one", "two"):
+            part = a.partition(name, stages={"s": ["x"]})
+            part.put({"x": rows(1), "n": list(range(ROWS))})
+        assert asyncio.run(everywhere("checkpoint", tmp_path / "saved", nothing_but_whole)) > 5
+        for name in a.partitions():
+            a.partition(name).drop()
+        assert asyncio.run(everywhere("restore", tmp_path / "saved", no_partition)) > 5
+        assert a.partitions() == ["one", "two"]
+        found = a.partition("one").get(fields=["n"])
+        assert list(found["n"]) == list(range(ROWS))
+        del found
+        for name in a.partitions():
+            a.partition(name).drop()
+        no_leaks(a)
+        until(lambda: not used_bytes(a), "every byte came back", 5)
 
 
 async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool, *, crowded: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -123,6 +124,71 @@ def signal_raises(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
+
+
+LEAVER = """
+    import dataplane, sys, threading
+    plane = dataplane.connect()
+    part, ready = plane.partition("p"), threading.Barrier(8)
+
+    def ask(timeout):
+        ready.wait()
+        try:
+            part.wait("s", rows=1, timeout=timeout)
+        except dataplane.DataplaneError as exc:
+            print(type(exc).__name__ + "\\n", end="", flush=True)
+
+    def all_ask(timeout):
+        threads = [threading.Thread(target=ask, args=(timeout,)) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+
+    all_ask(0.5)  # each of them has a connection from here on
+    sys.stdin.readline()
+    all_ask(0.5)
+    print("exits", flush=True)
+"""
+
+
+def test_a_process_exits_soon_though_its_peer_is_stopped(cluster: Cluster) -> None:
+    """However many of its calls were given up, and have no answer yet."""
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        plane.partition("p", {"s": ["x"]})
+        leaver = cluster.worker(LEAVER)
+        assert [line(leaver) for _ in range(8)] == ["ClaimTimeout"] * 8
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        tell(leaver)
+        assert [line(leaver) for _ in range(8)] == ["DeadlineExceeded"] * 8
+        assert line(leaver) == "exits"
+        assert leaver.wait(10) == 0
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+        no_leaks(plane)
+
+
+def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        part.put({"x": list(range(6))})
+        streams = [part.stream("s", rows=1, timeout=1) for _ in range(3)]
+        loops = [iter(stream) for stream in streams]
+        for loop in loops:
+            assert len(next(loop)) == 1
+        loader = part.loader("s", rows=1, timeout=1)
+        assert len(next(iter(loader))) == 1
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for loop in loops[:2]:
+            with pytest.raises(dataplane.DeadlineExceeded):
+                next(loop)
+        for stream in streams:
+            with pytest.raises(dataplane.DeadlineExceeded):
+                stream.close()
+        assert time.monotonic() - began < 5 * 3
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+        del loops, streams, loop, stream
+        no_leaks(plane)
 
 
 WAITER = """

@@ -174,8 +174,8 @@ class Partition:
         """Claim batch after batch until the partition is sealed and the stage has had every row.
 
         Asking for the next batch acks the one before; leaving the loop in any other way releases
-        it. batches: end after so many, the last one acked. Other arguments as of `claim`; `timeout`
-        is per batch.
+        it. batches: end after so many, the last one acked. Other arguments as of `claim`. `timeout`
+        is per batch. It is that of its ack or release too, from 1 s up to 30 s.
         """
         return Stream(
             self._run,

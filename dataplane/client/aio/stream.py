@@ -12,7 +12,7 @@ from typing import Any
 
 from dataplane.client.aio.batch import Batch
 from dataplane.client.aio.driver import Prefetch, Run
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.core import Deadline, Handle
 from dataplane.client.operations.changes import Admitting, Losing
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
@@ -94,8 +94,9 @@ class Loader(Loading[Batch, "LoaderLoop"]):
             return
         (prefetch, held), self._behind = self._behind, None
         await prefetch.end()
+        deadline = Deadline(self._limit_s)
         for lease in held + prefetch.left():
-            await self._run(lease.give_back(DEFAULT_TIMEOUT_S))
+            await self._run(lease.give_back(deadline.left("release")))
 
     async def __aenter__(self) -> Loader:
         self._entered = True
@@ -118,7 +119,7 @@ class LoaderLoop(AsyncIterator[Any]):
         batch, self.batch = self.batch, None
         if batch is not None and batch.state == "leased":
             try:
-                await batch.ack()
+                await batch.ack(timeout=self._loader._limit_s)
             except BaseException:
                 self.batch = batch
                 raise

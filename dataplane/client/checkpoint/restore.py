@@ -1,11 +1,13 @@
 """`plane.restore`: the rows of a checkpoint, put into a plane of any number of peers.
 
 Every file is verified before anything is put. Rows and bytes go to this host, as if this client had
-put them; ready ones are claimable as they come. What failed half-way is dropped again.
+put them; ready ones are claimable as they come. A restore that fails half-way, or is cancelled or
+interrupted, drops what it has brought.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ import numpy as np
 
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.checkpoint.save import filing, path_of, within
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Operation, ask, expect
+from dataplane.client.core import UNKNOWN, Deadline, Handle, Operation, ask, expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, PartitionConflict
@@ -28,8 +30,12 @@ from dataplane.wire.tables import Rows
 if TYPE_CHECKING:
     from dataplane.client.checkpoint.arrow_in import Portion
 
+log = logging.getLogger(__name__)
+
 PORTION_BYTES = 32 << 20
 """Values that go with one message; no more than a quarter of what may be put at once."""
+UNDO_S = 10.0
+"""How long a restore that failed, or was cancelled, takes to drop what it has brought."""
 _WAITING = "waiting for room in the arena"
 _RESTORING = "the restore"
 
@@ -48,28 +54,37 @@ def restore(session: Session, directory: Any, timeout: float | None) -> Operatio
             "plane",
             partitions=there,
         )
-    begun: list[Handle] = []
+    begun: list[tuple[Handle, PartitionNote]] = []
     try:
         for number, note in enumerate(manifest.partitions):
-            begun.append(Handle(session, note.name))
-            part = path / directory_name(number)
-            yield from _partition(begun[-1], note, part, deadline)
-    except Exception as exc:
+            handle = Handle(session, note.name)
+            begun.append((handle, note))
+            yield from _partition(handle, note, path / directory_name(number), deadline)
+    except GeneratorExit:  # nobody carries out another step
+        raise
+    except BaseException as exc:  # cancelled and interrupted ones too
         yield from _undo(begun, exc)
         raise
     return names
 
 
-def _undo(begun: list[Handle], failure: Exception) -> Operation[None]:
+def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> Operation[None]:
     """Drop what was restored so far, so that it can be restored again."""
-    for handle in begun:
-        if handle.defined is None:
-            continue
+    deadline = Deadline(UNDO_S)
+    refused = isinstance(failure, DataplaneError) and not isinstance(failure, UNKNOWN)
+    for handle, note in begun:
         try:
-            body = Drop(handle.name, handle.defined.generation)
-            yield from ask(body, messages.Dropped, Deadline(DEFAULT_TIMEOUT_S))
+            if handle.defined is None:
+                if refused:
+                    continue
+                # Nobody knows whether it was declared: it is there after this, and then it is not.
+                yield from handle.define(note.definition, deadline)
+            body = Drop(handle.name, handle.generation)
+            yield from ask(body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            failure.add_note(f"partition {handle.name!r} stays behind, in part: {exc}; drop it")
+            said = f"partition {handle.name!r} stays behind, in part: {exc}; drop it"
+            failure.add_note(said)
+            log.warning("restore: %s", said)
 
 
 def _partition(
@@ -78,8 +93,10 @@ def _partition(
     from dataplane.client.checkpoint.arrow_in import PartReader
 
     yield from handle.define(note.definition, within(deadline, _RESTORING))
-    reader: PartReader = yield filing(lambda: PartReader(part))
+    opened: list[PartReader] = []  # also where this is cancelled as it opens them
     try:
+        yield filing(lambda: opened.append(PartReader(part)))
+        (reader,) = opened
         most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
         portions: Iterator[Portion] = reader.portions(most)
         while True:
@@ -88,7 +105,8 @@ def _partition(
                 break
             yield from _put(handle, reader, portion, deadline)
     finally:
-        reader.close()
+        for one in opened:
+            one.close()
     generation = yield from handle.attach(deadline)
     if note.closed_groups:
         body = Restore(

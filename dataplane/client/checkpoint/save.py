@@ -76,8 +76,8 @@ def within(deadline: Deadline, doing: str) -> Deadline:
 def checkpoint(session: Session, directory: Any, timeout: float | None) -> Operation[None]:
     deadline = Deadline(timeout)
     work = _Checkpoint(session, Archive(path_of(directory)), deadline)
-    yield filing(work.archive.begin)
     try:
+        yield filing(work.archive.begin)
         yield from work.write()
     except BaseException:
         work.archive.discard()
@@ -132,18 +132,21 @@ class _Checkpoint:
                 if not again:
                     raise
         archive = self.archive
-        files: PartFiles = yield filing(
-            lambda: PartFiles(archive.directory(number), archive.target)
-        )
+        opened: list[PartFiles] = []  # also where this is cancelled as it opens them
         try:
+            yield filing(
+                lambda: opened.append(PartFiles(archive.directory(number), archive.target))
+            )
+            (files,) = opened
             closed = yield from self._rows(handle, files)
             notes: list[FileNote] = yield filing(files.finish)
         except PartitionGone:
-            files.close()
+            opened[0].close()
             yield filing(lambda: archive.abandon(number))
             return
         except BaseException:
-            files.close()
+            for one in opened:
+                one.close()
             raise
         self.notes.append(_note(handle, closed))
         for file, note in zip(FILES, notes, strict=True):

@@ -13,11 +13,11 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.core import (
-    DEFAULT_TIMEOUT_S,
     Deadline,
     Handle,
     Operation,
     ask,
+    limit_beside,
     milliseconds,
     wait_for,
 )
@@ -149,7 +149,7 @@ class Admitting:
         held, self._held = self._held, None
         assert held is not None
         self._handle.session.permits.discard(held.numbers[0])
-        yield from ask(held, Done, Deadline(DEFAULT_TIMEOUT_S))
+        yield from ask(held, Done, Deadline(limit_beside(self._timeout)))
 
     def __repr__(self) -> str:
         state = "not admitted" if self._held is None else f"begun at version {self.version}"

@@ -22,11 +22,13 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
+    UNKNOWN,
     Deadline,
     Handle,
     Operation,
     ask,
     expect,
+    limit_beside,
     milliseconds,
 )
 from dataplane.client.operations.inlining import landed
@@ -37,14 +39,11 @@ from dataplane.client.write.rows import Names, TagValues, group_positions, tag_c
 from dataplane.client.write.written import Written, beside
 from dataplane.errors import (
     DataplaneError,
-    DeadlineExceeded,
     FieldExists,
     InvalidCall,
     InvalidRows,
     LeaseExpired,
-    PeerLost,
     ShardFull,
-    Unavailable,
 )
 from dataplane.memory.extents import padded
 from dataplane.metadata.tables.where import Where
@@ -69,8 +68,6 @@ log = logging.getLogger(__name__)
 Outcome = Literal["ack", "release", "drop"]
 Index = npt.NDArray[np.intp]
 Records = npt.NDArray[Any]
-_UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
-"""Failures that do not say whether a call took effect."""
 _COLLECTED = (
     "was garbage-collected",
     "Call batch.ack() when its rows are done, or claim it with `with part.claim(…) as batch:`",
@@ -146,6 +143,8 @@ class Claiming:
         self._stage = arguments.text(stage, "a stage")
         self._wanted = arguments.optional_texts(fields, "fields")
         self._timeout = arguments.seconds(timeout, "timeout")
+        self.limit_s = limit_beside(self._timeout)
+        """for the acks and releases of what is claimed"""
         lease_s = arguments.seconds(lease_s, "lease")
         if lease_s is not None and lease_s <= 0:
             raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
@@ -614,7 +613,7 @@ class Lease:
         if not isinstance(exc, DataplaneError):
             return
         kept = exc.details.pop("ranges", None)
-        if kept is None and isinstance(exc, _UNKNOWN):
+        if kept is None and isinstance(exc, UNKNOWN):
             return
         self._doubt = None
         self.handle.session.answered(doubt.request)

@@ -15,7 +15,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.core import Handle, Operation
 from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.errors import InvalidCall
@@ -63,7 +63,8 @@ class Loading(Generic[B, L]):
         self._batches = None if batches is None else arguments.count(batches, "batches")
         self._run, self._make, self._handle = run, make, handle
         # made here, to be told what is wrong with it, and not in the loop
-        self._claim = Claiming(handle, stage, demand, ahead=True, **how).claim
+        claiming = Claiming(handle, stage, demand, ahead=True, **how)
+        self._claim, self._limit_s = claiming.claim, claiming.limit_s
         self._given = 0
         self._done: set[Name] = set()
         self._latest: weakref.ref[L] | None = None  # which a `break` ends: nobody holds it then
@@ -118,7 +119,7 @@ class Loading(Generic[B, L]):
         if not done.any():
             return batch
         self._done.difference_update(batch.keys)
-        yield from batch.rows(done)._finish("ack", DEFAULT_TIMEOUT_S)
+        yield from batch.rows(done)._finish("ack", self._limit_s)
         return None if done.all() else batch.rows(~done)
 
     def __reduce__(self) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from dataplane.client import arguments
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.core import Deadline, Handle, Operation
 from dataplane.client.operations.lease import LEFT, Claiming, Demand, Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.loader import refuse_workers
@@ -58,9 +58,16 @@ class Streaming(Generic[B]):
         yield from self._settle(held)
 
     def _settle(self, held: list[Lease]) -> Operation[None]:
-        left, self._left = self._left, []
-        for lease in left + held:
-            yield from lease.give_back(DEFAULT_TIMEOUT_S)
+        held, self._left = self._left + held, []
+        deadline = Deadline(self._claiming.limit_s)
+        try:
+            while held:
+                yield from held[0].give_back(deadline.left("release"))
+                del held[0]
+        except BaseException:
+            for lease in held:
+                lease.abandon()
+            raise
 
     def _failed(self, failure: DataplaneError, exc: object) -> None:
         """At the end of a `with`: the body's own exception is the one to see."""
@@ -105,7 +112,7 @@ class Looping(Generic[B]):
             if lease is not None and lease.state == "leased" and not stream._closed:
                 if not self._is_over:
                     call = stream._claiming.call(after=lease.id)
-                yield from lease.finish("ack", then=call)
+                yield from lease.finish("ack", timeout=stream._claiming.limit_s, then=call)
             lease = self.lease = None
             yield from stream._settle([])
             if self._is_over:
@@ -124,7 +131,7 @@ class Looping(Generic[B]):
         self.lease, self._given = batch.lease, self._given + 1
         if stream._closed:  # meanwhile, by another thread or task
             self.lease = None
-            yield from batch.lease.give_back(DEFAULT_TIMEOUT_S)
+            yield from batch.lease.give_back(stream._claiming.limit_s)
             raise StreamEnd("the stream was closed")
         return batch
 

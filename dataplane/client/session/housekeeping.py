@@ -48,6 +48,9 @@ DEVICES_S = 0.002
 """... and meanwhile devices that are read in place are asked so often whether they are done."""
 _SEND_S = 5.0
 _CLOSE_S = 2.0
+"""How long a client that closes waits for its peer, and a process that exits for all clients."""
+_LEAST_S = 0.5
+"""... and so long at least for the last message."""
 
 _living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
 
@@ -84,7 +87,8 @@ class Housekeeper:
         session = self.session
         while self._anchor is not None and not self._over():
             # The driver tells nobody when a copy from the arena is done: it is asked.
-            woken = session.bell.wait(GATHER_S if session.direct.pending else IDLE_S)
+            soon = session.direct.pending or session.orphaned
+            woken = session.bell.wait(GATHER_S if soon else IDLE_S)
             if woken and not self._deserted:
                 self._gather()
             session.bell.heard()
@@ -119,20 +123,25 @@ class Housekeeper:
     def settle(self) -> None:
         """What calls that nobody waits for any more were given is back when this returns."""
         with self._undoing:
-            self.tell(self._undone())
+            self.tell(self._undone(_SEND_S))
 
-    def _undone(self) -> list[Body]:
-        """What takes back the answers that came when nobody waited for them any more."""
+    def _undone(self, limit_s: float = 0.0) -> list[Body]:
+        """What takes back the answers that came when nobody waited for them any more. A connection
+        that the peer has not ended within `limit_s`, for all of them, is looked at again later."""
         due: list[Body] = []
+        until = time.monotonic() + limit_s
         for connection in self.session.orphans():
             if connection.early is not None:
                 due += undo(connection.early.body)
+                connection.early = None
             try:
-                connection.sock.settimeout(_SEND_S)
                 while True:
                     while (reply := connection.inbox.reply()) is not None:
                         due += undo(reply.body)
+                    connection.sock.settimeout(max(0.0, until - time.monotonic()))
                     connection.count(connection.sock.recv_into(connection.inbox.room()))
+            except (TimeoutError, BlockingIOError):
+                self.session.look_later(connection)
             except (OSError, DataplaneError):
                 connection.close()
         return due
@@ -222,12 +231,16 @@ class Housekeeper:
     def _hand_back(self) -> None:
         """What no call has in hand. Room that another thread, or a device, may still write into
         comes back when this process is proved gone."""
-        session = self.session
+        session, until = self.session, time.monotonic() + _CLOSE_S
         leases = session.leases.clear()
         session.settle_devices(_CLOSE_S)
-        due = self._undone()
-        due += [Finish(lease, "release") for lease in leases]
-        self.tell([*due, *self._parting(), *session.idle_grants(0)], _CLOSE_S)
+        due: list[Body] = [Finish(lease, "release") for lease in leases]
+        # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.
+        due += self._undone(_CLOSE_S / 2)
+        left_s = max(_LEAST_S, until - time.monotonic())
+        self.tell([*due, *self._parting(), *session.idle_grants(0)], left_s)
+        for connection in session.orphans():
+            connection.close()
 
     def _drop_anchor(self) -> None:
         with self._sending:

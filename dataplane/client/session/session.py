@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 MAX_FAMILIAR = 65_536
 MAX_WARNED = 64
+MAX_ORPHANS = 64
+"""Connections of calls that were given up, and that a peer which does not run has not ended. What
+more of them were answered comes back with the end of the session."""
 WAITING = (Claim, Wait, Losses, Admit)
 """Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
@@ -269,6 +272,18 @@ class Session:
         self._orphans.put(connection)
         self.tend()
         self.bell.ring()
+
+    def look_later(self, connection: Connection) -> None:
+        """The peer has not ended this orphan yet."""
+        if self._orphans.qsize() < MAX_ORPHANS:
+            self._orphans.put(connection)
+        else:
+            connection.close()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether there are connections whose call was given up."""
+        return not self._orphans.empty()
 
     def orphans(self) -> list[Connection]:
         """Connections whose call was given up: their answers are to be undone."""

@@ -158,7 +158,8 @@ class Plane(Calls):
 
         They live on this host then, whatever the plane they come from. CheckpointCorrupt names a
         file that is not as it was written; PartitionConflict where a partition is there already;
-        nothing was restored then.
+        nothing was restored then. A restore that fails, is cancelled or interrupted drops what it
+        has restored; a process that is killed leaves that behind.
         """
         return self.run(restore.restore(self._session, directory, timeout))
 

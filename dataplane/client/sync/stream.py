@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.core import Deadline, Handle
 from dataplane.client.operations.changes import Admitting, Losing
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
@@ -97,8 +97,9 @@ class Loader(Loading[Batch, "LoaderLoop"]):
             return
         (prefetch, held), self._behind = self._behind, None
         prefetch.end()
+        deadline = Deadline(self._limit_s)
         for lease in held + prefetch.left():
-            self._run(lease.give_back(DEFAULT_TIMEOUT_S))
+            self._run(lease.give_back(deadline.left("release")))
 
     def __enter__(self) -> Loader:
         self._entered = True
@@ -121,7 +122,7 @@ class LoaderLoop(Iterator[Any]):
         batch, self.batch = self.batch, None
         if batch is not None and batch.state == "leased":
             try:
-                batch.ack()
+                batch.ack(timeout=self._loader._limit_s)
             except BaseException:
                 self.batch = batch
                 raise

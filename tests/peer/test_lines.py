@@ -14,12 +14,15 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.reasons import Notices
+from dataplane.metadata.shard.store import Store
+from dataplane.peer.host import Entry
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U8, VALUE
-from dataplane.wire.tables import Column, Owner
+from dataplane.wire.tables import Column, Definition, Owner
+from tests.metadata.stores import put
 
 PAGE = 4096
 
@@ -58,7 +61,10 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
 
 async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() -> None:
     space = Space(16 * PAGE)
-    entries = {f"step-{n}": SimpleNamespace(store=range(n)) for n in range(9)}
+    entries = {}
+    for n in range(1, 6):
+        entries[f"step-{n}"] = Entry(Store(f"step-{n}", Definition(), 1))
+        put(entries[f"step-{n}"].store, list(range(n)))
     host: Any = SimpleNamespace(
         name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries, lent=Lent(),
         who=lambda holder: f"client {holder}",
@@ -67,10 +73,11 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
     held = [space.reserve(1, Admission.PULL, pages(1))[1] for _ in range(16)]
     for extents in held[::2]:
         space.give_back(1, extents)
-    with pytest.raises(BackPressure, match=f"in pieces: one value has {4 * PAGE} B") as caught:
+    with pytest.raises(BackPressure, match="in pieces: one value has 16.0 KiB") as caught:
         await room.reserve(2, Admission.PULL, pages(4), 0.01)
-    most = "8 of 'step-8', 7 of 'step-7', 6 of 'step-6', 5 of 'step-5', 4 of 'step-4' and 3 more"
-    assert f"Rows here: {most}; client 1 has" in caught.value.message
+    kept = [f"partition 'step-{n}' has {n} rows and keeps them until they are" for n in (5, 4, 3)]
+    assert all(one in caught.value.message for one in kept)
+    assert "2 more partitions have rows; client 1 has 32.0 KiB reserved" in caught.value.message
 
 
 async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:

@@ -17,23 +17,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import BackPressure, few
+from dataplane.errors import BackPressure, sized
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
+from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.references import Array, far_owners, pulled
-from dataplane.peer.host import Host
+from dataplane.peer.host import Entry, Host
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Table
 
-SHOWN_PARTITIONS = 5
-
 _DOING = {
-    Admission.OPEN: "opening new groups",
-    Admission.CONTINUE: "continuing groups",
-    Admission.PULL: "pulling from other hosts or the spill file",
+    Admission.OPEN: "a put of new rows",
+    Admission.CONTINUE: "a put or add to groups that have begun",
+    Admission.PULL: "a pull from other hosts or from the spill file",
 }
 
 PULLER = 0
@@ -111,14 +110,14 @@ class Room:
         line.append(waiter)
 
         def look() -> Why:
-            return self._full(waiter, "it waits").message, {}
+            return self._full(waiter, "").message, {}
 
         began = self._host.now()
         self.waited[admission] += 1
         self._waits()
         try:
-            what = f"room for {_DOING[admission]}"
-            with Telling(self._host, f"call for {what}", Subject(what), look):
+            what = f"call for room for {_DOING[admission]}"
+            with Telling(self._host, what, Subject(f"room for {_DOING[admission]}"), look):
                 async with asyncio.timeout(timeout_s):
                     return await waiter.granted
         except BaseException as exc:
@@ -127,7 +126,9 @@ class Room:
                 space.give_back(holder, given.result()[1])  # it came as it was given up
                 self.pump()
             if isinstance(exc, TimeoutError):
-                raise self._back_pressure(waiter, f"no room within {timeout_s:g} s") from exc
+                raise self._back_pressure(
+                    waiter, f"none came free within {timeout_s:.3g} s"
+                ) from exc
             raise
         finally:
             self.waited_s[admission] += self._host.now() - began
@@ -200,7 +201,7 @@ class Room:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
                     self._back_pressure(
-                        waiter, "nothing here is leased or can be claimed, and every client waits"
+                        waiter, "no client is left that could free any: all of them wait"
                     )
                 )
 
@@ -209,42 +210,61 @@ class Room:
         return self._full(waiter, why)
 
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
-        host, stats = self._host, self.space.stats()
+        host, stats, now = self._host, self.space.stats(), self._host.now()
         needed = int(waiter.units[0].sum())
-        kind = waiter.admission.name.lower()
-        room = stats["classes"][kind]["room_bytes"]
-        held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
-        largest = sorted(held, key=lambda name: -held[name])
-        rows = few([f"{held[name]} of {name!r}" for name in largest], SHOWN_PARTITIONS) or "none"
-        rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
+        room = stats["classes"][waiter.admission.name.lower()]["room_bytes"]
+        entries = [entry for entry in host.entries.values() if len(entry.store)]
+        entries.sort(key=lambda entry: -len(entry.store))
         holders: list[dict[str, Any]] = [
             {"holder": host.who(holder), "granted_bytes": granted, "pinned_bytes": pinned}
             for holder, granted, pinned in self.space.holders()
         ]
-        views = "; ".join(
-            f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"
-            for h in holders[:3]
-        )
+        remarks, free = [], stats["free_bytes"]
+        if room < needed <= free:
+            remarks.append(f"{sized(free)} are free, and kept for other uses of the arena")
         longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
         if needed <= room and longest > stretch:
-            why += (
-                f"; what is left is in pieces: one value has {longest} B, the longest stretch that "
-                f"is free is {stretch} B, between what is in use"
+            remarks.append(
+                f"the free room is in pieces: one value has {sized(longest)}, the longest free "
+                f"piece {sized(stretch)}"
             )
         kind_of, beyond = self.beyond()
+        full = reasons.FullArena(
+            host.name,
+            _DOING[waiter.admission],
+            needed,
+            room,
+            stats["used_bytes"],
+            stats["size_bytes"],
+            [self._kept(entry, now) for entry in entries],
+            len(host.lent),
+            [(h["holder"], h["granted_bytes"] + h["pinned_bytes"]) for h in holders],
+            any(subject.kind == "claim" for subject, *_ in host.notices.waits(now)),
+            [*remarks, *([beyond] if beyond else [])],
+        )
         return kind_of(
-            f"peer {host.name!r} has no room: {needed} B are needed and {room} B are "
-            f"left for {_DOING[waiter.admission]} ({stats['used_bytes']} B used, "
-            f"{stats['free_bytes']} B free of {stats['size_bytes']}{beyond}); {why}. Rows here: "
-            f"{rows}{'; ' if views else ''}{views}. Consume or drop rows, claim with min= where a "
-            "claim waits for more rows than fit, or give the peer a larger --arena or --spill",
+            reasons.of_full_arena(full, why),
             needed_bytes=needed,
             room_bytes=room,
             free_bytes=stats["free_bytes"],
             arena_bytes=stats["size_bytes"],
             spilled_bytes=stats["spilled_bytes"],
-            rows=held,
+            rows={entry.name: len(entry.store) for entry in entries},
+            idle_stages={k.partition: [stage for stage, _, _ in k.idle] for k in full.kept},
             holders=holders,
+        )
+
+    def _kept(self, entry: Entry, now: float) -> reasons.Kept:
+        store = entry.store
+        held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
+        leases = [(self._host.who(holder), stage, rows, age) for holder, stage, rows, age in held]
+        return reasons.Kept(
+            entry.name,
+            len(store),
+            inspection.idle(store, now),
+            leases,
+            inspection.lacks(store),
+            store.definition.free == "drop",
         )
 
     # claims that pull
@@ -294,9 +314,10 @@ class Room:
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]
         return (
-            f"the next rows need {needed_bytes} bytes of other hosts here and {may} may be pulled "
-            f"now ({pinned} B are in view or being read, {stats['used_bytes']} B used of "
-            f"{stats['size_bytes']}): let go of batches and arrays that were read",
+            f"the next rows bring {sized(needed_bytes)} from other hosts, and this arena has room "
+            f"for {sized(may)} of such now ({sized(pinned)} are in view or being read, "
+            f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): let go of "
+            "batches and arrays that were read",
             {"needed_bytes": needed_bytes, "credit_bytes": may, "pinned_bytes": pinned},
         )
 

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 
-from dataplane.errors import BackPressure, SpillFull, TransferFailed
+from dataplane.errors import BackPressure, SpillFull, TransferFailed, sized
 from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
@@ -122,7 +122,8 @@ class Spilling:
         """What becomes of a put that waited in vain, and how it is here."""
         spill, trouble = self.spill, self._trouble
         full = trouble is not None and trouble.errno in _FULL
-        says = f"; {spill.spilled_bytes} of {spill.size_bytes} B are spilled to {self.file.path}"
+        says = f"{sized(spill.spilled_bytes)} of {sized(spill.size_bytes)} are spilled to "
+        says += f"{self.file.path}"
         if trouble is not None:
             says += f", which takes no more: {trouble.strerror}"
         return SpillFull if full else BackPressure, says

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from dataplane.errors import ShardFull
+from dataplane.errors import ShardFull, sized
 from dataplane.peer.host import Host, call_deadline
 from dataplane.peer.sessions import Session
 
@@ -70,9 +70,10 @@ class MetadataShare:
         for told in self.on_refused:
             told()
         raise ShardFull(
-            f"the metadata of peer {self._host.name!r}, which keeps the rows of this "
-            f"partition, has {self.used_bytes} bytes of {self.size_bytes}: consume or drop "
-            "rows, or give that peer a larger --arena, of which metadata may take a fifth",
+            f"peer {self._host.name!r}, which keeps this partition, takes no new rows: keys, tags "
+            f"and small values use {sized(self.used_bytes)} there, and may use "
+            f"{sized(self.size_bytes)}, a fifth of its arena; consume or drop rows, or give that "
+            "peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,
             size_bytes=self.size_bytes,
@@ -123,7 +124,7 @@ class MetadataShare:
             self.writers -= 1
             session.waiting -= 1
         if vain.done():
-            why = "nothing is leased or can be claimed, and every client waits"
+            why = "no client is left that could free any: all of them wait"
             raise ShardFull(f"{full.message}; {why}", **full.details)
 
     def end_in_vain(self) -> None:

@@ -115,11 +115,17 @@ def put(
             n,
         )
     if work.gone == n:
+        keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+        groups = list(identity.group_names or ())[:SHOWN_NAMES]
+        which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
+        which += ", …" if len(groups or keys) > 1 else ""
         raise RowsGone(
-            f"all {counted(n, 'row')} of this put were in partition {handle.name!r} before and "
-            "have been freed, as their keys or groups say: nothing was put. Give reuse=True where "
-            "these are new rows under old names, or part.drop() to begin the partition anew",
-            keys=row_names(identity.wire(None))[:SHOWN_NAMES],
+            f"nothing was put into partition {handle.name!r}: all {counted(n, 'row')} of this put "
+            f"({which}) were put before, and every stage has had them; a producer that was "
+            "restarted goes on with its next rows. If these are new rows under old names, pass "
+            "reuse=True",
+            keys=keys,
+            groups=groups,
         )
     return Ref(
         session.plane,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dataplane.errors import counted, few
+from dataplane.errors import counted, few, sized
 
 STUCK_S = 10.0
 """A call that waits for so long is shown first."""
@@ -90,7 +90,7 @@ def _host(host: Stats) -> str:
     full = min(_BAR, round(part * _BAR))
     bar = "#" * full + "." * (_BAR - full)
     return (
-        f"[{bar}] {part:4.0%} of {size_text(size)}, {counted(host['rows'], 'row')}, "
+        f"[{bar}] {part:4.0%} of {sized(size)}, {counted(host['rows'], 'row')}, "
         f"{counted(host['clients'], 'client')}{_rates(host['rates'])}"
     )
 
@@ -129,7 +129,7 @@ def _partition(name: str, partition: Stats, seen: Stats) -> Iterator[str]:
     groups = f", {counted(partition['groups'], 'group')}" if partition["groups"] else ""
     yield (
         f"  partition {name}  {partition['phase']}, {counted(partition['rows'], 'row')}{groups}, "
-        f"{size_text(partition['bytes'])}"
+        f"{sized(partition['bytes'])}"
     )
     if told := partition.get("admission"):
         taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
@@ -197,11 +197,3 @@ def _age(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes as people read them."""
-    size, units, unit = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB")), "B"
-    while size >= 1024 and (larger := next(units, None)):
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

@@ -7,8 +7,14 @@ people and says what to do. Nothing outside this package's classes is ever raise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
+
+MAX_COMPARED = 1_000
+"""Names that a misspelt one is compared with."""
 
 
 class DataplaneError(Exception):
@@ -29,6 +35,39 @@ def few(names: Sequence[str], most: int) -> str:
     """A list as messages have it: the first ones, "and 3 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(name: str, among: Iterable[str]) -> str:
+    """The name that `name` may be a misspelling of, "" where there is none. "step-12" and "step-13"
+    are no misspellings of each other: they differ in their numbers alone."""
+    plain = name.casefold()
+    others: dict[str, str] = {}
+    for other in islice(among, MAX_COMPARED):
+        if other != name and re.sub(r"\d+", "#", other) != re.sub(r"\d+", "#", name):
+            others.setdefault(other.casefold(), other)
+    found = difflib.get_close_matches(plain, others, n=1, cutoff=0.7)
+    return others[found[0]] if found else ""
+
+
+def did_you_mean(name: str, among: Iterable[str]) -> str:
+    """A question for the end of a message, "" where no name is near."""
+    near = nearest(name, among)
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def sized(nbytes: float) -> str:
+    """Bytes as messages have them: "512 B", "28.6 MiB"."""
+    value, units, unit = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB")), "B"
+    while value >= 1024 and (larger := next(units, None)):
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as messages have them: "5 s", "3 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 # finding and reaching a peer

@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +44,8 @@ _WORD = ".ended-by"
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 128
 """Of those who ask for a peer's pid while it is stopped."""
+MAX_PARTITIONS = 64
+"""Names of partitions on a card: the latest ones."""
 _NAME_BYTES = 32 + len(".sock")
 _CLAIM_PATIENCE_S = 0.2
 _LOOK_S = 0.02
@@ -65,7 +67,8 @@ class Starter(msgspec.Struct, frozen=True):
 class Card(msgspec.Struct, frozen=True):
     """What `<name>.json` says of a peer. began_s: on the clock that all processes of a host share.
     starter: None for a peer that was started by hand. rows: in its shards when this was written.
-    ended: why the peer ended; "" while it lives, and where it was killed."""
+    ended: why the peer ended; "" while it lives, and where it was killed. partitions: the latest
+    that its clients declared, by which somebody of another run finds that its name was meant."""
 
     name: str
     pid: int
@@ -76,6 +79,7 @@ class Card(msgspec.Struct, frozen=True):
     starter: Starter | None = None
     rows: int = 0
     ended: str = ""
+    partitions: list[str] = []
 
     @property
     def age_s(self) -> float:
@@ -192,10 +196,14 @@ class PeerLock:
         """Tell other processes of this host who this peer is and where it listens."""
         self._write(msgspec.structs.replace(self._card, address=address))
 
-    def count(self, rows: int) -> None:
-        """Note how many rows the peer has: if it is killed, the next one says what is gone."""
-        if rows != self._card.rows:
-            self._write(msgspec.structs.replace(self._card, rows=rows))
+    def note(self, rows: int, partitions: Sequence[str]) -> None:
+        """Note how many rows the peer has: if it is killed, the next one says what is gone. And
+        which partitions its clients declared, the latest last."""
+        card = msgspec.structs.replace(
+            self._card, rows=rows, partitions=list(partitions)[-MAX_PARTITIONS:]
+        )
+        if card != self._card:
+            self._write(card)
 
     def _write(self, card: Card) -> None:
         self._card = card

@@ -97,6 +97,7 @@ async def _serve(
             if not await _started(peer, str(lock.socket_path), (leave, stop)):
                 return ""
             lock.write_card(config.listen)
+            lock.note(peer.host.rows, peer.directory.declared())
             log.info(
                 "peer %r of run %r serves: pid %d, arena %d bytes, %d peers",
                 config.name,
@@ -112,7 +113,7 @@ async def _serve(
             again = await peer.run(leave, stop)
             if not again:
                 why = _end(peer, lock.word() or " and ".join(signals))
-                lock.count(peer.host.rows)
+                lock.note(peer.host.rows, peer.directory.declared())
         finally:
             if keeping is not None:
                 keeping.cancel()
@@ -150,7 +151,7 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
             if not peer.door.is_at(lock.socket_path):
                 missing.append(lock.socket_path.name)
                 peer.door.open(str(lock.socket_path))
-            lock.count(peer.host.rows)
+            lock.note(peer.host.rows, peer.directory.declared())
         except (OSError, DataplaneError) as exc:
             if str(exc) != failed:
                 log.warning("peer %r cannot put its files back: %s", lock.name, exc)

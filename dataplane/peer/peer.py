@@ -50,6 +50,7 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
+from dataplane.peer.watch.directory import Directory
 from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
@@ -116,7 +117,8 @@ class Peer:
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, refs, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
-        self.waits = Waits(host, router, sessions)
+        self.directory = Directory(host, mesh, sessions, parts, config.run_dir)
+        self.waits = Waits(host, router, sessions, self.directory)
         self.claims = Claims(host, router, finishing, reading, self.waits, room)
         answers = Answers(self)
         self.door = Door(

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from dataplane.wire.messages import Hello
 from dataplane.wire.tables import SESSIONS
 
 log = logging.getLogger(__name__)
+
+MAX_ENDED = 1_024
+"""Sessions that have ended and can still be named; the oldest are forgotten."""
 
 
 class Held(NamedTuple):
@@ -67,6 +71,11 @@ class Session:
         """Whether both are certainly sessions of one process. Two containers may use one pid."""
         return self is other or (self.pid != 0 and self.pid == other.pid)
 
+    @property
+    def who(self) -> str:
+        """What people know it by."""
+        return f"{self.label}, `{self.command}`" if self.command else self.label
+
     def check(self) -> None:
         """ClientClosed where its process exited before this request was read: what it were handed
         now would never come back."""
@@ -83,6 +92,8 @@ class Sessions:
         self._numbers = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
+        self._ended_at: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        """sessions that are over: who they were, and when they ended"""
         self.last_seen = host.now()
         self.came = False
         """there has been a client"""
@@ -136,6 +147,15 @@ class Sessions:
             if number not in self._live and number not in self._quarantined:
                 return number
 
+    def identify(self, session_id: int) -> tuple[str, float] | None:
+        """Who a client is or was, and for how many seconds it has been disconnected, 0 where it is
+        connected. None for one that this peer never had, or had long ago."""
+        session = self._live.get(session_id)
+        if session is not None:
+            return session.who, 0.0
+        who, at = self._ended_at.get(session_id, ("", 0.0))
+        return (who, max(1e-3, self._host.now() - at)) if who else None
+
     def join(self, session_id: int, pid: int, own_pid: int) -> Session:
         """The session, for one more connection of its process."""
         session = self._live.get(session_id)
@@ -157,6 +177,9 @@ class Sessions:
         session.ended = True
         if session.partitions:
             self.last = session
+        self._ended_at[session.id] = session.who, self._host.now()
+        if len(self._ended_at) > MAX_ENDED:
+            self._ended_at.popitem(last=False)
         self._ended(session)
         self._host.operations.end(session.id)
         if not self._host.space.holds(session.id):

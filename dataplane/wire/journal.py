@@ -252,7 +252,8 @@ class Summary(Body, tag=217):
     every field that some row has had. answers: one for each caller whose changes are remembered.
     lost: stage -> rows that went with a peer before it was done with them. acked: stage
     -> rows that it has acked so far. released: stage -> rows that came back from its leases without
-    an ack, and how many of them were leased again."""
+    an ack, and how many of them were leased again. put_rows: that were ever put or restored.
+    producers: (session, rows) of those that put rows, the least recent first."""
 
     sealed: bool
     numbers: int
@@ -264,6 +265,8 @@ class Summary(Body, tag=217):
     lost: dict[str, int] = {}
     acked: dict[str, int] = {}
     released: dict[str, tuple[int, int]] = {}
+    put_rows: int = 0
+    producers: list[tuple[int, int]] = []
 
 
 Op = (

@@ -193,8 +193,8 @@ class Put(Body, tag=30):
     inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
     that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    change: between peers, as in `Tag`. holder: as a backup is told, whose permits its new groups
-    use; 0: nobody's.
+    change: between peers, as in `Tag`. holder: as a backup is told, the session that put the rows,
+    whose permits its new groups use.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
     """

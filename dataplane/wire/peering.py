@@ -208,6 +208,19 @@ class Stirring(Body, tag=151):
     done: int
 
 
+class Identify(Body, tag=157):
+    """Who are these clients of the receiver's? Asked when somebody waits, for a message."""
+
+    sessions: list[int]
+
+
+class Identified(Body, tag=158):
+    """Per session what people call the client, and for how many ms it has been disconnected; -1: it
+    is connected."""
+
+    clients: list[tuple[str, int]]
+
+
 class Sample(Body, tag=160):
     """Asks for bytes to try transports on, which the owner keeps while there is room. device: bytes
     on a device, which its device workers serve; an owner without any has none."""
@@ -271,6 +284,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Advance
         | Stats
         | Sample
+        | Identify
         | Asked
     )
     has: tuple[int, int] | None = None
@@ -298,6 +312,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | StatsDone
         | Settled
         | Sampled
+        | Identified
         | Answered
         | Done
         | Failed

@@ -87,7 +87,7 @@ async def _sealed_and_dropped() -> None:
                     pass
 
             async with part.admit(2, max_lag=0, per_version=2):
-                with pytest.raises(dataplane.ClaimTimeout, match="only this process itself"):
+                with pytest.raises(dataplane.ClaimTimeout, match="only this process can"):
                     async with part.admit(1, max_lag=0, per_version=2, timeout=0.2):
                         pass
                 waiting = asyncio.create_task(wait())

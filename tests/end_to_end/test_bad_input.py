@@ -210,7 +210,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "an unknown stage": (
         lambda p: p.claim("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        r"declare it in plane.partition\(stages=…\) or give this claim fields=",
+        r"declared in plane.partition\(stages=…\), or by a claim with fields=",
     ),
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
@@ -227,12 +227,12 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a wait for no stage": (
         lambda p: p.wait("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        "has the stages .'s'., not 't'",
+        "has no stage 't': its stages are 's'",
     ),
     "a reset of no stage": (
         lambda p: p.reset("t"),
         dataplane.StageUndefined,
-        "has the stages .'s'., not 't'",
+        "has no stage 't': its stages are 's'",
     ),
     "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "has had 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),

@@ -418,7 +418,7 @@ def test_tags_change_only_where_they_are_as_expected(hosts: Hosts) -> None:
 
 def test_waiting_for_rows_and_for_room_by_count(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"]}, group_size=1)
-    with pytest.raises(dataplane.ClaimTimeout, match="0 of 0 groups ready"):
+    with pytest.raises(dataplane.ClaimTimeout, match="no group ready"):
         there.wait("s", groups=1, timeout=0.2)
     waiting = threading.Thread(target=there.wait, args=("s",), kwargs={"groups": 4})
     waiting.start()
@@ -526,7 +526,7 @@ def test_a_waiting_claim_says_whom_it_waits_for(hosts: Hosts) -> None:
     message, details = timed_out(here, "t")
     assert time.monotonic() - began < 5
     assert "2 rows lack `y`, a field of 't'" in message
-    assert "2 rows leased by this process" in message or "2 rows leased by pid" in message
+    assert "2 rows are leased by this process" in message or "2 rows are leased by pid" in message
     assert details["missing"] == {"y": 2}
     batch.release()
 

@@ -44,10 +44,10 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
     batch = part.claim("s", rows=2)
     with pytest.raises(dataplane.ClaimTimeout) as caught:
         part.claim("s", rows=1, timeout=SOON_S + 1)
-    (line,) = lines(caplog, "claim of 1 (rows) for stage 's' of partition 'p'")
+    (line,) = lines(caplog, "claim of 1 row for stage 's' of partition 'p'")
     for text in (line, caught.value.message):
-        assert f"2 rows leased by this process (pid {os.getpid()} on host " in text
-        assert "only this process itself could end this wait: ack, release or drop" in text
+        assert f"2 rows are leased by this process (pid {os.getpid()} on host " in text
+        assert "only this process can end this wait: ack, release or drop" in text
     assert caught.value.details["only_own"] is True
     plane.partition("q", stages={"s": ["x"]}).put({"x": [1, 2]})
     loaded = next(iter(plane.partition("q").loader("s", rows=2)))
@@ -94,14 +94,15 @@ def test_after_ten_seconds_one_of_all_waiting_calls_of_a_host_says_why(
         thread.start()
     for thread in threads:
         thread.join()
-    (one,) = lines(caplog, "claim of 1 (groups) for stage 't'")
+    (one,) = lines(caplog, "claim of 1 group for stage 't'")
     assert "and 3 others of this host" in one and "3 rows lack `y`, a field of 't'" in one
-    assert "1 group is still open" in one
-    (other,) = lines(caplog, "claim of 1 (groups) for stage 's'")
-    assert "1 ready group is excluded by the filter" in other
+    assert "1 group is still open: 'h' has 1 of 2 rows" in one
+    assert f"3 rows were put so far, the last 10 s ago, by pid {os.getpid()} on host" in one
+    (other,) = lines(caplog, "claim of 1 group for stage 's'")
+    assert "the filter excludes 1 ready group" in other
     (waits,) = lines(caplog, "wait for stage 't'")
     assert "9 wanted" in waits
-    assert len(errors) == 4 and all("excluded" in str(e) or "`y`" in str(e) for e in errors)
+    assert len(errors) == 4 and all("excludes" in str(e) or "`y`" in str(e) for e in errors)
 
 
 def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
@@ -111,20 +112,15 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
     def said(wait: object, *args: object, **call: object) -> str:
         with pytest.raises(dataplane.ClaimTimeout) as caught:
             wait("s", *args, timeout=0.3, **call)  # type: ignore[operator]
-        return caught.value.message.partition(": ")[2]
+        return caught.value.message.partition(": ")[2].partition("; the partition is not")[0]
 
     assert said(part.claim, budget={"n": 50}) == (
         "2 of 2 rows ready, and a budget of 50 of `n` waits until the next one would not fit, or "
         "for the seal"
     )
-    assert said(part.wait, below=2) == (
-        "2 of 2 rows ready, and it waits until fewer than 2 are left"
-    )
+    assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 wanted")
     stale = said(part.wait, below=1, where=tag("n") > 5)
-    assert stale == (
-        "1 of 2 rows ready, and it waits until fewer than 1 are left; 1 ready row is excluded by "
-        "the filter"
-    )
+    assert stale == ("1 of 2 rows ready, fewer than 1 wanted; the filter excludes 1 ready row")
 
 
 def test_a_partition_that_nobody_declares_is_named_without_any_configuration(

@@ -2,74 +2,367 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from dataplane.errors import StageUndefined, nearest
+from dataplane.metadata.shard.inspection import missing, unfinished
+from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
     MOST_S,
     Facts,
+    FullArena,
+    Kept,
     Notices,
+    Producer,
     Subject,
+    of_admission,
+    of_full_arena,
     only_own,
     reason,
+    seen_by_others,
 )
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.remembered import MAX_PRODUCERS
+from dataplane.wire.journal import decode, encode
+from dataplane.wire.messages import Want
+from tests.metadata.stores import finish, named, put, store, take, wrote
 
 SUBJECT = Subject("claim", "p", "s")
 ME, OTHER = "pid 1 on host a", "pid 7 on host b"
+ALIVE = Producer("pid 7 on host b, `python rollout.py`", 4, 300.0, 0.0)
+GONE = Producer("pid 8 on host b, `python rollout.py`", 4, 300.0, 290.0)
+PUT = {"put_rows": 4, "producers": [ALIVE]}
+FROM = (
+    "the partition is not sealed; 4 rows were put so far, the last 5 min ago, by pid 7 on host b, "
+    "`python rollout.py` (connected)"
+)
+
+WAITS: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing was ever put": (
+        {},
+        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it: start "
+        "its producer, in this run and with this partition name",
+    ),
+    "the partition's name is misspelt": (
+        {"near_partitions": ["step1"]},
+        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it; this "
+        "run also has the partition 'step1': is one of the names misspelt?",
+    ),
+    "the run's name is misspelt": (
+        {"elsewhere": ["run 'grpo-7' (`python rollout.py`, 3 min old)"]},
+        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it; a "
+        "partition of this name is also in run 'grpo-7' (`python rollout.py`, 3 min old): give "
+        "both sides the same run, connect(run=…)",
+    ),
+    "nobody sealed": (PUT, f"no row ready, 4 wanted; {FROM}: call part.seal() if these are all"),
+    "every producer died": (
+        {"put_rows": 4, "producers": [GONE]},
+        "no row ready, 4 wanted; the partition is not sealed; 4 rows were put so far, the last "
+        "5 min ago, by pid 8 on host b, `python rollout.py` (disconnected 5 min ago): no producer "
+        "is connected, so start one again, or call part.seal() if these are all",
+    ),
+    "some producers are forgotten": (
+        {"put_rows": 9, "producers": [Producer("a client of peer 'b'", 4, None)]},
+        "no row ready, 4 wanted; the partition is not sealed; 9 rows were put so far, by a client "
+        "of peer 'b', and by clients that are not known any more: call part.seal() if these are "
+        "all",
+    ),
+    "a group is short, and its producer died": (
+        {
+            "unit": "groups",
+            "units": 2,
+            "open_groups": 2,
+            "short": [("p7", 3, 4), ("p9", 1, -1)],
+            "put_rows": 4,
+            "producers": [GONE],
+        },
+        "0 of 2 groups ready, 4 wanted; 2 groups are still open: 'p7' has 3 of 4 rows, 'p9' has 1 "
+        "row, and part.close() has not said how many it gets; the partition is not sealed; 4 rows "
+        "were put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
+        "(disconnected 5 min ago): no producer is connected, so start one again that completes "
+        "the open groups",
+    ),
+    "rows are leased": (
+        {"leased": 4, "leases": [(OTHER, "s", 4, 90.2)], **PUT},
+        f"no row ready, 4 leased, 4 wanted; 4 rows are leased by {OTHER} for 90 s; {FROM}",
+    ),
+    "this process holds them": (
+        {"leased": 4, "leases": [(ME, "s", 4, 1.0)], "sealed": True},
+        f"no row ready, 4 leased, 4 wanted; 4 rows are leased by this process ({ME}) for 1 s; the "
+        "partition is sealed, so no new row comes",
+    ),
+    "many hold some": (
+        {"leases": [(OTHER, "s", 1, float(n)) for n in range(5)], "sealed": True},
+        f"no row ready, 4 wanted; 1 row is leased by {OTHER} for 4 s; 1 row is leased by {OTHER} "
+        f"for 3 s; 1 row is leased by {OTHER} for 2 s; 2 more clients have leased some; the "
+        "partition is sealed, so no new row comes",
+    ),
+    "the stage before lags": (
+        {
+            "units": 4,
+            "missing": {"reward": 3},
+            "adders": {"reward": "judge"},
+            "leases": [(OTHER, "judge", 3, 90.2)],
+            **PUT,
+        },
+        "0 of 4 rows ready, 4 wanted; 3 rows lack `reward`, a field of 's' that stage 'judge' "
+        f"adds; 3 rows are leased by {OTHER} for stage 'judge' for 90 s; {FROM}",
+    ),
+    "nobody runs the stage before": (
+        {"units": 4, "missing": {"reward": 4}, "idle": [("judge", 4, None)], **PUT},
+        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, a field of 's'; 4 rows are ready for "
+        f"stage 'judge', which nobody ever claimed; {FROM}",
+    ),
+    "the stage before has stopped": (
+        {"units": 4, "missing": {"reward": 1}, "idle": [("judge", 1, 240.0)], **PUT},
+        "0 of 4 rows ready, 4 wanted; 1 row lacks `reward`, a field of 's'; 1 row is ready for "
+        f"stage 'judge', which nobody has claimed for 4 min; {FROM}",
+    ),
+    "a field is misspelt": (
+        {"units": 4, "missing": {"reward": 4}, "near_fields": {"reward": "rewrad"}, **PUT},
+        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, a field of 's'; rows have `rewrad`, "
+        f"which no stage needs: is it a misspelt `reward`?; {FROM}",
+    ),
+    "a tag of the filter is misspelt": (
+        {"units": 4, "excluded": 4, "unknown_tags": {"verison": "version"}, **PUT},
+        "0 of 4 rows ready, 4 wanted; the filter excludes 4 ready rows; no row has the tag "
+        f"'verison' of the filter: did you mean 'version'?; {FROM}",
+    ),
+    "rows have no group": (
+        {"unit": "groups", "alone": 1, **PUT},
+        "no group ready, 4 wanted; 1 row has no group, so no claim of groups gets it; " + FROM,
+    ),
+    "others come first, and there is no room": (
+        {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
+        "2 of 2 rows ready, 4 wanted; 1 claim of its kind waits before it; 2 puts wait for room; "
+        f"{FROM}: call part.seal() if these are all",
+    ),
+    "nothing that is left matches": (
+        {"sealed": True, "units": 1},
+        "0 of 1 rows ready, 4 wanted; the partition is sealed, and nothing that is left can come "
+        "to this call",
+    ),
+    "a plan waits for the seal": (
+        {"plan": "the partition is not sealed yet", "units": 4, "ready": 4, **PUT},
+        "4 of 4 rows ready, 4 wanted; the partition is not sealed yet; 4 rows were put so far, the "
+        "last 5 min ago, by pid 7 on host b, `python rollout.py` (connected): call part.seal() if "
+        "these are all",
+    ),
+    "its shard's peer does not answer": (
+        {"silent": "b at tcp://b:1"},
+        "peer b at tcp://b:1, which keeps this partition, does not answer",
+    ),
+}
+"""What a claim that waits says, by what keeps it waiting."""
 
 
-def told(**changes: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        **dict.fromkeys(
-            ("ready", "units", "excluded", "alone", "open_groups", "producers", "before"), 0
-        ),
-        **{"missing": {}, "adders": {}, "leases": [], "sealed": False, "plan": ""},
-    }
-    return plain | changes
+@pytest.mark.parametrize("situation", WAITS)
+def test_each_situation_has_a_sentence_of_its_own(situation: str) -> None:
+    told, says = WAITS[situation]
+    assert reason(Facts(**told), "s", "4 wanted", ME) == says
 
 
-def test_what_the_shard_says_is_one_sentence() -> None:
-    facts = Facts(
-        "groups",
-        **told(
-            ready=509,
-            units=512,
-            missing={"reward": 3},
-            adders={"reward": "judge"},
-            leases=[[OTHER, "judge", 3, 90.2]],
-            alone=1,
-            open_groups=1,
-            producers=2,
-            before=1,
-        ),
+def test_who_waits_for_rows_to_go_is_not_told_to_seal() -> None:
+    facts = Facts(ready=2, units=2, put_rows=4, producers=[ALIVE])
+    assert reason(facts, "s", "fewer than 2 wanted", for_rows=False) == (
+        "2 of 2 rows ready, fewer than 2 wanted"
     )
-    assert reason(facts, "train", "512 wanted") == (
-        "509 of 512 groups ready, 512 wanted; 1 claim of its kind waits before it; 3 rows lack "
-        "`reward`, a field of 'train' that stage 'judge' adds; 1 group is still open; 1 row has no "
-        "group; 3 rows leased by pid 7 on host b for stage 'judge' for 90 s; 2 puts wait for room"
+
+
+def test_a_reason_that_one_process_was_told_is_for_others_too() -> None:
+    facts = Facts(leases=[(ME, "s", 4, 1.0)], sealed=True)
+    assert f"leased by {ME} for" in seen_by_others(reason(facts, "s", "4 wanted", ME))
+
+
+# what a store knows of it
+
+
+def told(of: Store, stage: str, unit: str = "rows", **how: Any) -> str:
+    facts = missing(of, stage, unit, how.pop("now", 100.0), **how)
+    facts["producers"] = [Producer("it", *more) for _, *more in facts["producers"]]
+    return reason(Facts(unit, **facts), stage, "1 wanted")
+
+
+def test_misspelt_names_are_seen_by_the_shard() -> None:
+    one = store()
+    put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
+    assert "`rewrad`, which no stage needs: is it a misspelt `reward`?" in told(one, "train")
+    assert "2 rows are ready for stage 'reward', which nobody ever claimed" in told(one, "train")
+    assert "no row has the tag 'verison' of the filter: did you mean 'version'?" in told(
+        one, "reward", where=["not", ["ge", "verison", 2]]
+    )
+    with pytest.raises(StageUndefined, match=r"no stage 'trian' \(did you mean 'train'\?\)"):
+        one.stage("trian")
+
+
+def test_a_stage_that_is_claimed_is_not_called_idle() -> None:
+    one = store()
+    put(one, ["a", "b"])
+    taken = take(one, "reward", Want("rows", 1, 1))
+    assert "nobody" not in told(one, "train")  # it has leased some
+    finish(one, taken)
+    assert "nobody" not in told(one, "train", now=29.0)  # it is at work elsewhere, perhaps
+    assert "1 row is ready for stage 'reward', which nobody has claimed for 60 s" in told(
+        one, "train", now=60.0
     )
 
 
-def test_a_shard_that_says_nothing_is_named() -> None:
-    assert reason(Facts("rows", silent="b at tcp://b:1"), "train", "") == (
-        "peer b at tcp://b:1, which has the partition's shard, does not answer"
+def test_short_groups_are_named() -> None:
+    one = store(group_size=4)
+    put(one, ["a", "b", "c"], ["g"] * 3)
+    assert "1 group is still open: 'g' has 3 of 4 rows" in told(one, "train", "groups")
+
+
+def test_a_shard_knows_who_put_rows_and_tells_its_backup() -> None:
+    one, ops = store(), list[Any]()
+    one.emit = ops.append
+    for session in range(100):
+        one.put(wrote(named([session]), [], holder=session), now=float(session))
+    copy = store()
+    for op in ops:
+        apply(copy, decode(encode(op)), 100.0)
+    learner = store()
+    for op in dump(one):
+        apply(learner, op, 100.0)
+    for kept in (one, copy, learner):
+        latest = kept.producers.latest(100.0)
+        assert kept.producers.rows == 100 and len(latest) == MAX_PRODUCERS
+        assert [session for session, *_ in latest[:2]] == [99, 98]
+    assert one.producers.latest(100.0)[0] == (99, 1, 1.0)
+    assert learner.producers.latest(100.0)[0] == (99, 1, None)
+
+
+# admit
+
+
+ADMISSION = {
+    "version": 3,
+    "lag": 1,
+    "unfinished_groups": 1,
+    "finished_groups": 0,
+    "held_groups": 2,
+    "places": 4,
+    "before": 0,
+}
+HELD = (
+    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups that were begun "
+    "at version 2 are not complete yet; "
+)
+
+
+def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
+    one = store(group_size=2)
+    put(one, ["a", "b"], ["g", "g"])
+    slow = unfinished(one, next(iter(one.groups.values())), 100.0)
+    assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
+        "group 'g' has all its rows and lacks `reward`, a field of 'train'; 2 rows are ready for "
+        "stage 'reward', which nobody ever claimed"
     )
+    slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
+    assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
+        "group 'g' has all its rows and lacks `reward`, a field of 'train' that stage 'reward' adds"
+    )
+    put(one, ["c"], ["h"])
+    slow = unfinished(one, list(one.groups.values())[-1], 100.0)
+    assert of_admission(ADMISSION, 1, {}, slow=[slow]).startswith(
+        HELD + "group 'h' has 1 of 2 rows: put the others, or drop the group"
+    )
+
+
+def test_admit_says_that_the_trainer_has_to_go_on() -> None:
+    told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
+    assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (
+        f"1 of 4 places wanted; taken: 1 group unfinished, 1 permitted to this process ({ME}), 2 "
+        f"permitted to {OTHER}, 3 finished at version 3; 1 call waits before it; finished groups "
+        "give their places back at the next part.advance(version)"
+    )
+
+
+# a full arena
+
+FULL = FullArena("a", "a put of new rows", 6 << 20, 2 << 20, 60 << 20, 64 << 20)
+NEEDS = (
+    "a put of new rows needs 6.0 MiB, and the arena of peer 'a' has 2.0 MiB left for that (60.0 "
+    "MiB of 64.0 MiB are used); "
+)
+LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE"
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "says", "do"),
     [
-        ({"excluded": 2, "units": 2}, "2 ready rows are excluded by the filter"),
-        ({"sealed": True, "units": 1}, "sealed and nothing that is left can come to this call"),
-        ({"sealed": True, "ready": 1}, "the partition is sealed, so no new row comes"),
-        ({"leases": [[ME, "s", 4, 1.0]]}, f"4 rows leased by this process ({ME}) for 1 s"),
-        ({"leases": [[OTHER, "s", 1, float(n)] for n in range(5)]}, "for 2 s; and by 2 more"),
+        ({}, "", "Consume or drop rows"),
+        (
+            {"kept": [Kept("step-1", 5, [("judge", 5, None)])]},
+            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which nobody ever "
+            "claimed",
+            "Run the stage 'judge', or leave it out of stages= if nobody needs it",
+        ),
+        (
+            {"kept": [Kept("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
+            f"partition 'step-1' has 5 rows: 5 rows are leased by {OTHER} for stage 'train' for "
+            "90 s",
+            "Give claims that wait for more rows than fit a smaller count, or min=",
+        ),
+        (
+            {
+                "kept": [
+                    Kept("w", 5, [("judge", 5, None)], until_dropped=True),
+                    *[Kept(f"p{i}", 1) for i in range(3)],
+                ]
+            },
+            "partition 'w' has 5 rows and keeps them until they are dropped; partition 'p0' has 1 "
+            "row; partition 'p1' has 1 row; 1 more partition has rows",
+            "Drop rows that nobody needs any more (part.drop)",
+        ),
+        (
+            {"kept": [Kept("step-1", 5, lacks=[("train", "reward", 5)])]},
+            "partition 'step-1' has 5 rows: 5 rows lack `reward`, a field of 'train'",
+            "Add `reward`",
+        ),
+        (
+            {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},
+            f"3 values here belong to partitions that other peers keep; {OTHER} has 40.0 MiB "
+            "reserved or in view",
+            "Let go of batches and arrays that were read",
+        ),
     ],
 )
-def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
-    assert says in reason(Facts("rows", **told(**changes)), "s", "4 wanted", ME)
+def test_a_full_arena_says_who_has_the_room_and_what_to_do(
+    changes: dict[str, Any], says: str, do: str
+) -> None:
+    full = dataclasses.replace(FULL, **changes)
+    clauses = "; ".join(filter(None, ("none came free within 30 s", says)))
+    assert of_full_arena(full, "none came free within 30 s") == (
+        f"{NEEDS}{clauses}. {do}; or {LARGER}"
+    )
+
+
+# near names
+
+
+@pytest.mark.parametrize(
+    ("name", "among", "near"),
+    [
+        ("rewrad", ["tokens", "reward"], "reward"),
+        ("Reward", ["reward"], "reward"),
+        ("step_1", ["step-1"], "step-1"),
+        ("step-12", ["step-11", "step-13"], ""),
+        ("rollouts", ["weights", "eval"], ""),
+        ("reward", ["reward"], ""),
+    ],
+)
+def test_names_are_near_where_one_may_be_meant_for_the_other(
+    name: str, among: list[str], near: str
+) -> None:
+    assert nearest(name, among) == near
+
+
+# who waits
 
 
 @pytest.mark.parametrize(

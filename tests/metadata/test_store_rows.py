@@ -153,7 +153,7 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
     put(s, [1, 2], fields=("reward",))
     s.take("reward", Want("groups", 2, 2), 42, now=10.0)
     found = inspection.missing(s, "train", "groups", now=100.0)
-    assert found == {
+    says = {
         "ready": 1,
         "units": 3,
         "excluded": 0,
@@ -161,8 +161,11 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
         "missing": {"reward": 3},
         "adders": {},
         "open_groups": 1,
+        "short": [("r", 1, 2)],
         "leases": [(42, "reward", 2, 90.0)],
+        "put_rows": 5,
     }
+    assert {name: found[name] for name in says} == says
 
 
 def test_only_stages_whose_counts_changed_are_told() -> None:

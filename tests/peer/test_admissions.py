@@ -26,7 +26,7 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
 
     router: Any = SimpleNamespace(withdraw=withdraw)
     host: Any = SimpleNamespace()
-    waits = Waits(host, router, [])
+    waits = Waits(host, router, [], None)  # type: ignore[arg-type]
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
     body, request = Withdraw("p", 1, [5]), Any
     call_deadline.set(time.monotonic() + 0.02)

@@ -28,15 +28,21 @@ from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
+from dataplane.peer.watch.directory import Directory
 from dataplane.wire.messages import Body, Claim, Claimed, Want, Withdraw
-from dataplane.wire.tables import Rows, Shape, Table
+from dataplane.wire.tables import Owner, Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
-NOTHING = {"ready": 0, "units": 0, "excluded": 0, "alone": 0, "missing": {}, "adders": {}}
-MORE = {"open_groups": 0, "leases": [], "sealed": False, "producers": 0, "before": 0, "plan": ""}
-NOT_YET = ClaimTimeout("not so many yet", **NOTHING, **MORE)
+NOT_YET = ClaimTimeout("not so many yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)])
 """What a shard says at the end of a turn."""
+
+
+class People:
+    """The sessions of this host."""
+
+    def identify(self, session: int) -> tuple[str, float]:
+        return "pid 7 on host a", 0.0
 
 
 class Asker:
@@ -56,6 +62,7 @@ class Asker:
         self.host: Any = SimpleNamespace(
             address=HERE,
             incarnation=1,
+            owner=Owner(HERE, 1),
             caller=lambda session=0: Caller(HERE, 1, session),
             numbers=Numbers(),
             solo=False,
@@ -80,7 +87,8 @@ class Asker:
         self.reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
-        waits = Waits(self.host, router, [])
+        directory = Directory(self.host, mesh, People(), None)  # type: ignore[arg-type]
+        waits = Waits(self.host, router, [], directory)
         more: Any = finishing, self.reading, waits, room
         self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
         writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)
@@ -233,10 +241,13 @@ async def test_a_claim_that_is_out_of_time_says_why_and_is_withdrawn(
     asker.later(60.0)
     answer.set_exception(NOT_YET)
     (await asker.until_asked(2)).set_exception(NOT_YET)
-    with pytest.raises(ClaimTimeout, match="within 60 s: 0 of 0 rows ready, 1 wanted") as told:
+    with pytest.raises(ClaimTimeout, match="within 60 s: 0 of 2 rows ready, 1 wanted") as told:
         await claiming
     await asyncio.sleep(0)
     assert told.value.details["ready"] == 0 and len(asker.told) == 1
+    assert "2 rows were put so far, the last 1 s ago, by pid 7 on host a (connected)" in str(
+        told.value
+    )
     assert asker.asked[1][1].waited_ms >= 60_000
 
 
@@ -252,7 +263,7 @@ async def test_a_claim_whose_time_is_up_before_its_first_turn_is_awaited_is_with
     claiming = asker.claim(timeout_ms=1)
     asker.later(0.002)
     begun.set_exception(NOT_YET)
-    with pytest.raises(ClaimTimeout, match="within 0.00[0-9]* s: 0 of 0 rows ready, 1 wanted"):
+    with pytest.raises(ClaimTimeout, match="within 0.00[0-9]* s: 0 of 2 rows ready, 1 wanted"):
         await claiming
     await asyncio.sleep(0)
     assert len(asker.told) == 1
@@ -289,7 +300,7 @@ async def test_a_claim_that_does_not_wait_is_asked_once_and_leaves_nothing(
     asker = Asker(monkeypatch)
     claiming = asker.claim(timeout_ms=0)
     (await asker.until_asked(1)).set_exception(NOT_YET)
-    with pytest.raises(ClaimTimeout, match="0 of 0 rows ready"):
+    with pytest.raises(ClaimTimeout, match="0 of 2 rows ready"):
         await claiming
     assert asker.asked[0][1].timeout_ms == 0 and not asker.told
 

@@ -55,6 +55,7 @@ class Shard:
             speak=lambda: None,
             lent=None,
             owner=None,
+            now=lambda: 0.0,
         )
         mesh: Any = SimpleNamespace(handlers={})
         nothing: Any = None

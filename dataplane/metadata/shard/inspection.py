@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from dataplane.errors import nearest
 from dataplane.metadata.shard import weights
-from dataplane.metadata.shard.blocks import LEASED, READY
+from dataplane.metadata.shard.blocks import LEASED, READY, Block, Group
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.values import by_tables
+from dataplane.metadata.tables.where import tags_of
 from dataplane.wire.tables import INLINE, Where
 
 SHOWN_RANKS = 16
+SHOWN_GROUPS = 3
+IDLE_S = 30.0
+"""A stage is idle when it has leased nothing, and nobody has asked for its rows for so long: a
+claim that waits asks at least every 20 s."""
 
 Holder = tuple[int, str, int, float]
 """(session, stage, rows, seconds)"""
+Idle = tuple[str, int, float | None]
+"""A stage that nobody claims: (stage, rows that are ready for it, seconds since somebody asked;
+None: nobody ever did)."""
 
 
 def missing(
@@ -32,10 +41,42 @@ def missing(
     """Why units are not ready: parts of `reasons.Facts` by name.
 
     leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
-    get, the longest first. budget_tag: by which the claim that asks weighs rows.
+    get, the longest first. producers: [(session, rows, seconds)] of those who put rows.
+    budget_tag: by which the claim that asks weighs rows.
     """
     stage = state.stage(name)
     pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
+    lacking = _lacking(state, stage, pending)
+    units, ready, counts = (
+        stage.units(unit),
+        stage.units(unit).ready(where),
+        stage.units(unit).count(),
+    )
+    alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
+    still_open = [group for group in state.groups.values() if not group.closed]
+    return {
+        "ready": ready,
+        "units": counts.remaining,
+        "leased": counts.to_come - counts.remaining,
+        "excluded": units.ready(None) - ready,
+        "alone": sum(alone) if unit == "groups" else 0,
+        "missing": lacking,
+        "adders": {name: by for name in lacking if (by := _adder(state, name))},
+        "near_fields": _near_fields(state, lacking),
+        "unknown_tags": _unknown_tags(state, where),
+        "idle": idle(state, now, pending),
+        "open_groups": len(still_open),
+        "short": [(group.name, group.seen, group.expected) for group in still_open[:SHOWN_GROUPS]],
+        "leases": _in_the_way(state, stage, pending, now),
+        "sealed": state.sealed,
+        "put_rows": state.producers.rows,
+        "producers": state.producers.latest(now),
+        "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
+    }
+
+
+def _lacking(state: State, stage: Stage, pending: dict[int, int]) -> dict[str, int]:
+    """Per field of a stage how many of its pending rows lack it; of none that has all."""
     lacking = {}
     for field in stage.fields:
         rows = sum(
@@ -44,19 +85,69 @@ def missing(
         )
         if rows:
             lacking[field] = rows
-    units = stage.units(unit)
-    ready = units.ready(where)
-    alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
+    return lacking
+
+
+def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
+    """Per missing field one that rows have, that no stage needs, and that has a similar name."""
+    needed = {field for stage in state.stages.values() for field in stage.fields}
+    others = [field for field, had in state.fields.items() if had and field not in needed]
+    return {field: near for field in lacking if (near := nearest(field, others))}
+
+
+def _unknown_tags(state: State, where: Where | None) -> dict[str, str]:
+    """The tags of a filter that no row has ever had, each with one that rows have and that has a
+    similar name, or ""."""
+    if where is None or not state.producers.rows:
+        return {}
+    unknown = sorted(tags_of(where) - state.tag_names)
+    return {tag: nearest(tag, sorted(state.tag_names)) for tag in unknown}
+
+
+def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
+    """The stages that have rows ready, of these (None: of any), and that nobody claims."""
+    found: list[Idle] = []
+    for name, stage in state.stages.items():
+        asked = None if stage.claimed_at is None else now - stage.claimed_at
+        if stage.rows.counts[LEASED] or (asked is not None and asked < IDLE_S):
+            continue
+        if among is None:
+            rows = stage.rows.counts[READY]
+        else:
+            ready = ((state.blocks[number], bits) for number, bits in among.items())
+            rows = sum([(bits & stage.of(block).ready).bit_count() for block, bits in ready])
+        if rows:
+            found.append((name, rows, asked))
+    return found
+
+
+def lacks(state: State) -> list[tuple[str, str, int]]:
+    """Per stage and field how many rows lack it: (stage, field, rows)."""
+    found = []
+    for name, stage in state.stages.items():
+        pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
+        lacking = _lacking(state, stage, pending)
+        found += [(name, field, rows) for field, rows in lacking.items()]
+    return found
+
+
+def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
+    """Why a group is not complete. lacks: field → (the stage that needs it, the one that adds it).
+    of: how many rows it gets, 0 where it is closed, -1 where nobody has said."""
+    blocks: dict[int, Block] = {block.number: block for block in group.blocks}
+    lacks: dict[str, tuple[str, str]] = {}
+    pending: dict[int, int] = {}
+    for name, stage in state.stages.items():
+        mine = {number: bits for number, block in blocks.items() if (bits := stage.pending(block))}
+        for field in _lacking(state, stage, mine):
+            lacks.setdefault(field, (name, _adder(state, field)))
+        pending |= mine
     return {
-        "ready": ready,
-        "units": units.count().remaining,
-        "excluded": units.ready(None) - ready,
-        "alone": sum(alone) if unit == "groups" else 0,
-        "missing": lacking,
-        "adders": {name: by for name in lacking if (by := _adder(state, name))},
-        "open_groups": sum([not group.closed for group in state.groups.values()]),
-        "leases": _in_the_way(state, stage, pending, now),
-        "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
+        "group": group.name,
+        "rows": group.seen,
+        "of": 0 if group.closed else group.expected,
+        "lacks": lacks,
+        "idle": idle(state, now, pending),
     }
 
 

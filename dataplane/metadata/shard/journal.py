@@ -303,6 +303,9 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     for name, (released, redelivered) in op.released.items():
         stage = store.stage(name)
         stage.released_rows, stage.redelivered_rows = released, redelivered
+    for session, rows in op.producers:
+        store.producers.note(session, rows, None)
+    store.producers.add(op.put_rows - store.producers.rows)
 
 
 # checks
@@ -394,6 +397,8 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
             for name, stage in store.stages.items()
             if stage.released_rows
         },
+        store.producers.rows,
+        [(session, rows) for session, rows, _ in reversed(store.producers.latest(0.0))],
     )
 
 
@@ -521,7 +526,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Leased: _leased,
     Returned: lambda store, op, now: store.release_holder(op.holder),
     Joined: _joined,
-    Put: lambda store, op, now: store.put(op),
+    Put: lambda store, op, now: store.put(op, now=now),
     Finish: lambda store, op, now: store.finish(op),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(op.change),

@@ -112,7 +112,7 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, taken, len(gone))
 
 
-def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
+def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) -> PutOutcome:
     """Enter rows, or merge fields and tags into known ones.
 
     Rows that were put before are passed over, so that a repeated put enters what is missing: rows
@@ -126,9 +126,9 @@ def put(state: State, op: Put, plan: PutPlan | None = None) -> PutOutcome:
     """
     if plan is None:
         plan = plan_put(state, op)
-    if not state.permits.given or not plan.new_groups:
-        op.holder = 0
     outcome = _apply(state, plan, op)
+    if plan.new:
+        state.producers.note(op.holder, len(plan.new), now)
     if outcome.closed_groups:
         seal_if_full(state)
     passed = outcome.gone or outcome.there

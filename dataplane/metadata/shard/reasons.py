@@ -1,17 +1,18 @@
 """Why a call waits, as people are told it, and when they are told.
 
-Plain facts in, one sentence out; nothing here asks anybody. What a shard knows of them comes from
-`inspection.missing`, as a dict of these very names.
+Plain facts in, one line out; nothing here asks anybody. What a shard knows of them comes from
+`inspection.missing`, as a dict of these very names. A clause states one fact; the last one says
+what to do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dataplane.errors import counted
+from dataplane.errors import counted, duration, few, sized
 
 FIRST_S = 10.0
 """A call that has waited for so long says what it waits for."""
@@ -20,36 +21,63 @@ SOON_S = 1.0
 MOST_S = 600.0
 """Between two lines about the same wait, at most; each time it is twice as long."""
 SHOWN_LEASES = 3
+SHOWN_PRODUCERS = 3
+SHOWN_OTHERS = 3
+
+
+class Producer(NamedTuple):
+    """A client that put rows. idle_s: since its last put, None where that is not known. gone_s:
+    since it disconnected, 0 where it is connected, None where nobody knows."""
+
+    who: str
+    rows: int
+    idle_s: float | None = None
+    gone_s: float | None = None
 
 
 @dataclass(slots=True)
 class Facts:
     """What keeps a stage's units (`rows` or `groups`) from a call.
 
-    ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
-    leaves them out. alone: rows without a group. missing: field → rows without it. adders: field →
-    the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
-    puts that wait for room, in an arena or in a shard. before: claims of its kind that wait for
-    longer. weightless: for a claim by budget, how many rows have no weight, its tag, one of these
-    rows. plan: why a rank waits for its part in a plan, where rows are not the reason. silent:
-    the peer that should know all this, where it says nothing.
+    ready: units that match. units: that are neither leased nor done. leased: units. excluded:
+    ready, but the filter leaves them out. unknown_tags: tags of the filter that no row has → one
+    with a similar name. alone: rows without a group. open_groups: how many; short: the first of
+    them as (name, rows, rows it needs or -1). missing: field → rows without it. adders: field → the
+    stage that has added it to other rows. near_fields: field → a similar one that rows have. idle:
+    stages that nobody claims and that have pending rows ready, see `inspection.Idle`. leases:
+    [(who, stage, rows, seconds)]. put_rows: that were ever put. producers: who put rows, the most
+    recent first. waiting_puts: puts that wait for room, in an arena or in a shard. before: claims
+    of its kind that wait for longer. weightless: for a claim by budget, how many rows have no
+    weight, its tag, one of these rows. plan: why a rank waits for its part in a plan, where rows
+    are not the reason. silent: the peer that should know all this, where it does not answer.
+    near_partitions, elsewhere: partitions of a similar name in this run, and other runs of this
+    host that have one of the same name.
     """
 
     unit: str = "rows"
     ready: int = 0
     units: int = 0
+    leased: int = 0
     excluded: int = 0
+    unknown_tags: dict[str, str] = field(default_factory=dict)
     alone: int = 0
     open_groups: int = 0
+    short: Sequence[tuple[Any, int, int]] = ()
     missing: dict[str, int] = field(default_factory=dict)
     adders: dict[str, str] = field(default_factory=dict)
-    leases: list[tuple[str, str, int, float]] = field(default_factory=list)
+    near_fields: dict[str, str] = field(default_factory=dict)
+    idle: Sequence[tuple[str, int, float | None]] = ()
+    leases: Sequence[tuple[str, str, int, float]] = ()
     sealed: bool = False
-    producers: int = 0
+    put_rows: int = 0
+    producers: Sequence[Producer] = ()
+    waiting_puts: int = 0
     before: int = 0
     plan: str = ""
     weightless: list[Any] = field(default_factory=list)
     silent: str = ""
+    near_partitions: Sequence[str] = ()
+    elsewhere: Sequence[str] = ()
 
     @property
     def details(self) -> dict[str, Any]:
@@ -61,24 +89,31 @@ class Facts:
             "missing": self.missing,
             "leases": [[who, rows, age] for who, _, rows, age in self.leases],
             "sealed": self.sealed,
+            "put_rows": self.put_rows,
+            "open_groups": self.open_groups,
+            "producers": [list(one) for one in self.producers],
         }
 
+    @property
+    def reasons_here(self) -> bool:
+        """Whether something that is here already keeps the call waiting, and not that rows have
+        yet to be put."""
+        whole = self.unit == "groups" and (self.open_groups or self.alone)
+        return bool(self.leases or self.missing or self.excluded or whole)
 
-def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
-    """All of it in one sentence. wanted: what is asked for, "" where that is all there is. me: how
-    `leases` call the process that asks."""
+
+def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool = True) -> str:
+    """All of it in one line. wanted: what is asked for, "" where that is all there is. me: how
+    `leases` call the process that asks. for_rows: the call waits for rows to come, not to go."""
     if facts.silent:
-        return f"peer {facts.silent}, which has the partition's shard, does not answer"
-    said = f"{facts.ready} of {facts.units} {facts.unit} ready"
-    parts = [f"{said}, {wanted}" if wanted else said]
+        return f"peer {facts.silent}, which keeps this partition, does not answer"
+    parts = [_figures(facts, wanted)]
     if facts.plan:
         parts.append(facts.plan)
     if facts.before:
         one, many = "claim of its kind waits", "claims of its kind wait"
         parts.append(f"{counted(facts.before, one, many)} before it")
-    if facts.excluded:
-        one, many = f"ready {facts.unit[:-1]} is", f"ready {facts.unit} are"
-        parts.append(f"{counted(facts.excluded, one, many)} excluded by the filter")
+    parts += _filtered(facts)
     if facts.weightless:
         rows, tag, such = facts.weightless
         parts.append(
@@ -86,29 +121,245 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
             f"as {such!r}"
         )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
+    parts += [_nobody_claims(*one) for one in facts.idle]
     if facts.unit == "groups":
-        if facts.open_groups:
-            parts.append(f"{counted(facts.open_groups, 'group is', 'groups are')} still open")
+        parts += _open(facts)
         if facts.alone:
-            parts.append(f"{counted(facts.alone, 'row has', 'rows have')} no group")
+            one, many = "row has no group, so no", "rows have no group, so no"
+            them = "it" if facts.alone == 1 else "them"
+            parts.append(f"{counted(facts.alone, one, many)} claim of groups gets {them}")
     parts += _leases(facts, stage, me)
-    if facts.producers:
-        parts.append(f"{counted(facts.producers, 'put waits', 'puts wait')} for room")
-    if facts.sealed:
-        left = facts.ready + len(facts.leases) + len(facts.missing)
-        parts.append(
-            "the partition is sealed, so no new row comes"
-            if left
-            else "the partition is sealed and nothing that is left can come to this call"
-        )
+    if facts.waiting_puts:
+        parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for room")
+    parts += _seal(facts, for_rows)
     return "; ".join(parts)
 
 
+def _figures(facts: Facts, wanted: str) -> str:
+    """ "509 of 512 groups ready, 3 leased, 512 wanted"."""
+    one = facts.unit[:-1]
+    said = (
+        f"{facts.ready} of {facts.units} {facts.unit} ready" if facts.units else f"no {one} ready"
+    )
+    leased = f"{facts.leased} leased" if facts.leased else ""
+    return ", ".join(filter(None, (said, leased, wanted)))
+
+
+def _filtered(facts: Facts) -> list[str]:
+    said = []
+    if facts.excluded:
+        one, many = f"ready {facts.unit[:-1]}", f"ready {facts.unit}"
+        said.append(f"the filter excludes {counted(facts.excluded, one, many)}")
+    for tag, near in facts.unknown_tags.items():
+        question = f": did you mean {near!r}?" if near else ""
+        said.append(f"no row has the tag {tag!r} of the filter{question}")
+    return said
+
+
+def _lacking(facts: Facts, name: str, stage: str) -> str:
+    said = (
+        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
+    )
+    if name in facts.adders:
+        said += f" that stage {facts.adders[name]!r} adds"
+    if near := facts.near_fields.get(name):
+        said += f"; rows have `{near}`, which no stage needs: is it a misspelt `{name}`?"
+    return said
+
+
+def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
+    when = "ever claimed" if asked_s is None else f"has claimed for {duration(asked_s)}"
+    return f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}, which nobody {when}"
+
+
+def _open(facts: Facts) -> list[str]:
+    if not facts.open_groups:
+        return []
+    said = counted(facts.open_groups, "group is", "groups are")
+    shown = few([_size_of(*one) for one in facts.short], SHOWN_OTHERS)
+    more = facts.open_groups - len(facts.short)
+    if shown and more > 0:
+        shown += f", and {more} more"
+    return [f"{said} still open" + (f": {shown}" if shown else "")]
+
+
+def _size_of(name: object, rows: int, needed: int) -> str:
+    if needed < 0:
+        return (
+            f"{name!r} has {counted(rows, 'row')}, and part.close() has not said how many it gets"
+        )
+    return f"{name!r} has {rows} of {counted(needed, 'row')}"
+
+
+def _seal(facts: Facts, for_rows: bool) -> list[str]:
+    """Whether new rows can come, from whom, and what to do where nothing else explains the wait."""
+    if facts.sealed:
+        return [
+            "the partition is sealed, so no new row comes"
+            if facts.ready + len(facts.leases) + len(facts.missing)
+            else "the partition is sealed, and nothing that is left can come to this call"
+        ]
+    if not for_rows:
+        return []
+    said = [] if facts.plan else ["the partition is not sealed"]
+    said += [_elsewhere(facts)] if not facts.put_rows else _produced(facts)
+    return said
+
+
+def _elsewhere(facts: Facts) -> str:
+    said = "no row was ever put into it"
+    if facts.near_partitions:
+        names = " and ".join(map(repr, facts.near_partitions[:SHOWN_OTHERS]))
+        said += f"; this run also has the partition {names}: is one of the names misspelt?"
+    elif facts.elsewhere:
+        said += f"; a partition of this name is also in {few(facts.elsewhere, SHOWN_OTHERS)}"
+        said += ": give both sides the same run, connect(run=…)"
+    else:
+        said += ": start its producer, in this run and with this partition name"
+    return said
+
+
+def _produced(facts: Facts) -> list[str]:
+    """By whom rows were put, when, and whether those are still there."""
+    said = f"{counted(facts.put_rows, 'row was', 'rows were')} put so far"
+    known = facts.producers
+    if known and known[0].idle_s is not None:
+        said += f", the last {duration(known[0].idle_s)} ago"
+    if known:
+        shown = [_producer(one) for one in known[:SHOWN_PRODUCERS]]
+        more = len(known) - len(shown)
+        said += f", by {', '.join(shown)}{f', and {more} more' if more > 0 else ''}"
+    if facts.put_rows > sum([one.rows for one in known]):
+        said += ", and by clients that are not known any more" if known else ""
+    advice = _advice(facts)
+    return [f"{said}: {advice}" if advice else said]
+
+
+def _producer(one: Producer) -> str:
+    if one.gone_s is None:
+        return one.who
+    state = "connected" if one.gone_s == 0 else f"disconnected {duration(one.gone_s)} ago"
+    return f"{one.who} ({state})"
+
+
+def _advice(facts: Facts) -> str:
+    """What to do where only new rows, or the seal, can end the wait."""
+    gone = bool(facts.producers) and all(one.gone_s for one in facts.producers)
+    if gone and facts.open_groups and facts.unit == "groups":
+        return "no producer is connected, so start one again that completes the open groups"
+    if facts.reasons_here:
+        return ""
+    if gone:
+        return "no producer is connected, so start one again, or call part.seal() if these are all"
+    return "call part.seal() if these are all"
+
+
+class Kept(NamedTuple):
+    """Rows of a partition that take room at a host. idle: see `inspection.Idle`. leases: [(who,
+    stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay until
+    somebody drops them, whatever stages do."""
+
+    partition: str
+    rows: int
+    idle: Sequence[tuple[str, int, float | None]] = ()
+    leases: Sequence[tuple[str, str, int, float]] = ()
+    lacks: Sequence[tuple[str, str, int]] = ()
+    until_dropped: bool = False
+
+
+@dataclass(slots=True)
+class FullArena:
+    """Why a call finds no room in an arena. doing: what the room is for. free_bytes: what it may
+    still have for that. kept: partitions with rows, the largest first. elsewhere: values here of
+    rows whose partitions other peers keep. holders: clients with room that is reserved or in view,
+    as (who, bytes), the largest first. claims: claims wait at this host. remarks: what else there
+    is to say of free room."""
+
+    peer: str
+    doing: str
+    needed_bytes: int
+    free_bytes: int
+    used_bytes: int
+    size_bytes: int
+    kept: Sequence[Kept] = ()
+    elsewhere: int = 0
+    holders: Sequence[tuple[str, int]] = ()
+    claims: bool = False
+    remarks: Sequence[str] = ()
+
+
+def of_full_arena(full: FullArena, why: str = "") -> str:
+    """What is needed, what is there, who has it, and what to do. why: what ended the wait."""
+    parts = [
+        f"{full.doing} needs {sized(full.needed_bytes)}, and the arena of peer {full.peer!r} has "
+        f"{sized(full.free_bytes)} left for that ({sized(full.used_bytes)} of "
+        f"{sized(full.size_bytes)} are used)"
+    ]
+    parts += [why] if why else []
+    parts += full.remarks
+    for kept in full.kept[:SHOWN_OTHERS]:
+        parts += _kept(kept)
+    if (more := len(full.kept) - SHOWN_OTHERS) > 0:
+        parts.append(f"{counted(more, 'more partition has', 'more partitions have')} rows")
+    if full.elsewhere:
+        one, many = "value here belongs", "values here belong"
+        parts.append(f"{counted(full.elsewhere, one, many)} to partitions that other peers keep")
+    parts += [
+        f"{who} has {sized(nbytes)} reserved or in view"
+        for who, nbytes in full.holders[:SHOWN_OTHERS]
+    ]
+    return f"{'; '.join(parts)}. {_make_room(full)}"
+
+
+def _kept(one: Kept) -> list[str]:
+    said = f"partition {one.partition!r} has {counted(one.rows, 'row')}"
+    if one.until_dropped:
+        return [f"{said} and keeps them until they are dropped"]
+    clauses = [_nobody_claims(*idle) for idle in one.idle]
+    for stage, name, rows in one.lacks[:SHOWN_OTHERS]:
+        clauses.append(f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}")
+    for who, stage, rows, age in one.leases[:SHOWN_LEASES]:
+        clauses.append(
+            f"{counted(rows, 'row is', 'rows are')} leased by {who} for stage {stage!r} for "
+            f"{duration(age)}"
+        )
+    return [f"{said}: {', '.join(clauses)}" if clauses else said]
+
+
+def _make_room(full: FullArena) -> str:
+    """What to do, the likeliest first."""
+    waiting = [one for one in full.kept if not one.until_dropped]
+    stages = list(dict.fromkeys(stage for one in waiting for stage, _, _ in one.idle))
+    fields = list(dict.fromkeys(name for one in waiting for _, name, _ in one.lacks))
+    said = []
+    if stages:
+        names = " and ".join(map(repr, stages[:SHOWN_OTHERS]))
+        it = "it" if len(stages) == 1 else "them"
+        said.append(f"run the stage {names}, or leave {it} out of stages= if nobody needs {it}")
+    elif fields:
+        said.append(f"add {' and '.join(f'`{name}`' for name in fields[:SHOWN_OTHERS])}")
+    if any(one.until_dropped for one in full.kept):
+        said.append("drop rows that nobody needs any more (part.drop)")
+    if full.claims:
+        said.append("give claims that wait for more rows than fit a smaller count, or min=")
+    if sum(nbytes for _, nbytes in full.holders) > full.used_bytes // 2:
+        said.append("let go of batches and arrays that were read")
+    said = said or ["consume or drop rows"]
+    said.append("give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE")
+    text = "; or ".join(said)
+    return text[0].upper() + text[1:]
+
+
 def of_admission(
-    told: Mapping[str, Any], wanted: int, holders: Mapping[str, int], me: str = ""
+    told: Mapping[str, Any],
+    wanted: int,
+    holders: Mapping[str, int],
+    me: str = "",
+    slow: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Why groups may not be begun: of `Permits.stats`, with how many wait `before` it. holders: how
-    many groups each may still open, of whom `me` is who asks."""
+    many groups each may still open, of whom `me` is who asks. slow: what `inspection.unfinished`
+    says of the groups that hold others' places."""
     version = told["version"]
     taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
     for who, n in list(holders.items())[:SHOWN_LEASES]:
@@ -123,14 +374,31 @@ def of_admission(
     if told["before"]:
         parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} before it")
     if told["held_groups"]:
-        begun, such = version - told["lag"], ", ".join(map(repr, told["slowest"]))
-        such = f" (such as {such}: put its rows, or drop it)" if such else ""
-        parts.append(f"what was begun at version {begun} is not all there yet{such}")
+        begun = version - told["lag"]
+        parts.append(f"groups that were begun at version {begun} are not complete yet")
+    parts += [_slow(one) for one in slow]
+    nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
+    parts += [_nobody_claims(*one) for one in nobody.values()]
     if told["finished_groups"]:
-        parts.append("what is finished gives its places back at the next part.advance(version)")
+        parts.append("finished groups give their places back at the next part.advance(version)")
     if told.get("only_own"):
         parts.append(OWN_PERMITS)
     return "; ".join(parts)
+
+
+def _slow(group: Mapping[str, Any]) -> str:
+    """What a group waits for, and what to do about it."""
+    name = f"group {group['group']!r}"
+    if group["of"] < 0:
+        return f"{name} has {counted(group['rows'], 'row')} and is not closed: close it, or drop it"
+    if group["of"]:
+        size = f"{group['rows']} of {counted(group['of'], 'row')}"
+        return f"{name} has {size}: put the others, or drop the group"
+    lacks = [
+        f"`{field}`, a field of {stage!r}" + (f" that stage {by!r} adds" if by else "")
+        for field, (stage, by) in group["lacks"].items()
+    ]
+    return f"{name} has all its rows and lacks {' and '.join(lacks)}"
 
 
 def _named(who: str, me: str) -> str:
@@ -139,23 +407,20 @@ def _named(who: str, me: str) -> str:
 
 def seen_by_others(why: str) -> str:
     """A reason that a process was told, for who is another one."""
-    return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process itself", "it")
-
-
-def _lacking(facts: Facts, name: str, stage: str) -> str:
-    said = (
-        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
-    )
-    return f"{said} that stage {facts.adders[name]!r} adds" if name in facts.adders else said
+    return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process", "it")
 
 
 def _leases(facts: Facts, stage: str, me: str) -> list[str]:
     said = []
     for who, of, rows, age in sorted(facts.leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
         where = "" if of == stage else f" for stage {of!r}"
-        said.append(f"{counted(rows, 'row')} leased by {_named(who, me)}{where} for {age:.0f} s")
+        them = counted(rows, "row is", "rows are")
+        said.append(f"{them} leased by {_named(who, me)}{where} for {duration(age)}")
     more = len(facts.leases) - len(said)
-    return [*said, f"and by {more} more"] if more > 0 else said
+    if more > 0:
+        one, many = "more client has", "more clients have"
+        said.append(f"{counted(more, one, many)} leased some")
+    return said
 
 
 def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
@@ -163,7 +428,7 @@ def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
     for, nobody else holds any, and nobody else puts some. alone: no other client has anything to do
     with the partition."""
     mine = {of for who, of, _, _ in facts.leases if who == me}
-    others = any(who != me for who, _, _, _ in facts.leases) or facts.producers or facts.silent
+    others = any(who != me for who, _, _, _ in facts.leases) or facts.waiting_puts or facts.silent
     return not others and (stage in mine and facts.sealed or bool(mine) and alone)
 
 
@@ -173,10 +438,10 @@ def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -
     return set(holders) == {me} and not others
 
 
-OWN = "only this process itself could end this wait: ack, release or drop the batch it holds first"
+OWN = "only this process can end this wait: ack, release or drop the batch that it holds first"
 OWN_PERMITS = (
-    "only this process itself could end this wait: open the groups that it has permits for, or "
-    "leave their `with` first"
+    "only this process can end this wait: open the groups that it has permits for, or leave the "
+    "`with` of those first"
 )
 
 

@@ -261,6 +261,8 @@ class Stage:
         """that came back from leases without an ack, so far"""
         self.redelivered_rows = 0
         """of them, those that were leased again"""
+        self.claimed_at: float | None = None
+        """when somebody last asked for its rows, as far as this copy knows"""
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from dataplane.errors import LimitExceeded, StageUndefined
+from dataplane.errors import LimitExceeded, StageUndefined, did_you_mean
 from dataplane.metadata.shard.blocks import (
     LEASED,
     READY,
@@ -31,7 +31,7 @@ from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import Array, Move
-from dataplane.metadata.tables.remembered import LostNames, Tombstones, of_group
+from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import test as holding
@@ -84,6 +84,7 @@ class State:
         """that the seal dropped, because they had fewer rows than groups have"""
         self.closed_groups = 0
         self.losses = LostNames()
+        self.producers = Producers()
         self.released: list[Loose] = []
         """references that went, for their owners to be told"""
         self.peers: set[str] = set()
@@ -123,9 +124,11 @@ class State:
         try:
             return self.stages[name]
         except KeyError:
+            known = ", ".join(map(repr, sorted(self.stages))) or "none"
             raise StageUndefined(
-                f"partition {self.partition!r} has the stages {sorted(self.stages)}, not {name!r}: "
-                "declare it in plane.partition(stages=…) or give this claim fields=[…]",
+                f"partition {self.partition!r} has no stage {name!r}"
+                f"{did_you_mean(name, self.stages)}: its stages are {known}. A new one is "
+                "declared in plane.partition(stages=…), or by a claim with fields=[…]",
                 stage=name,
             ) from None
 
@@ -588,6 +591,7 @@ class State:
         number = number or next(self.numbers)
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
+        stage.claimed_at = now
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
             self.emit(Leased(stage.name, unit, number, parts, holder, claim))

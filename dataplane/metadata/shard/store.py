@@ -20,6 +20,7 @@ from dataplane.errors import (
     StageUndefined,
     TagConflict,
     counted,
+    did_you_mean,
 )
 from dataplane.memory.extents import padded
 from dataplane.metadata.shard import (
@@ -190,8 +191,9 @@ class Store(State):
             return
         if self.definition.free == "acked":
             raise StageUndefined(
-                f"partition {self.partition!r} has the stages {sorted(self.definition.stages)} "
-                f"and frees rows when they have acked (free='acked'), so stage {name!r} may have "
+                f"partition {self.partition!r} has no stage {name!r}"
+                f"{did_you_mean(name, self.stages)}: its stages are {sorted(self.stages)}, and it "
+                "frees rows that all of these have acked (free='acked'), so a new stage may have "
                 "missed rows: declare it with the partition",
                 stage=name,
             )

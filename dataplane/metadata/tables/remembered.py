@@ -1,4 +1,5 @@
-"""What a partition remembers of rows and groups that are gone, within bounds. Sans-I/O."""
+"""What a partition remembers of rows and groups that are gone, and of who put rows, within bounds.
+Sans-I/O."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from dataplane.wire.tables import Name
 
 MAX_TOMBSTONES = 1_000_000
 MAX_LOST = 65_536
+MAX_PRODUCERS = 64
+"""Sessions that a partition remembers for having put rows; the least recent are forgotten."""
 BYTES_EACH = 172
 """Measured with a million of them."""
 _FLIPPED = bytes(range(255, -1, -1))
@@ -92,3 +95,35 @@ class LostNames:
 
     def __repr__(self) -> str:
         return f"<LostNames {self.total} rows, {len(self._names)} kept>"
+
+
+class Producers:
+    """How many rows a partition ever got, and from which sessions. A copy that was made from a dump
+    knows no times."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._of: OrderedDict[int, tuple[int, float | None]] = OrderedDict()
+
+    def note(self, session: int, rows: int, now: float | None) -> None:
+        """A session put new rows."""
+        self.rows += rows
+        before, _ = self._of.get(session, (0, None))
+        self._of[session] = before + rows, now
+        self._of.move_to_end(session)
+        if len(self._of) > MAX_PRODUCERS:
+            self._of.popitem(last=False)
+
+    def add(self, rows: int) -> None:
+        """Rows came from a checkpoint, or from sessions that are forgotten."""
+        self.rows += rows
+
+    def latest(self, now: float) -> list[tuple[int, int, float | None]]:
+        """(session, rows, seconds since its last put), the most recent first."""
+        return [
+            (session, rows, None if at is None else max(0.0, now - at))
+            for session, (rows, at) in reversed(self._of.items())
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Producers {self.rows} rows, {len(self._of)} sessions>"

@@ -188,6 +188,14 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
             raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
 
 
+def tags_of(where: WireWhere) -> set[str]:
+    """The names of the tags that a checked filter asks for."""
+    how, *rest = where
+    if how in _JOINTS or how == "not":
+        return set[str]().union(*map(tags_of, rest))
+    return {rest[0]}
+
+
 def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dataplane.metadata.shard.reasons import Subject
+from dataplane.errors import PartitionUndefined
+from dataplane.metadata.shard.reasons import FIRST_S, Subject
 from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.door.client_door import WAITING
 from dataplane.peer.notices import Telling, Why
@@ -69,18 +70,22 @@ class Answers:
         wait_s = request.deadline_ms / 1000
         if body.definition is not None:
             return await self.peer.partitions.define(body.partition, body.definition, wait_s)
-        what = f"attaching to partition {body.partition!r}"
-        with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
-            return await self.peer.partitions.define(body.partition, None, wait_s)
+        name, directory = body.partition, self.peer.directory
 
-    def _undeclared(self) -> Why:
-        heard = sorted(self.peer.partitions.heard_of)
-        known = ", ".join(map(repr, heard[:8])) or "none"
-        return (
-            f"nobody has declared it with plane.partition(NAME, stages=…) in run "
-            f"{self.host.plane!r} (declared, as far as this host knows: {known})",
-            {},
-        )
+        def why() -> Why:
+            return directory.undeclared(name), {}
+
+        what = f"attaching to partition {name!r}"
+        learning = self.peer.mesh.spawn(directory.learn_names(FIRST_S / 2))
+        try:
+            with Telling(self.host, what, Subject("attach", name), why):
+                return await self.peer.partitions.define(name, None, wait_s)
+        except PartitionUndefined as exc:
+            await directory.learn_names()
+            said = f"partition {name!r} is not there: {directory.undeclared(name)}"
+            raise PartitionUndefined(said, **exc.details) from exc
+        finally:
+            learning.cancel()
 
     # asked again
 

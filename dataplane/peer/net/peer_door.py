@@ -36,6 +36,7 @@ from dataplane.wire.peering import (
     Beat,
     CanFree,
     Duplicate,
+    Identify,
     Inherited,
     PeerHello,
     PeerReply,
@@ -60,13 +61,13 @@ CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
 """What a peer may say that is no member, or not yet."""
-ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Settle})
+ANY_EPOCH = frozenset({Inherited, Release, Sample, Identify, Pull, Settle})
 """What does not depend on who serves which shard."""
 OF_SHARDS = frozenset({Inherited, Release})
 """Of these what shards name. A peer that went on by itself, under a roster that nobody else got,
 has undone with its end what it did there: who takes its shards over goes on from before."""
 WHENEVER = ANYBODY | ANY_EPOCH
-UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
+UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Identify, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
 CONTROL = frozenset({Beat, Rostered, Append, Duplicate, Inherited, Release, Settle, CanFree, Pull})

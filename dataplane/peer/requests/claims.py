@@ -26,6 +26,7 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
     RowsLost,
+    counted,
 )
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
@@ -71,8 +72,11 @@ class _Claiming(msgspec.Struct, eq=False):
         if self.body.plan is not None:
             return f"plan of stage {stage!r} of partition {name!r}"
         want = self.body.want
-        much = f"{want.budget:g} of {want.budget_tag!r}" if want.budget_tag else str(want.count)
-        return f"claim of {much} ({want.unit}) for stage {stage!r} of partition {name!r}"
+        if want.budget_tag is not None:
+            much = f"{want.unit} with {want.budget:g} of `{want.budget_tag}`"
+        else:
+            much = counted(want.count, want.unit[:-1])
+        return f"claim of {much} for stage {stage!r} of partition {name!r}"
 
 
 @dataclass(eq=False, repr=False)

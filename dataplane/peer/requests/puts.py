@@ -306,7 +306,7 @@ class Writing:
             self.share.check_rows()
         self.share.check_values(body.inline)
         body.holder = holder
-        outcome = entry.store.put(body, plan)
+        outcome = entry.store.put(body, plan, self.host.now())
         self.settle(entry)
         return PutDone(gone=outcome.gone, there=outcome.there)
 

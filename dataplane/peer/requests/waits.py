@@ -28,6 +28,7 @@ from dataplane.peer.host import Host, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
+from dataplane.peer.watch.directory import Directory
 from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Wait, Withdraw
 
 MAX_PERMITS = 65_536
@@ -40,6 +41,7 @@ class Waits:
     host: Host
     router: Router
     sessions: Iterable[Session]
+    directory: Directory
 
     async def until_met(
         self,
@@ -51,39 +53,50 @@ class Waits:
         """What the shard answers. ClaimTimeout, with the reason, when the call's time is up; its
         cause is what the last turn ended with. first: that turn, where it has begun."""
         own, subject = not isinstance(body, Wait) and body.own, _subject(body)
-        why: Why = UNSAID, {}
+        told: DataplaneError | None = None
+        """what the last turn ended with that says why"""
+        told_at = 0.0
+
+        def why() -> Why:
+            if told is None:  # as others were told
+                return self.host.notices.why(subject) or UNSAID, {}
+            return self._why(session, body, told, self.host.now() - told_at)
 
         def hear(said: DataplaneError) -> None:
-            nonlocal why
-            why = self._why(session, body, said) or why
-            self.host.notices.said(subject, why[0])
+            nonlocal told, told_at
+            if isinstance(said, ClaimTimeout | Unavailable):
+                told, told_at = said, self.host.now()
+                self.host.notices.said(subject, why()[0])
+                if strangers := _producers(said):
+                    self.router.mesh.spawn(self.directory.learn(strangers))
 
         caller = self.host.caller(session.id)
-        with Telling(self.host, what, subject, lambda: why, soon=own):
-            why = self.host.notices.why(subject) or UNSAID, {}  # as others were told
+        with Telling(self.host, what, subject, why, soon=own):
             try:
                 return await self.router.wait(body, caller, hear, first)
             except (ClaimTimeout, DeadlineExceeded, StaleEpoch, Unavailable) as exc:
+                if body.timeout_ms and told is not None:
+                    await self.directory.learn(_producers(told))
                 age_ms = 0 if isinstance(body, Wait) else body.waited_ms
                 within_s = (age_ms + body.timeout_ms) / 1000
-                late = f"{what} was not met within {within_s:g} s: {why[0]}"
-                raise ClaimTimeout(late, **why[1]) from exc
+                reason, details = why()
+                late = f"{what} was not met within {within_s:g} s: {reason}"
+                raise ClaimTimeout(late, **details) from exc
 
     def _why(
-        self, session: Session, body: Claim | Wait | Admit, said: DataplaneError
-    ) -> Why | None:
-        """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
-        if not isinstance(said, ClaimTimeout | Unavailable):
-            return None
+        self, session: Session, body: Claim | Wait | Admit, said: DataplaneError, since_s: float
+    ) -> Why:
+        """ "509 of 512 groups ready; 3 rows lack `reward`, leased by pid 7 on host b for 90 s"."""
         if isinstance(body, Admit):
             return said.message, said.details
         unit = body.want.unit if isinstance(body, Claim) else body.unit
         if isinstance(said, ClaimTimeout):
-            facts = reasons.Facts(unit, **said.details)
+            facts = self.directory.facts(unit, said.details, body.partition, since_s)
         else:
             home = self.host.roster.home(body.partition)
             facts = reasons.Facts(unit, silent=f"{self.router.mesh.others.name(home)} at {home}")
-        told = reasons.reason(facts, body.stage, _wanted(body), session.label)
+        for_rows = not (isinstance(body, Wait) and body.below)
+        told = reasons.reason(facts, body.stage, _wanted(body), session.label, for_rows)
         others = (s for s in self.sessions if body.partition in s.partitions)
         alone = self.host.solo and all(other.is_of(session) for other in others)
         # Who waits may be who could end it, and is told.
@@ -157,15 +170,21 @@ def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
     return reasons.Subject(kind, body.partition, body.stage, among)
 
 
+def _producers(said: DataplaneError) -> list[int]:
+    """The sessions that a shard named as those that put rows."""
+    return [session for session, _, _ in said.details.get("producers", ())]
+
+
 def _wanted(body: Claim | Wait) -> str:
     """What a call waits for, in words."""
     if isinstance(body, Wait):
         if body.count:
             return f"{body.count} wanted"
-        return f"and it waits until fewer than {body.below} are left"
+        return f"fewer than {body.below} wanted"
     want = body.want
     if want.budget_tag is None:
-        return f"{want.count} wanted" if want.count else ""
+        least = f" (at least {want.minimum})" if 0 < want.minimum < want.count else ""
+        return f"{want.count} wanted{least}" if want.count else ""
     return (
         f"and a budget of {want.budget:g} of `{want.budget_tag}` waits until the next one would "
         "not fit, or for the seal"

@@ -66,8 +66,8 @@ class Partitions:
     def __post_init__(self) -> None:
         self.on_drop: Callable[[Entry], None] = lambda entry: None
         """called when a partition whose shard is here was dropped"""
-        self.heard_of: OrderedDict[str, None] = OrderedDict()
-        """partitions that clients here attached to, for people"""
+        self.declared: OrderedDict[str, None] = OrderedDict()
+        """partitions that clients here declared or attached to, the latest last; for people"""
         self._ended: OrderedDict[tuple[Owner, int], Dropped] = OrderedDict()
         """by caller and number of the change"""
         self._newest = 0
@@ -89,10 +89,10 @@ class Partitions:
         body = Define(partition, definition, int(in_vain_s * 1000))
         reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
         self.heard(reply.generation)
-        self.heard_of[partition] = None
-        self.heard_of.move_to_end(partition)
-        if len(self.heard_of) > MAX_NAMES:
-            self.heard_of.popitem(last=False)
+        self.declared[partition] = None
+        self.declared.move_to_end(partition)
+        if len(self.declared) > MAX_NAMES:
+            self.declared.popitem(last=False)
         return reply
 
     def heard(self, generation: int) -> None:
@@ -147,6 +147,7 @@ class Partitions:
         rows, nbytes = entry.store.clear(change)
         log.info("partition %r: dropped, %d rows and %d bytes freed", partition, rows, nbytes)
         del self.host.entries[partition]
+        self.declared.pop(partition, None)
         self.on_drop(entry)  # first: that no row is left is not why who waits gets none
         self.settle(entry)
         self.host.space.digests.drop(partition)

@@ -62,6 +62,8 @@ LOOK_SHARE = 50.0
 YIELD_S = TURN_S + 1.0
 """Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
 at a shard asks again before that."""
+SHOWN_SLOW = 3
+"""Groups of which `admit` says what they wait for."""
 ADMISSION = None
 """In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
@@ -123,6 +125,7 @@ class WaitingCalls:
             self.settle(entry)
         if body.fields is None:
             body.fields = list(entry.store.stage(body.stage).fields)  # StageUndefined
+        entry.store.stage(body.stage).claimed_at = self.host.now()
         repeated = self._repeated(entry, body)
         if repeated is not None:
             return repeated
@@ -340,7 +343,8 @@ class WaitingCalls:
             stage.looked = {k: one for k, one in stage.looked.items() if now < one[0]}
             stage.looked[key] = until, missing
         before = stage.queue.before(claim), stage.queue.waits_for(claim, now)
-        told = missing | {"before": before[0], "plan": before[1], "producers": self.producers()}
+        told = missing | {"before": before[0], "plan": before[1]}
+        told["waiting_puts"] = self.producers()
         return ClaimTimeout(f"stage {stage.queue.stage!r} has not so many yet", **told)
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
@@ -349,7 +353,7 @@ class WaitingCalls:
         found["leases"] = [
             [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
         ]
-        return found | {"sealed": entry.store.sealed}
+        return found
 
     def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
         """With what it waits for."""
@@ -360,7 +364,10 @@ class WaitingCalls:
             holders[permit.holder] += permit.left
         who, me = {self.host.who(h): n for h, n in (+holders).items()}, one.asked.label
         told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
-        return ClaimTimeout(reasons.of_admission(told, one.asked.count, who, me), **told)
+        now, (_, groups) = self.host.now(), store.permits.slowest(store)
+        held = groups[:SHOWN_SLOW] if told["held_groups"] else []
+        slow = [inspection.unfinished(store, group, now) for group in held]
+        return ClaimTimeout(reasons.of_admission(told, one.asked.count, who, me, slow), **told)
 
     # whoever waits must go
 

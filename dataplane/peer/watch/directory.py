@@ -1,0 +1,181 @@
+"""Who the clients of a plane are, and where partitions of a name are: for messages to people.
+
+Nothing here decides anything, and nothing is kept up to date: what a message needs is asked of the
+peer that knows it, when somebody waits, and kept for a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dataplane.errors import DataplaneError, ProtocolError, duration, few, nearest
+from dataplane.launch import rundir
+from dataplane.metadata.shard.reasons import Facts, Producer
+from dataplane.peer.host import Caller, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.sessions import Sessions
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.checkpoint import Census, CensusDone
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import Identified, Identify
+from dataplane.wire.tables import Owner
+
+ASK_S = 0.5
+"""How long another peer's answer is awaited: the message must not be late for it."""
+FRESH_S = 5.0
+"""What another peer said of a client holds for so long."""
+MAX_KNOWN = 1_024
+"""Clients of other hosts that are known; the least recently asked for are forgotten."""
+MAX_IDENTIFIED = 64
+"""in one message"""
+SHOWN = 8
+
+
+class _Client(NamedTuple):
+    who: str
+    gone_at: float | None
+    """when it disconnected (monotonic); None: it is connected"""
+    until: float
+
+
+@dataclass(eq=False, repr=False)
+class Directory:
+    host: Host
+    mesh: Mesh
+    sessions: Sessions
+    partitions: Partitions
+    runs: Path | None = None
+    """the run directory of this host, None where runs do not matter"""
+
+    def __post_init__(self) -> None:
+        self._clients: OrderedDict[int, _Client] = OrderedDict()
+        self._elsewhere: set[str] = set()
+        """partitions whose shards other peers have, when those were last asked"""
+        self.mesh.handlers[Identify] = self._identify
+
+    # clients
+
+    def facts(
+        self, unit: str, told: Mapping[str, Any], partition: str, since_s: float = 0.0
+    ) -> Facts:
+        """What a shard told of a wait so many seconds ago, with names in place of numbers, as far
+        as they are known here."""
+        facts = Facts(unit, **told)
+        facts.leases = [(who, of, rows, age + since_s) for who, of, rows, age in facts.leases]
+        facts.producers = [
+            self._producer(session, rows, None if idle_s is None else idle_s + since_s)
+            for session, rows, idle_s in told.get("producers", ())
+        ]
+        if not facts.put_rows and not facts.sealed:
+            facts.near_partitions = self.similar(partition)
+            facts.elsewhere = self.other_runs(partition)
+        return facts
+
+    def _producer(self, session: int, rows: int, idle_s: float | None) -> Producer:
+        here = self.sessions.identify(session)
+        if here is not None:
+            return Producer(here[0], rows, idle_s, here[1])
+        if (known := self._clients.get(session)) is not None:
+            now = self.host.now()
+            gone_s = 0.0 if known.gone_at is None else now - known.gone_at
+            return Producer(known.who, rows, idle_s, gone_s)
+        owner = self._owner(session)
+        if owner is None:
+            return Producer("a client of a peer that is gone", rows, idle_s, math.inf)
+        return Producer(f"a client of peer {self.mesh.others.name(owner.peer)!r}", rows, idle_s)
+
+    def _owner(self, session: int) -> Owner | None:
+        """The peer that has this client, None where that is no member any more."""
+        owners = (self.host.owner, *self.host.roster.owners)
+        return next((one for one in owners if one.has_session(session)), None)
+
+    async def learn(self, sessions: Iterable[int]) -> None:
+        """Ask the peers of these clients who they are, where that is not known here. A peer that
+        does not answer leaves them unnamed."""
+        now, asked = self.host.now(), dict[Owner, list[int]]()
+        for session in sessions:
+            known, owner = self._clients.get(session), self._owner(session)
+            if owner not in (None, self.host.owner) and (known is None or now > known.until):
+                assert owner is not None
+                asked.setdefault(owner, []).append(session)
+        await asyncio.gather(*(self._learn(*one) for one in asked.items()))
+
+    async def _learn(self, owner: Owner, sessions: list[int]) -> None:
+        body = Identify(sessions[:MAX_IDENTIFIED])
+        try:
+            told: Identified = await self.mesh.call(
+                owner.peer, body, timeout_s=ASK_S, to=owner.incarnation
+            )
+        except DataplaneError:
+            return
+        now = self.host.now()
+        for session, (who, gone_ms) in zip(body.sessions, told.clients, strict=False):
+            gone_at = None if gone_ms < 0 else now - gone_ms / 1000
+            self._clients[session] = _Client(who, gone_at, now + FRESH_S)
+            self._clients.move_to_end(session)
+        while len(self._clients) > MAX_KNOWN:
+            self._clients.popitem(last=False)
+
+    def _identify(self, caller: Caller, body: Identify) -> Body:
+        if len(body.sessions) > MAX_IDENTIFIED:
+            raise ProtocolError(f"{len(body.sessions)} sessions, the limit is {MAX_IDENTIFIED}")
+        told: list[tuple[str, int]] = []
+        for session in body.sessions:
+            who, gone_s = self.sessions.identify(session) or ("a client long gone", math.inf)
+            told.append((who, -1 if not gone_s else int(1000 * min(gone_s, 1e9))))
+        return Identified(told)
+
+    # partitions
+
+    def names(self) -> list[str]:
+        """Partitions of this run that this peer has heard of."""
+        return sorted({*self.host.entries, *self.partitions.declared, *self._elsewhere})
+
+    def declared(self) -> list[str]:
+        """Partitions that clients of this host declared or attached to, the latest last."""
+        return list(self.partitions.declared)
+
+    async def learn_names(self, after_s: float = 0.0) -> None:
+        """Ask the other peers of the plane which partitions they have."""
+        await asyncio.sleep(after_s)
+        others = [one for one in self.host.roster.hosts if one != self.host.address]
+        asked = (self.mesh.call(one, Census(), timeout_s=ASK_S) for one in others)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        self._elsewhere = {n for one in told if isinstance(one, CensusDone) for n in one.partitions}
+
+    def undeclared(self, partition: str) -> str:
+        """Why who attaches to it waits, and what to do."""
+        said = f"nobody has declared it in run {self.host.plane!r}"
+        if similar := self.similar(partition):
+            said += f", which has {similar[0]!r}: is one of the names misspelt?"
+        elif elsewhere := self.other_runs(partition):
+            said += f", but {few(elsewhere, SHOWN)} has a partition of this name: give both sides "
+            said += "the same run, connect(run=…)"
+        else:
+            known = few([repr(name) for name in self.names()], SHOWN) or "none"
+            said += f" (partitions of this run: {known}): one process must declare it, "
+            said += f"plane.partition({partition!r}, stages={{…}})"
+        return said
+
+    def similar(self, partition: str) -> list[str]:
+        """Those of them of which this name may be a misspelling."""
+        near = nearest(partition, self.names())
+        return [near] if near else []
+
+    def other_runs(self, partition: str) -> list[str]:
+        """Other runs of this host's user that have a partition of this name. Reads a few files."""
+        found = []
+        there = self.runs is not None and self.runs.is_dir()
+        for run in rundir.living_runs(self.runs) if there else ():
+            cards = [peer.card for peer in run.peers if peer.card is not None]
+            if run.name == self.host.plane or not any(partition in c.partitions for c in cards):
+                continue
+            by = f"`{run.starter.command}`, " if run.starter is not None else ""
+            found.append(f"run {run.name!r} ({by}{duration(run.age_s)} old)")
+        return found

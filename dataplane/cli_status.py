@@ -112,7 +112,7 @@ def _clients(clients: Sequence[Stats]) -> Iterator[str]:
         if one["waiting_calls"]:
             parts.append(counted(one["waiting_calls"], "call waits", "calls wait"))
         if held := one["granted_bytes"] + one["pinned_bytes"]:
-            parts.append(f"holds {size_text(held)}")
+            parts.append(f"holds {sized(held)}")
         yield f"    {', '.join(parts)}"
     if len(clients) > SHOWN_CLIENTS:
         yield f"    and {counted(len(clients) - SHOWN_CLIENTS, 'client')} more"

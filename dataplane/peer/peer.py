@@ -33,6 +33,7 @@ from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.claims import Claims
+from dataplane.peer.requests.directory import Directory
 from dataplane.peer.requests.leases import Finishing, Leases
 from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.requests.reads import Reading
@@ -50,7 +51,6 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
-from dataplane.peer.watch.directory import Directory
 from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine

@@ -26,9 +26,9 @@ from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
+from dataplane.peer.requests.directory import Directory
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.watch.directory import Directory
 from dataplane.wire.messages import Body, Claim, Claimed, Want, Withdraw
 from dataplane.wire.tables import Owner, Rows, Shape, Table
 

@@ -27,8 +27,8 @@ from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
+from dataplane.peer.requests.directory import Directory
 from dataplane.peer.sessions import Held, Session
-from dataplane.peer.watch.directory import Directory
 from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Wait, Withdraw
 
 MAX_PERMITS = 65_536

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,6 +70,7 @@ class ControllerPlane(Plane):
     """The runner's side: one service, on the first host."""
 
     name = "controller"
+    module: ClassVar[str] = "bench.planes.controller"
     dedup_variants = (False, True)
     pieces = True
     fans_out = True
@@ -82,7 +83,7 @@ class ControllerPlane(Plane):
 
     def services(self) -> list[Service]:
         job = msgspec.json.encode(self.job).decode()
-        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
+        argv = [sys.executable, "-m", self.module, job, self._path]
         return [Service("controller", argv, speaks=True)]
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
@@ -180,6 +181,14 @@ class Connection:
         self.sent += send(self.sock, frame, parts)
 
 
+class Event(NamedTuple):
+    """A frame was taken in: its sender's role, or `end` and `hello`. prompt: what it was about."""
+
+    kind: str
+    step: int
+    prompt: int = -1
+
+
 class Stock:
     """The whole batch of one step, and the memory that it lands in."""
 
@@ -213,6 +222,18 @@ class Stock:
     def drop(self, prompt: int) -> None:
         del self._groups[prompt]
 
+    def groups(self) -> list[int]:
+        """Those that were not dropped."""
+        return list(self._groups)
+
+    def is_complete(self, prompt: int, fields: Sequence[str]) -> bool:
+        """Whether every row of a group has these fields; a dropped group never does."""
+        group = self._groups.get(prompt, {})
+        return all(
+            field in group and not any(value is _NOTHING for value in group[field])
+            for field in fields
+        )
+
     def columns(self, prompt: int, fields: Sequence[str]) -> dict[str, list[Array]]:
         return {field: self._groups[prompt][field] for field in fields}
 
@@ -241,8 +262,8 @@ class Controller:
         self._stocks: dict[int, Stock] = {}
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
-        # Every event of every thread: its kind and step, or the exception that ended the thread.
-        self._events: queue.SimpleQueue[tuple[str, int] | BaseException] = queue.SimpleQueue()
+        # Events of all threads, or the exception that ended one.
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._seen: Counter[tuple[str, int]] = Counter()
         self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
@@ -258,15 +279,18 @@ class Controller:
         self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers * self._job.tp)
         cpu_start = time.process_time()
         for step in range(self._job.steps):
-            self._wait("end", step, self._job.hosts)
-            stock = self._stock(step)
-            for stages in self._job.phases():
-                awaited = {stage: self._stage(step, stage, stock) for stage in stages}
-                for stage, events in awaited.items():
-                    self._wait(stage, step, events)
+            self.perform(step, self._stock(step))
             del self._stocks[step]
         self.cpu_seconds = time.process_time() - cpu_start
         return self._moved()
+
+    def perform(self, step: int, stock: Stock) -> None:
+        """One stage after the other: each begins when the one before has all of its rows."""
+        self._wait("end", step, self._job.hosts)
+        for stages in self._job.phases():
+            awaited = {stage: self._stage(step, stage, stock) for stage in stages}
+            for stage, events in awaited.items():
+                self._wait(stage, step, events)
 
     def _stock(self, step: int) -> Stock:
         """The step's batch. Whoever it takes the memory from was trained: the policy said so."""
@@ -301,7 +325,7 @@ class Controller:
             except EOFError:
                 continue  # a worker that died: the runner sees that
             connection = self._connections[name] = Connection(sock, name, self._job)
-            self._events.put(("hello", 0))
+            self._events.put(Event("hello", 0))
             self._thread(self._gather, connection)
 
     def _thread(self, target: Any, *args: Any) -> None:
@@ -316,10 +340,14 @@ class Controller:
     def _wait(self, kind: str, step: int, count: int) -> None:
         """Until `count` events of this kind and step have come; those of later steps are kept."""
         while self._seen[kind, step] < count:
-            event = self._events.get()
-            if isinstance(event, BaseException):
-                raise event
-            self._seen[event] += 1
+            event = self._event()
+            self._seen[event.kind, event.step] += 1
+
+    def _event(self) -> Event:
+        event = self._events.get()
+        if isinstance(event, BaseException):
+            raise event
+        return event
 
     def _gather(self, worker: Connection) -> None:
         """Merge what one worker sends into the batch."""
@@ -331,7 +359,7 @@ class Controller:
             stock = self._stock(frame.step)
             match frame.kind:
                 case "end":
-                    self._events.put(("end", frame.step))
+                    self._events.put(Event("end", frame.step))
                     continue
                 case "drop":
                     stock.drop(frame.prompt)
@@ -339,8 +367,7 @@ class Controller:
                         worker.send(Frame("dropped"))
                 case "rows":
                     self._merge(worker, frame, nbytes, stock)
-            if worker.role != "rollout":
-                self._events.put((worker.role, frame.step))
+            self._events.put(Event(worker.role, frame.step, frame.prompt))
 
     def _merge(self, worker: Connection, frame: Frame, nbytes: int, stock: Stock) -> None:
         room = stock.keep(nbytes)
@@ -357,7 +384,7 @@ class Controller:
             columns = stock.columns(prompt, fields)
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
         worker.send(Frame("end", step=step))
-        self._events.put((stage, step))
+        self._events.put(Event(stage, step))
 
     def _moved(self) -> Moved:
         local = [c for c in self._connections.values() if not c.remote]
@@ -375,17 +402,17 @@ class Controller:
         )
 
 
-def main(job_json: str, path: str) -> None:
+def main(kind: type[Controller], job_json: str, path: str) -> None:
     """The controller's process: all steps, then its counters, then the end."""
     from bench.processes import die_with
 
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
-    controller = Controller(job, path)
+    controller = kind(job, path)
     moved = msgspec.to_builtins(controller.run())
     Path(path).unlink(missing_ok=True)
     emit("done", moved=moved, cpu_seconds={"controller": controller.cpu_seconds})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(Controller, *sys.argv[1:3])

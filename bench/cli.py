@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import headline, links, perf_command, run_command, smallest, soak
+from bench import headline, links, perf_command, publish, run_command, smallest, soak
 from bench.bounds import Impossible
 from bench.compare import command as compare
 from bench.faults import command as faults
@@ -73,4 +73,5 @@ def _parser() -> argparse.ArgumentParser:
     faults.register(commands)
     soak.register(commands)
     page_command.register(commands)
+    publish.register(commands)
     return parser

@@ -1,13 +1,14 @@
 """`bench headline` and `bench links`: fixed sets of runs that show what a plane is for.
 
-Headline: does the controller's link fill up as hosts are added while ours do not; who dies under a
-memory limit; where we lose. Its first screen says so in three sentences, made from the runs alone.
+The headline answers four questions from the runs alone, a sentence each: how long a step's
+transfers take through each plane, where rollout has hosts of its own and where it has not; what
+that is of a whole step; what each plane needs of memory; where a controller is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +17,32 @@ from bench.report import Run
 from bench.run import Settings
 from bench.run_command import Planned, carry_out, with_link
 
-MOST_HOSTS = 8
-_PLANES = ("dataplane", "controller")
+HOSTS = (2, 6)
+"""Numbers of hosts of the headline: few, so that each run has time for several steady steps."""
+STEPS = 4
+"""The first is cold; the other three are compared."""
+_WIDER = (2, 4, 8)
+OURS = "dataplane"
+_PLANES = (OURS, "controller-stream", "controller")
+CALLED = {
+    OURS: "dataplane",
+    "controller-stream": "a streaming controller",
+    "controller": "a controller with barriers",
+    "transfer_queue": "TransferQueue",
+}
 _LIMIT_BYTES = 3 << 30
 _LIMITED_PROMPTS = 16
-_GB = 1e9
+_LIMITED_ARENA_BYTES = 1536 << 20
+"""Half of the limit: without dedup the largest group of one clip is 0.6 GB."""
+_HARDLY = 0.02
+"""Share of a step below which a transfer hardly matters."""
 
 
 def register(commands: Any) -> None:
     """Add both commands to the bench's parser."""
     for name, (what, perform) in {
-        "headline": ("the bottleneck, the memory and where we lose, in five minutes", _headline),
-        "links": ("dataplane and controller on 2, 4 and 8 hosts, one cold step", _links),
+        "headline": ("transfer time, share of a step, memory, where we lose; 8 minutes", _headline),
+        "links": ("the same over more hosts, with dedup off too; half an hour", _links),
     }.items():
         parser = commands.add_parser(name, help=what, description=f"{what}: a table, JSON, a page.")
         parser.add_argument(
@@ -40,37 +55,31 @@ def register(commands: Any) -> None:
 
 
 def _headline(options: argparse.Namespace, command: str) -> int:
-    rate = _rate(options, links.fair_rate(MOST_HOSTS))
-    plan = [*_over_links(rate, options.no_links), *_without_links()]
+    plan = [*_over_links(options, HOSTS, ("video", "math")), *_without_links()]
     return carry_out(plan, options.json, command, options.no_links, sentences)
 
 
 def _links(options: argparse.Namespace, command: str) -> int:
-    """The wider table: more prompts, a media group's rows by themselves too, 1 Gbit/s; and what
-    becomes of it where those who read share no host with those who write."""
-    rate = _rate(options, "1gbit")
-    plan: list[Planned] = []
-    for trace, prompts, ways in (("video", 4, (True, False)), ("math", 8, (True,))):
-        for dedup in ways:
-            for hosts in (2, 4, 8):
-                job = _job(trace, hosts, prompts * hosts)
-                plan += _planned(with_link(job, rate, options.no_links), dedup)
-    apart = replace(_job("video", MOST_HOSTS, 4 * MOST_HOSTS), apart=True)
-    plan += _planned(with_link(apart, rate, options.no_links), True)
-    return carry_out(plan, options.json, command, options.no_links)
+    plan = [*_over_links(options, _WIDER, ("video", "math", "image_open"))]
+    for hosts in _WIDER[:2]:
+        job = with_link(_job("video", hosts), _rate(options, max(_WIDER)), options.no_links)
+        plan += _planned(job, False)
+    return carry_out(plan, options.json, command, options.no_links, sentences)
 
 
-def _rate(options: argparse.Namespace, default: str) -> str:
-    return default if options.link in (None, links.NONE) else str(options.link)
+def _rate(options: argparse.Namespace, hosts: int) -> str:
+    given = options.link not in (None, links.NONE)
+    return str(options.link) if given else links.fair_rate(hosts)
 
 
-def _job(trace: str, hosts: int, prompts: int, steps: int = 1) -> Settings:
-    """prompts: of all hosts, of each step."""
+def _job(trace: str, hosts: int, steps: int = STEPS) -> Settings:
+    """Every host brings as much work: one video or image prompt, or two of text, a step."""
+    prompts = 2 if trace == "math" else 1
     return Settings(
         trace=trace,
         planes=_PLANES,
         hosts=hosts,
-        prompts=prompts,
+        prompts=prompts * hosts,
         trainers=hosts,
         steps=steps,
     )
@@ -80,84 +89,137 @@ def _planned(job: Settings, dedup: bool) -> list[Planned]:
     return [(job, plane, dedup) for plane in _PLANES]
 
 
-def _over_links(rate: str, no_links: str | None) -> Iterator[Planned]:
-    for hosts in (2, 4, MOST_HOSTS):
-        yield from _planned(with_link(_job("video", hosts, hosts, steps=2), rate, no_links), True)
-    yield from _planned(with_link(_job("video", 2, 2), rate, no_links), False)
-    for hosts in (2, MOST_HOSTS):
-        yield from _planned(
-            with_link(_job("math", hosts, 2 * hosts, steps=2), rate, no_links), True
-        )
+def _over_links(
+    options: argparse.Namespace, counts: Sequence[int], traces: Sequence[str]
+) -> Iterator[Planned]:
+    """Rollout on half of the hosts, then every stage on every host. Links have one rate for all
+    numbers of hosts, that of the most: over hosts only the hosts change."""
+    rate = _rate(options, max(counts))
+    for trace in traces:
+        for hosts in counts if trace == "video" else counts[-1:]:
+            job = with_link(_job(trace, hosts), rate, options.no_links)
+            for apart in (True, False):
+                yield from _planned(replace(job, apart=apart), True)
 
 
 def _without_links() -> Iterator[Planned]:
-    """What links have no part in: where we lose, and memory."""
-    yield from _planned(_job("math", 2, 16, steps=5), True)
+    """What links have no part in: small text on two hosts, and memory under a limit."""
+    yield from _planned(replace(_job("math", 2), prompts=16), True)
     limited = Settings(
         trace="video",
         planes=_PLANES,
         prompts=_LIMITED_PROMPTS,
         memory_limit_bytes=_LIMIT_BYTES,
+        arena_bytes=_LIMITED_ARENA_BYTES,
     )
-    yield limited, "controller", False
-    yield limited, "controller", True
-    yield limited, "dataplane", True
+    for dedup in (True, False):
+        for plane in (OURS, "controller"):
+            yield limited, plane, dedup
+    # Where rollout and training share GPUs no stage overlaps: an arena holds a step.
+    yield replace(limited, phased=True), OURS, True
 
 
 def sentences(runs: list[Run]) -> list[str]:
-    """The headline: of the bottleneck, of memory, of where we lose."""
-    found = [_bottleneck(runs), _memory(runs), _lost(runs)]
-    return [sentence for sentence in found if sentence]
+    """The headline. Its first three sentences are of the first trace: transfers, their share of a
+    step, memory. Then links of usual nodes, other traces, and where a controller is faster."""
+    linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r) and r["dedup"]]
+    told = [
+        [_transfers(mine), _shares(mine), _computed(mine)]
+        for trace in dict.fromkeys(run["trace"] for run in linked)
+        if (mine := _on_most_hosts([run for run in linked if run["trace"] == trace]))
+    ]
+    first, *others = told or [[]]
+    found = [*first[:2], _memory(runs), *first[2:], *(said for each in others for said in each)]
+    return [sentence for sentence in (*found, _faster(runs)) if sentence]
 
 
-def _bottleneck(runs: list[Run]) -> str:
-    told = []
-    for trace in ("math", "video"):
-        pair = _pair(r for r in runs if r["trace"] == trace and r["hosts"] == MOST_HOSTS)
-        if pair:
-            told.append(f"a {trace} step {_compared(*pair)}")
-            ours, controller = pair
-    if not told:
+def _has_links(run: Run) -> bool:
+    return bool(run["link"] or run["computed_link"])
+
+
+def _on_most_hosts(runs: list[Run]) -> list[list[Run]]:
+    """Runs of one trace on the most hosts, in lists of one placement: apart, then together."""
+    hosts = max((run["hosts"] for run in runs), default=0)
+    here = [run for run in runs if run["hosts"] == hosts]
+    return [same for apart in (True, False) if (same := [r for r in here if r["apart"] == apart])]
+
+
+def _transfers(placements: list[list[Run]]) -> str:
+    """What a steady step spends in each plane; what has no figure, and why."""
+    first = placements[0][0]
+    link = f"links of {first['link']}" if first["link"] else "loopback in place of links"
+    told = [f"{_spent(same)} if {_placed(same[0])}" for same in placements]
+    said = f"{first['trace'].capitalize()}, {first['hosts']} hosts, {link}: a step spends "
+    said += f"{'; '.join(told)}."
+    for run in (run for same in placements for run in same if not _steady(run)):
+        said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."
+    return said
+
+
+def _spent(runs: list[Run]) -> str:
+    """Seconds by plane."""
+    told = [f"{_seconds(_steady(run))} in {_called(run)}" for run in runs if _steady(run)]
+    return _listed(told) or "no time that was measured"
+
+
+def _listed(told: Sequence[str]) -> str:
+    *most, last = told or [""]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _placed(run: Run) -> str:
+    return "rollout has hosts of its own" if run["apart"] else "every host has every stage"
+
+
+def _shares(placements: list[list[Run]]) -> str:
+    """The same as a part of a whole step."""
+    finished = [some for same in placements if (some := [run for run in same if _steady(run)])]
+    if not finished:
         return ""
-    link = ours["link"]
-    where = f"{MOST_HOSTS} hosts with links of {link}" if link else f"{MOST_HOSTS} hosts"
-    return f"On {where}, {' and '.join(told)}; {_fullest(ours, controller)}."
+    recorded = finished[0][0]["recorded_step_seconds"]
+    shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
+    said = f"Beside {_seconds(recorded)} of recorded rollout and training that is "
+    if (most := max(map(max, shares))) < _HARDLY:
+        return f"{said}at most {most:.1%} of a step: it hardly matters."
+    told = "; ".join(_listed([f"{share:.0%}" for share in some]) for some in shares)
+    return f"{said}{told} of a step."
 
 
-def _fullest(ours: Run, controller: Run) -> str:
-    """Whose link was full, from the links' own counters, or what one would need."""
-    trace = controller["trace"]
-    if computed := controller["computed_link"]:
-        return (
-            "which is loopback, for hosts have no links here: computed, what the controller's host "
-            f"sends and gets for {trace} takes {computed['seconds']:.0f} s at {computed['rate']}"
-        )
-    fullest, rest = controller["busiest_link"], ours["busiest_link"]
-    return (
-        f"of {trace} the controller's link carried {fullest['bytes'] / _GB:.1f} GB and was full "
-        f"{fullest['busy_share']:.0%} of the time, dataplane's busiest "
-        f"{rest['bytes'] / _GB:.1f} GB and {rest['busy_share']:.0%}"
+def _computed(placements: list[list[Run]]) -> str:
+    """What the busiest link alone would take on nodes of a usual size, with all prompts."""
+    full = [[r["full_step"] for r in same if _steady(r) and r["full_step"]] for same in placements]
+    full = [some for some in full if some]
+    if not full:
+        return ""
+    one = full[0][0]
+    rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
+    least = "; ".join(_listed([_seconds(f["link_seconds"]) for f in some]) for some in full)
+    said = (
+        f"Computed for {prompts} prompts a step and links of {rate:g} Gbit/s, the busiest link is "
+        f"busy for {least}, beside {_seconds(one['recorded_seconds'])} recorded"
     )
+    most = max(each["link_seconds"] for some in full for each in some)
+    if most < _HARDLY * one["recorded_seconds"]:
+        said += ": at that rate links alone are no reason to choose a plane"
+    return said + "."
 
 
-def _compared(ours: Run, controller: Run) -> str:
-    fast, slow = _steady(ours), _steady(controller)
-    ratio = f"{slow / fast:.1f} × as fast" if slow >= fast else f"{fast / slow:.1f} × as slow"
-    return f"takes {fast:.2g} s through dataplane and {slow:.2g} s through a controller ({ratio})"
+def _called(run: Run) -> str:
+    return CALLED.get(run["plane"], run["plane"])
 
 
 def _steady(run: Run) -> float:
-    return report.steady_seconds(run) or 0.0
+    return report.steady_seconds(run) or 0.0 if run["status"] == "ok" else 0.0
 
 
-def _pair(runs: Iterable[Run]) -> tuple[Run, Run] | None:
-    """Ours and the controller's, of steady steps with dedup, without a memory limit."""
-    found = {
-        run["plane"]: run
-        for run in runs
-        if run["status"] == "ok" and run["dedup"] and not run["memory_limit_bytes"] and _steady(run)
-    }
-    return (found["dataplane"], found["controller"]) if len(found) == len(_PLANES) else None
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+
+
+def _why(run: Run) -> str:
+    said = str(run["error"]).partition("\n")[0].rstrip(".")
+    twice = " twice" if run.get("failed_before") else ""
+    return f"its run ended with {run['status']!r}{twice}" + (f" ({said})" if said else "")
 
 
 def _memory(runs: list[Run]) -> str:
@@ -166,35 +228,52 @@ def _memory(runs: list[Run]) -> str:
         return ""
     if any(run["status"] == "not run" for run in limited):
         return f"Memory was not measured: {limited[0]['error']}."
-    told = [f"{_name(run)} {_fate(run)}" for run in limited]
     limit = limited[0]["memory_limit_bytes"] / (1 << 30)
     prompts = limited[0]["prompts"]
-    return f"Under {limit:g} GiB a host, with {prompts} video prompts: {', '.join(told)}."
-
-
-def _name(run: Run) -> str:
-    whose = "dataplane" if run["plane"] == "dataplane" else "the controller"
-    return f"{whose} {'with' if run['dedup'] else 'without'} dedup"
+    by_dedup = [
+        f"with dedup {'on' if dedup else 'off'} "
+        + _listed([f"{_called(r)} {_fate(r)}" for r in limited if r["dedup"] is dedup])
+        for dedup in (True, False)
+        if any(r["dedup"] is dedup for r in limited)
+    ]
+    return f"Under {limit:g} GiB a host, with {prompts} video prompts: {'; '.join(by_dedup)}."
 
 
 def _fate(run: Run) -> str:
+    when = " where no stage overlaps rollout" if run["phased"] else ""
     if run["status"] == "oom":
-        return "was killed by the kernel"
+        return f"was killed by the kernel{when}"
     if run["status"] != "ok":
-        return f"ended with {run['status']}"
-    return f"needed {max(run['peak_host_bytes']) / (1 << 30):.2g} GiB"
+        return f"ended with {run['status']!r}{when}"
+    return f"needed {max(run['peak_host_bytes']) / (1 << 30):.2g} GiB{when}"
 
 
-def _lost(runs: list[Run]) -> str:
-    """Every job in which a steady step of the controller's took less time than ours."""
-    jobs = {(run["trace"], run["hosts"], run["link"]) for run in runs}
+def _faster(runs: list[Run]) -> str:
+    """Every job in which a controller's steady step took less time than ours."""
     told = []
-    for trace, hosts, link in sorted(jobs, key=str):
-        same = (r for r in runs if (r["trace"], r["hosts"], r["link"]) == (trace, hosts, link))
-        pair = _pair(same)
-        if pair and _steady(pair[0]) > _steady(pair[1]):
-            where = f"{link} links" if link else "no limit on links"
-            told.append(f"{trace} on {hosts} hosts with {where} {_compared(*pair)}")
+    for same in _jobs(runs):
+        ours = next((r for r in same if r["plane"] == OURS), None)
+        others = [r for r in same if r["plane"] != OURS]
+        if ours is None or not others:
+            continue
+        best = min(others, key=_steady)
+        if _steady(ours) > _steady(best):
+            told.append(
+                f"a {ours['trace']} step on {ours['hosts']} hosts{' apart' * ours['apart']} with "
+                f"{ours['link'] or 'no limit on'} links takes {_seconds(_steady(ours))} in "
+                f"dataplane and {_seconds(_steady(best))} in {_called(best)} "
+                f"({_steady(ours) / _steady(best):.1f} × as long)"
+            )
     if not told:
-        return "In no job of this set was the controller faster."
-    return f"Where we lose: a step of {'; of '.join(told)}."
+        return "In no job of this set was a controller faster."
+    return f"Where we lose: {'; '.join(told)}."
+
+
+def _jobs(runs: Iterable[Run]) -> list[list[Run]]:
+    """Finished runs with steady steps, those of one job together."""
+    jobs: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        if _steady(run) and not run["memory_limit_bytes"]:
+            what = (run["trace"], run["hosts"], run["link"], run["apart"], run["dedup"])
+            jobs.setdefault(what, []).append(run)
+    return list(jobs.values())

@@ -38,7 +38,8 @@ _LEAST_BITS, _MOST_BITS = 1e6, 1e12
 INTERVAL_S = 0.1
 _FULL = 0.8
 """A link is full in an interval in which a direction carried this share of its rate."""
-_NODE_CORES, _NODE_BITS = 64, 100e9
+NODE_CORES, NODE_BITS = 64, 100e9
+"""Of a usual training node: its cores, and bits a second of its link."""
 
 
 class NoNamespaces(Exception):
@@ -61,7 +62,7 @@ def fair_rate(hosts: int) -> str:
     """The rate that a host's link has here if it is to its cores as 100 Gbit/s is to 64 cores, a
     usual training node: `390mbit` for one of eight hosts on two cores."""
     cores = len(os.sched_getaffinity(0)) / hosts
-    mbit = max(1.0, cores / _NODE_CORES * _NODE_BITS / 1e6)
+    mbit = max(1.0, cores / NODE_CORES * NODE_BITS / 1e6)
     return f"{float(f'{mbit:.2g}'):g}mbit"
 
 

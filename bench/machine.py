@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("numpy", "msgspec", "pyzmq", "uvloop", "xxhash")
+_PACKAGES = ("numpy", "msgspec", "pyzmq", "uvloop", "xxhash", "matplotlib")
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -17,8 +19,10 @@ _CGROUP_LIMITS = (
 
 
 def describe() -> dict[str, Any]:
-    """Cores, memory and versions, as a plain dict."""
+    """The date, the commit, cores, memory and versions, as a plain dict."""
     return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
         "memory_bytes": memory_bytes(),
@@ -27,6 +31,17 @@ def describe() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "packages": {name: version(name) for name in _PACKAGES},
     }
+
+
+def commit() -> str:
+    """Of this checkout, with `+` where files were changed since; "" where it is none."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return said.stdout.strip()
 
 
 def _line(path: str, name: str) -> str:

@@ -69,13 +69,17 @@ class _Servers:
 
 
 def ideal_seconds(job: Job) -> float:
-    """How long the run takes when nothing but recorded time passes: planes and checks cost nothing.
+    """How long a paced run takes when nothing but recorded time passes: planes and checks cost
+    nothing. 0 where the run waits for no recorded time."""
+    return recorded_seconds(job) / job.pace if job.pace else 0.0
+
+
+def recorded_seconds(job: Job) -> float:
+    """Recorded time of all steps: rollout, tools, rewards, training, whatever the run's pace.
 
     Each step's rollout starts on every host when its last one is finished and the policy is out;
     groups go through the stages in the order in which they become ready.
     """
-    if not job.pace:
-        return 0.0
     reward, reference, train = (_Servers(n) for n in (job.hosts, job.hosts, job.trainers))
     rolled = [0.0] * job.hosts
     trained: list[float] = []
@@ -95,7 +99,7 @@ def ideal_seconds(job: Job) -> float:
             done.append((max(scored, referred), train_seconds(prompt)))
         ends = [train.serve(ready, seconds) for ready, seconds in sorted(done)]
         trained.append(max([*ends, *rolled]) + OPTIMISER_SECONDS)
-    return trained[-1] / job.pace
+    return trained[-1]
 
 
 def _rollout(job: Job, prompts: Iterable[Prompt], host: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +31,15 @@ Run = dict[str, Any]
 
 
 def steady_seconds(run: Run) -> float | None:
-    """What a step takes once the first is over; None where there was but one."""
+    """The median step after the first; None where there was only one step."""
     steady = run["step_seconds"][1:]
-    return sum(steady) / len(steady) if steady else None
+    return statistics.median(steady) if steady else None
+
+
+def steady_range(run: Run) -> tuple[float, float] | None:
+    """The fastest and the slowest step after the first."""
+    steady = run["step_seconds"][1:]
+    return (min(steady), max(steady)) if steady else None
 
 
 def table(runs: list[Run], machine: dict[str, Any]) -> Table:
@@ -59,19 +66,28 @@ def _cells(run: Run) -> list[str]:
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
     limit = run["memory_limit_bytes"]
-    apart = " apart" if run["apart"] else ""
+    apart = " apart" if run["apart"] else " phased" if run["phased"] else ""
     under = f", {limit / (1 << 30):g} GiB" if limit else ""
+    where = f"{run['hosts']} hosts{apart}, dedup {_switch(run['dedup'])}"
+    how = f"{run['link'] or 'no link limit'}, {run['columns']}{under}"
     return [
-        f"{run['trace']}/{run['plane']}\n{run['hosts']} hosts{apart}, {run['link'] or 'no links'}\n"
-        f"dedup {_switch(run['dedup'])}, {run['columns']}{under}",
+        f"{run['trace']}/{run['plane']}\n{where}\n{how}",
         f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
-        _or_dash(steady_seconds(run), ".2f"),
+        _steady(run),
         _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
         _or_dash(link["bytes"] / _GB if link else None, ".2f"),
         _or_dash(None if share is None else 100 * share, ".0f"),
         f"{run['bytes_moved'] / _GB:.2f}" if ok else "–",
         f"{nbytes / _GB:.2f}\n{name}",
     ]
+
+
+def _steady(run: Run) -> str:
+    """The median, and below it the range."""
+    median, ends = steady_seconds(run), steady_range(run)
+    if median is None or ends is None:
+        return "–"
+    return f"{median:.2f}\n{ends[0]:.2g}–{ends[1]:.2g}"
 
 
 def _or_dash(figure: float | None, form: str) -> str:
@@ -88,10 +104,11 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
         console.print(f"{sentence}\n", markup=False, highlight=False, style="bold")
     console.print(table(runs, machine))
     console.print(
-        "step: from the end of the one before; steady: the mean of all but the first. link GB: "
-        "what the busiest carried in both directions in the whole run; full: of its 100 ms, those "
-        "in which a direction carried ≥ 80 % of its rate. moved: payload copied into, between and "
-        "out of hosts. Every row's content was compared at the trainer.",
+        "step: from the end of the one before; steady: median and range of all but the first, "
+        "which is cold. link GB: what the busiest carried in both directions in the whole run; "
+        "full: the share of 100 ms intervals in which a direction carried ≥ 80 % of its rate. "
+        "moved: payload copied into, between and out of hosts. Every row's content was compared "
+        "at the trainer.",
         style="dim",
     )
     for run in runs:
@@ -100,6 +117,9 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
     own = max(sum(run["bench_seconds"].values()) for run in runs)
     console.print(f"The bench's own work took at most {own:.2f} s of a processor.", style="dim")
     for run in runs:
+        if before := run.get("failed_before"):
+            told = f"{_label(run)}: repeated, as it ended with {before['status']} the first time"
+            console.print(f"{told}: {before['error']}", markup=False)
         if run["error"]:
             console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)
 

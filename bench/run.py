@@ -28,9 +28,16 @@ from bench.columns import DEDUP, Choice, all_fields, group_bytes, rollout_fields
 from bench.compare import cpu
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
-from bench.links import Network, NoNamespaces, Traffic, address, bits_per_second
+from bench.links import (
+    NODE_BITS,
+    Network,
+    NoNamespaces,
+    Traffic,
+    address,
+    bits_per_second,
+)
 from bench.memory import Sampler, oom_kills
-from bench.pace import ideal_seconds
+from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES, Plane
 from bench.planes.base import Counts, Job, Moved, Service, Unsupported, Worker
 from bench.processes import Crew, ProcessDied
@@ -70,6 +77,7 @@ class Settings:
     pace: float = 0.0  # recorded seconds in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks of each trainer
     apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
+    phased: bool = False  # stages begin a step when rollout has finished it
     trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
     link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
     computed_link: str | None = None  # where there are no links: the rate to compute for
@@ -153,6 +161,7 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         pace=settings.pace,
         tp=settings.tp,
         apart=settings.apart,
+        phased=settings.phased,
         addresses=addresses_of(settings),
     )
     if settings.arena_bytes:
@@ -342,7 +351,7 @@ class _Run:
                         self._plane.cancel(int(event["step"]), int(event["prompt"]))
                         crew.tell(name, f"cancelled {event['prompt']}")
                     case "rolled":
-                        self._rolled(int(event["step"]))
+                        self._rolled(crew, int(event["step"]))
                     case "stepped":
                         self._stepped(crew, event)
                     case _:
@@ -356,11 +365,14 @@ class _Run:
                     + crew.account()
                 )
 
-    def _rolled(self, step: int) -> None:
+    def _rolled(self, crew: Crew, step: int) -> None:
         """A rollout worker has finished a step; after the last of them it gets no further rows."""
         self._rollouts_done[step] += 1
         if self._rollouts_done[step] == self._job.hosts:
             self._plane.rolled(step)
+            for name in crew.members if self._job.phased else ():
+                if name.partition("-")[0] in self._job.stages():
+                    crew.tell(name, f"rolled {step}")
 
     def _stepped(self, crew: Crew, event: dict[str, Any]) -> None:
         """A trainer has finished a step; after the last of them the next policy is out."""
@@ -395,6 +407,8 @@ class _Run:
             "link": self.network.rate if self.network else None,
             "busiest_link": self._traffic.busiest() if self._traffic else None,
             "computed_link": self._computed_link(),
+            "recorded_step_seconds": recorded_seconds(job) / job.steps,
+            "full_step": self._full_step(),
             "messages": self._messages,
             "cpu_ms_per_group": self._cpu_ms_per_group(),
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
@@ -415,6 +429,7 @@ class _Run:
             "steps": job.steps,
             "staleness": job.staleness,
             "apart": job.apart,
+            "phased": job.phased,
             "samples": job.samples,
             "seed": job.seed,
             "arena_bytes": job.arena_bytes,
@@ -462,6 +477,22 @@ class _Run:
         host = ways.index(nbytes) % self._job.hosts
         seconds = nbytes * 8 / bits_per_second(self.computed_link)
         return {"rate": self.computed_link, "host": host, "bytes": nbytes, "seconds": seconds}
+
+    def _full_step(self) -> dict[str, Any] | None:
+        """Computed for a step with all prompts of the task on nodes of a usual size: what the
+        busiest link's bytes take there, and the recorded time. None where no link was measured."""
+        job = self._job
+        if self._traffic is None or not self._step_ends:
+            return None
+        link = self._traffic.busiest()
+        nbytes = max(link["received_bytes"], link["sent_bytes"]) / len(self._step_ends)
+        full = msgspec.structs.replace(job, prompts=job.task.prompts, steps=1, trace_file="")
+        return {
+            "prompts": job.task.prompts,
+            "recorded_seconds": recorded_seconds(full),
+            "link_bits_per_second": NODE_BITS,
+            "link_seconds": nbytes * job.task.prompts / job.prompts * 8 / NODE_BITS,
+        }
 
     def _paced(self, seconds: float | None) -> dict[str, float | None]:
         """The plane's share: what is not recorded time, the bench's own work included."""

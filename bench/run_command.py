@@ -71,6 +71,11 @@ def register(commands: Any) -> None:
         "every host has some of each stage",
     )
     run.add_argument(
+        "--phased",
+        action="store_true",
+        help="stages begin a step when rollout has finished it, as where both share GPUs",
+    )
+    run.add_argument(
         "--pace",
         type=positive,
         default=0.0,
@@ -171,7 +176,7 @@ def carry_out(
     try:
         for settings, plane, dedup in plan:
             with report.progress(console, _label(settings, plane, dedup)) as bar:
-                runs.append(execute(settings, plane, dedup, bar))
+                runs.append(_carried_out(settings, plane, dedup, bar, console))
             if file:  # after each run: what is known survives a later failure
                 report.write(file, runs, headline(runs), described, command)
     finally:  # also where it is stopped, or the disk is full
@@ -182,6 +187,23 @@ def carry_out(
         page.write(written, [page.load(file)])
         console.print(f"Pictures: {written}", markup=False)
     return 0 if all(run["status"] in _expected(run) for run in runs) else 1
+
+
+def _carried_out(
+    settings: Settings, plane: str, dedup: bool, bar: report.Report, console: Console
+) -> dict[str, Any]:
+    """One run. A run that fails is repeated once; the report keeps what went wrong the first time
+    under `failed_before`."""
+    first = execute(settings, plane, dedup, bar)
+    if first["status"] not in ("error", "disturbed"):
+        return first
+    console.print(
+        f"{_label(settings, plane, dedup)}: {first['status']}, repeated once: {first['error']}",
+        markup=False,
+    )
+    again = execute(settings, plane, dedup, bar)
+    before = {name: first[name] for name in ("status", "error", "step_seconds")}
+    return again | {"failed_before": before}
 
 
 def _expected(run: dict[str, Any]) -> set[str]:
@@ -217,5 +239,6 @@ def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Itera
             pace=options.pace,
             tp=options.tp,
             apart=options.apart,
+            phased=options.phased,
             trace_files=tuple(options.trace_file),
         )

@@ -39,15 +39,21 @@ class Clock:
 
 class Orders:
     """What the runner tells a worker, a line at a time on stdin: `policy N` when the trainers have
-    finished N steps, `cancelled P` when group P was dropped."""
+    finished N steps, `rolled N` when rollout has finished step N, `cancelled P` when group P was
+    dropped."""
 
     def __init__(self) -> None:
-        self._version = -1
+        self._version = self._rolled = -1
         self._cancelled: set[int] = set()
 
     def wait_for_policy(self, version: int) -> None:
         """Until the trainers have finished `version` steps; 0 is the start of the run."""
         while self._version < version:
+            self._hear()
+
+    def wait_for_rollout(self, step: int) -> None:
+        """Until all rollout workers have finished the step."""
+        while self._rolled < step:
             self._hear()
 
     def wait_for_cancelled(self, prompt: int) -> None:
@@ -62,6 +68,8 @@ class Orders:
         match line.split():
             case ["policy", version]:
                 self._version = int(version)
+            case ["rolled", step]:
+                self._rolled = int(step)
             case ["cancelled", prompt]:
                 self._cancelled.add(int(prompt))
 
@@ -83,6 +91,9 @@ class Work:
 
     def batches(self, step: int) -> Iterator[Batch]:
         """The stage's batches; the wait for each is the clock's `claim`."""
+        if self.job.phased:
+            with self.clock.timing("phase"):
+                self.orders.wait_for_rollout(step)
         batches = self.endpoint.batches(step, self.worker.role)
         while True:
             with self.clock.timing("claim"):

@@ -12,7 +12,7 @@ from bench.outputs import output, replacing
 from bench.page import drawing
 from bench.page.document import chosen, load, pictures, write
 
-_PICTURES = ("hosts", "links", "memory")
+_PICTURES = ("hosts", "share", "memory")
 
 
 def register(commands: Any) -> None:

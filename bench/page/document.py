@@ -14,6 +14,10 @@ from bench.page.drawing import Figure, number
 from bench.page.figures import figures
 from bench.page.runs import Report, Run, carried, gib, step, switch
 
+_FIRST = 3
+"""Sentences of a headline that a reader sees first."""
+_LARGE = ("hosts", "memory", "share")
+"""Figures whose panels take the whole width."""
 _STYLE = Path(__file__).with_name("style.css")
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -97,18 +101,22 @@ def _figure(figure: Figure) -> str:
         f'<section id="{figure.name}"><h2>{escape(figure.title)}</h2>'
         f"<p>{escape(figure.sentence)}</p>"
         + (f'<ul class="key">{key}</ul>' if key else "")
-        + f'<div class="panels">{panels}</div></section>'
+        + f'<div class="panels{" large" * (figure.name in _LARGE)}">{panels}</div></section>'
     )
 
 
 def _head(reports: Sequence[Report]) -> str:
     sentences = [said for report in reports for said in report.get("headline") or ()]
-    headline = "".join(f"<li>{escape(said)}</li>" for said in sentences)
+    first, others = (
+        "".join(f"<li>{escape(said)}</li>" for said in some)
+        for some in (sentences[:_FIRST], sentences[_FIRST:])
+    )
     where = "; ".join(dict.fromkeys(_machine(report) for report in reports))
     told = "Ratios travel between machines, absolute figures do not."
     return (
         "<header><h1>dataplane bench</h1>"
-        + (f"<ul>{headline}</ul>" if headline else "")
+        + (f"<ul>{first}</ul>" if first else "")
+        + (f'<ul class="more">{others}</ul>' if others else "")
         + f"<p>{escape(where)}. {told}</p></header>"
     )
 

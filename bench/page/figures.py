@@ -20,7 +20,7 @@ def figures(reports: Sequence[Report]) -> list[Figure]:
     cases = [case for report in reports for case in report.get("memory", ())]
     perf = [report for report in reports if "ceiling" in report]
     drawn = (
-        *(draw(of_runs) for draw in (runs.hosts, runs.links, runs.memory)),
+        *(draw(of_runs) for draw in (runs.hosts, runs.memory, runs.share, runs.links)),
         runs.smallest(cases),
         *(draw(of_runs) for draw in (runs.throughput, runs.stages, runs.latency, runs.processes)),
         *map(compare, reports),

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Figure, Line, Row, Scale, number
-from bench.report import steady_seconds
+from bench.report import steady_range, steady_seconds
 
 Report = Mapping[str, Any]
 Run = dict[str, Any]
@@ -28,10 +28,11 @@ OUTCOMES = {
 
 _WORK = (
     "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
-    "steps", "staleness", "seed", "trainers", "tp", "pace", "apart", "memory_limit_bytes",
+    "steps", "staleness", "seed", "trainers", "tp", "pace", "apart", "phased",
+    "memory_limit_bytes",
 )  # fmt: skip
 _A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "tp", "pace", "apart",
-           "memory_limit_bytes")  # fmt: skip
+           "phased", "memory_limit_bytes")  # fmt: skip
 _COUNTED = {
     "columns": "columns", "hosts": "hosts", "prompts": "prompts", "steps": "steps",
     "trainers": "trainers", "tp": "ranks a trainer",
@@ -85,7 +86,8 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     if run.get("steps") == 1:
         shown["steps"] = "one step"
     shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
-    shown["apart"] = "stages apart" if run.get("apart") else "stages share hosts"
+    shown["apart"] = "rollout apart" if run.get("apart") else "every stage on every host"
+    shown["phased"] = "no stage overlaps rollout" if run.get("phased") else "stages overlap"
     shown["link"] = f"links of {link}" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
@@ -156,7 +158,9 @@ def _family(run: Run) -> str:
     link, limit = run.get("link"), run.get("memory_limit_bytes")
     a_host = run["prompts"] / run["hosts"]
     return (
-        f"{run['trace']}, {a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
+        f"{run['trace']}, "
+        + ("rollout on half of the hosts, " if run.get("apart") else "every stage on every host, ")
+        + f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
         + (f"links of {link}" if link else "no link limit")
         + (f", {gib(limit)} a host" if limit else "")
     )
@@ -170,7 +174,7 @@ def _sizes(family: Sequence[Run]) -> Scale:
 
 
 def hosts(runs: Sequence[Run]) -> Figure | None:
-    """Seconds of a step over hosts, each with as much work: without a bottleneck it stays flat."""
+    """Seconds of a step over hosts, each with as much work: medians, and bands of their ranges."""
     panels = []
     for family in _families(runs):
         over = list(_over_hosts(family))
@@ -188,15 +192,41 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             cold = [(n, s[0]) for n, s in timed if s[1] == "cold"]
             points = [(n, s[0]) for n, s in timed]
             told = "\n".join([name, *said])
-            dashed = name.endswith("off")
-            drawn.append(Line(told, colour(members[0]["plane"]), points, dashed, True, cold, died))
+            dashed, kind = name.endswith("off"), colour(members[0]["plane"])
+            band = [steady_range(run) or (s[0], s[0]) for run in members if (s := step(run))]
+            drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
         panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
     sentence = (
-        "Every host brings as much work as before: where nothing is shared by all, a step takes "
-        "as long on more hosts. Steady steps; a hollow point is a first step, cold. At the "
-        "right: seconds on the most hosts."
+        "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
+        "Points are medians of steady steps, bands reach from the fastest to the slowest; a hollow "
+        "point is a first step, cold. At the right: seconds on the most hosts."
     )
     return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
+
+
+def share(runs: Sequence[Run]) -> Figure | None:
+    """A panel a job, a bar a plane: the steady step's transfers beside its recorded time."""
+    linked = [run for run in runs if run.get("link") and run.get("recorded_step_seconds")]
+    panels = []
+    for members in grouped(linked, (*_WORK, "dedup")):
+        timed = [(run, took[0]) for run in members if (took := step(run))]
+        most = max(run["hosts"] for run in linked if run["trace"] == members[0]["trace"])
+        if not timed or members[0]["hosts"] < most:
+            continue
+        content = []
+        for run, seconds in timed:
+            recorded = run["recorded_step_seconds"]
+            parts = [("work", recorded), (colour(run["plane"]), seconds)]
+            told = f"{number(seconds)} s, {seconds / (recorded + seconds):.0%}"
+            content.append(Row(run["plane"], told, [drawing.stack(parts)]))
+        scale = Scale("seconds of a step", low=0)
+        dedup = ", dedup off" if not members[0]["dedup"] else ""
+        panels.append(drawing.rows(_job(members[0], linked) + dedup, content, scale))
+    sentence = (
+        "Grey: recorded rollout and training of the same step, which nobody waited for here. "
+        "Colour: the step's time in the plane, added as if nothing of it overlapped."
+    )
+    return Figure("share", "Share of a step", sentence, panels) if panels else None
 
 
 def links(runs: Sequence[Run]) -> Figure | None:
@@ -298,14 +328,15 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
         )
     run = killed[0]
     job = next(members for members in grouped(runs, _WORK) if run in members)
-    same = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
+    ours = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
+    same = [r for r in ours if r["dedup"] == run["dedup"]]
     said = (
         f"With {gib(run['memory_limit_bytes'])} a host, the same trace and the same bytes, "
         f"{run['plane']} (dedup {switch(run['dedup'])}) fills its host until the kernel kills it"
     )
     if same:
-        peak, dedup = gib(max(same[0]["peak_host_bytes"] or [0])), switch(same[0]["dedup"])
-        said += f", dataplane (dedup {dedup}) stays at {peak} at most and finishes"
+        peak = gib(max(same[0]["peak_host_bytes"] or [0]))
+        said += f"; dataplane, with dedup {switch(run['dedup'])} too, finishes with {peak} at most"
     return said + "."
 
 
@@ -392,11 +423,11 @@ def _amount(case: Run) -> str:
 
 
 def throughput(runs: Sequence[Run]) -> Figure | None:
-    """A panel a job, a bar a run; runs that ended otherwise say how."""
+    """A panel for each job and dedup, a bar for each run; runs that ended otherwise say how."""
     if not runs:
         return None
     panels = []
-    for members in grouped(runs, _WORK):
+    for members in grouped(runs, (*_WORK, "dedup")):
         content = []
         for run in members:
             name = label(run, members)
@@ -412,10 +443,12 @@ def throughput(runs: Sequence[Run]) -> Figure | None:
                 marks.append(drawing.dots(run["step_seconds"][:1], colour(run["plane"]), True))
             content.append(Row(name, told, marks))
         scale, note = Scale("seconds of a step", low=0), _beside_others(members)
-        panels.append(drawing.rows(_job(members[0], runs), content, scale, note=note))
+        title = _job(members[0], runs)
+        title += f", dedup {switch(members[0]['dedup'])}" if differ(runs, "dedup") else ""
+        panels.append(drawing.rows(title, content, scale, note=note))
     sentence = (
         "Shorter bars are better. A step ends when its last row was compared at a trainer; a "
-        "steady one is the mean of all but the first, which is cold (hollow points)."
+        "steady one is the median of all but the first, which is cold (hollow points)."
     )
     return Figure("throughput", "Every run", sentence, panels)
 

@@ -62,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks that read each trainer's batches
     apart: bool = False  # rollout and the other stages on hosts of their own
+    phased: bool = False  # stages begin a step when rollout has finished it
     addresses: list[str] = []  # of the hosts, where they have links of their own; else loopback
 
     @property

@@ -1,4 +1,4 @@
-"""The three sentences of the first screen, from runs alone."""
+"""The sentences of the first screen, from runs alone."""
 
 from __future__ import annotations
 
@@ -7,70 +7,101 @@ from typing import Any
 from bench.headline import sentences
 
 GIB = 1 << 30
+FULL = {
+    "prompts": 64, "recorded_seconds": 60.0, "link_bits_per_second": 100e9, "link_seconds": 0.5,
+}  # fmt: skip
 
 
 def run(plane: str, trace: str, hosts: int, steps: list[float], **told: Any) -> dict[str, Any]:
     return {
         "plane": plane, "trace": trace, "hosts": hosts, "step_seconds": steps, "status": "ok",
         "dedup": True, "link": "400mbit", "memory_limit_bytes": None, "computed_link": None,
-        "prompts": hosts, "error": "", "peak_host_bytes": [],
-        "busiest_link": {"host": 0, "bytes": 4e9 if plane == "controller" else 1e9,
-                         "busy_share": 0.99 if plane == "controller" else 0.5},
+        "prompts": hosts, "error": "", "peak_host_bytes": [], "apart": False, "phased": False,
+        "recorded_step_seconds": 30.0, "full_step": FULL,
     } | told  # fmt: skip
 
 
-EIGHT = [
-    run("dataplane", "video", 8, [9.0, 2.0, 3.0]),
-    run("controller", "video", 8, [9.0, 20.0, 30.0]),
-    run("dataplane", "math", 8, [9.0, 1.0]),
-    run("controller", "math", 8, [9.0, 4.0]),
+TOGETHER = [
+    run("dataplane", "video", 6, [9.0, 0.4, 0.5, 0.3]),
+    run("controller-stream", "video", 6, [9.0, 10.0, 10.0, 10.0]),
+    run("controller", "video", 6, [9.0, 20.0, 30.0, 22.0]),
+]
+APART = [
+    {**one, "apart": True, "step_seconds": [9.0, seconds, seconds, seconds]}
+    for one, seconds in zip(TOGETHER, (5.0, 6.0, 7.0), strict=True)
 ]
 
 
-def test_steady_steps_are_compared_and_the_full_link_is_named() -> None:
-    bottleneck, lost = sentences(EIGHT)
-    assert "8 hosts with links of 400mbit" in bottleneck
-    assert "a video step takes 2.5 s through dataplane and 25 s through a controller" in bottleneck
-    assert "(10.0 × as fast)" in bottleneck and "(4.0 × as fast)" in bottleneck
-    assert "carried 4.0 GB and was full 99% of the time" in bottleneck
-    assert "dataplane's busiest 1.0 GB and 50%" in bottleneck
-    assert lost == "In no job of this set was the controller faster."
+def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
+    transfers, shares, computed, faster = sentences([*TOGETHER, *APART])
+    assert transfers == (
+        "Video, 6 hosts, links of 400mbit: a step spends 5 s in dataplane, 6 s in a streaming "
+        "controller and 7 s in a controller with barriers if rollout has hosts of its own; 0.4 s "
+        "in dataplane, 10 s in a streaming controller and 22 s in a controller with barriers if "
+        "every host has every stage."
+    )
+    assert shares == (
+        "Beside 30 s of recorded rollout and training that is 14%, 17% and 19%; 1%, 25% and 42% "
+        "of a step."
+    )
+    assert computed == (
+        "Computed for 64 prompts a step and links of 100 Gbit/s, the busiest link is busy for "
+        "0.5 s, 0.5 s and 0.5 s; 0.5 s, 0.5 s and 0.5 s, beside 60 s recorded: at that rate links "
+        "alone are no reason to choose a plane."
+    )
+    assert faster == "In no job of this set was a controller faster."
+
+
+def test_small_transfers_hardly_matter() -> None:
+    short = [{**one, "step_seconds": [0.1, 0.1, 0.1]} for one in TOGETHER]
+    assert "that is at most 0.3% of a step: it hardly matters." in sentences(short)[1]
+
+
+def test_other_traces_follow_the_first_and_memory() -> None:
+    math = [{**one, "trace": "math"} for one in TOGETHER]
+    told = sentences([*TOGETHER, *math])
+    assert [said.split(",")[0] for said in told if "a step spends" in said] == ["Video", "Math"]
 
 
 def test_where_we_lose_is_said_with_its_figures() -> None:
-    slow = run("dataplane", "math", 2, [1.0, 0.4], link=None, busiest_link=None)
-    fast = run("controller", "math", 2, [1.0, 0.1], link=None, busiest_link=None)
-    lost = sentences([*EIGHT, slow, fast])[-1]
-    assert lost == (
-        "Where we lose: a step of math on 2 hosts with no limit on links takes 0.4 s through "
-        "dataplane and 0.1 s through a controller (4.0 × as slow)."
+    loopback: dict[str, Any] = {"link": None, "full_step": None}
+    slow = run("dataplane", "math", 2, [1.0, 0.4], **loopback)
+    fast = run("controller", "math", 2, [1.0, 0.1], **loopback)
+    assert sentences([*TOGETHER, slow, fast])[-1] == (
+        "Where we lose: a math step on 2 hosts with no limit on links takes 0.4 s in "
+        "dataplane and 0.1 s in a controller with barriers (4.0 × as long)."
     )
 
 
-def test_who_died_under_the_limit_and_who_did_not() -> None:
+def test_memory_is_told_by_dedup_with_the_fate_of_each_plane() -> None:
     limit: dict[str, Any] = {"memory_limit_bytes": 3 * GIB, "prompts": 16, "link": None}
-    killed = run("controller", "video", 2, [], dedup=False, status="oom", **limit)
-    lived = run("controller", "video", 2, [1.0], peak_host_bytes=[2 * GIB, GIB], **limit)
-    ours = run("dataplane", "video", 2, [1.0], peak_host_bytes=[GIB, GIB], **limit)
-    memory = sentences([killed, lived, ours])[0]
-    assert memory == (
-        "Under 3 GiB a host, with 16 video prompts: the controller without dedup was killed by the "
-        "kernel, the controller with dedup needed 2 GiB, dataplane with dedup needed 1 GiB."
+    needed = {"peak_host_bytes": [2 * GIB, GIB]}
+    runs = [
+        run("dataplane", "video", 2, [1.0], **limit, **needed),
+        run("controller", "video", 2, [1.0], **limit, **needed),
+        run("dataplane", "video", 2, [1.0], **limit, **needed, **{"dedup": False}),
+        run("controller", "video", 2, [], **limit, **{"dedup": False, "status": "oom"}),
+        run("dataplane", "video", 2, [1.0], **limit, **needed, **{"phased": True}),
+    ]
+    assert sentences(runs)[0] == (
+        "Under 3 GiB a host, with 16 video prompts: with dedup on dataplane needed 2 GiB, a "
+        "controller with barriers needed 2 GiB and dataplane needed 2 GiB where no stage overlaps "
+        "rollout; with dedup off dataplane needed 2 GiB and a controller with barriers was killed "
+        "by the kernel."
     )
-    unmeasured = [{**r, "status": "not run", "error": "no cgroup"} for r in (killed, lived, ours)]
+    unmeasured = [{**one, "status": "not run", "error": "no cgroup"} for one in runs]
     assert sentences(unmeasured)[0] == "Memory was not measured: no cgroup."
 
 
-def test_without_links_what_one_would_take_is_called_computed() -> None:
-    loopback = [
-        {**r, "link": None, "busiest_link": None,
-         "computed_link": {"rate": "390mbit", "seconds": 12.0, "host": 0, "bytes": 1}}
-        for r in EIGHT
-    ]  # fmt: skip
-    bottleneck = sentences(loopback)[0]
-    assert "computed" in bottleneck and "12 s at 390mbit" in bottleneck
-
-
-def test_a_run_that_failed_is_compared_with_nothing() -> None:
-    died = [{**r, "status": "error"} if r["plane"] == "controller" else r for r in EIGHT]
-    assert sentences(died) == ["In no job of this set was the controller faster."]
+def test_a_plane_that_failed_is_named_beside_those_that_finished() -> None:
+    before = {"status": "error", "error": "as well", "step_seconds": []}
+    failed = {"status": "error", "error": "ProcessDied: a\nlog", "failed_before": before}
+    told = sentences([{**TOGETHER[0], **failed}, *TOGETHER[1:]])[0]
+    assert "spends 10 s in a streaming controller and 22 s in a controller" in told
+    assert told.endswith(
+        "Dataplane has no figure if every host has every stage: its run ended with 'error' "
+        "twice (ProcessDied: a)."
+    )
+    nobody = sentences([{**one, **failed} for one in TOGETHER])
+    assert "spends no time that was measured" in nobody[0]
+    assert nobody[-1] == "In no job of this set was a controller faster."

@@ -52,7 +52,9 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
         "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
         "peak_total_bytes": 2 << 30, "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
         "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True, "columns": "needed",
-        "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0, "link": None,
+        "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0, "link": None, "apart": False,
+        "phased": False, "recorded_step_seconds": 30.0, "arena_bytes": 1 << 30,
+        "busiest_link": None,
         "memory_curve": {
             "seconds": [-1.0, 0.0, 1.0, 3.0],
             "processes": {
@@ -88,7 +90,8 @@ def case(plane: str, dedup: bool, prompts: int, smallest: int | None) -> dict[st
 def report(**parts: Any) -> dict[str, Any]:
     machine = {
         "cores": 2, "cpu": "a processor", "memory_bytes": 24 << 30, "system": "Linux 6.1",
-        "python": "3.11.2", "packages": {"numpy": "2.0.0"},
+        "python": "3.11.2", "packages": {"numpy": "2.0.0"}, "date": "2026-11-01",
+        "commit": "0123456789",
     }  # fmt: skip
     return {"machine": machine, "command": "python -m bench run --trace video", **parts}
 
@@ -206,8 +209,9 @@ def test_a_browser_shows_every_picture_legibly_and_fetches_nothing(
     ink, paper, soft = (rgb((DARK if dark else LIGHT)[n]) for n in ("ink", "paper", "soft"))
     assert (seen["ink"], seen["paper"], seen["letters"]) == (ink, paper, soft)
     assert seen["headings"] == [
-        "Step time over hosts", "Bytes through the busiest host's link", "Memory under the limit",
-        "How little memory is enough", "Every run", "Where the time goes", "Latency",
+        "Step time over hosts", "Memory under the limit", "Share of a step",
+        "Bytes through the busiest host's link", "How little memory is enough", "Every run",
+        "Where the time goes", "Latency",
         "Memory, process by process", "The same batch through other planes", "The hot path",
         "Transports", "Scaling", "What the model is worth", "Larger clusters, modelled",
         "Figures", "Messages of a trained group", "Commands and machine",
@@ -235,7 +239,8 @@ def test_whatever_is_written_in_a_colour_can_be_read_on_its_paper(theme: dict[st
     assert len(set(theme.values())) == len(theme)  # by which the page knows them
     for name in ("ink", "soft", "bad"):
         assert contrast(theme[name], theme["paper"]) >= 4.5, name
-    for plane in ("dataplane", "controller", "ray-driver", "ray-store", "transfer_queue", "other"):
+    planes = ("dataplane", "controller", "controller-stream", "ray-driver", "ray-store")
+    for plane in (*planes, "transfer_queue", "other"):
         assert contrast(theme[plane], theme["paper"]) >= 3.5, plane  # in bold, and as lines
 
 
@@ -245,13 +250,14 @@ def test_the_page_opens_with_the_headline_and_the_same_work_over_hosts(tmp_path:
     told = page.read_text()
     order = [
         "<li>It is 16 × as fast.</li>", "<li>One was &lt;killed&gt;.</li>", 'id="hosts"',
-        'id="links"', 'id="memory"', "<h2>Figures</h2>",
+        'id="memory"', 'id="links"', "<h2>Figures</h2>",
     ]  # fmt: skip
     places = [told.index(part) for part in order]
     assert places == sorted(places)
     hosts = section(told, "hosts")
     assert captions(hosts) == [
-        "math, 2 prompts a host, links of 400mbit", "video, 1 prompt a host, links of 400mbit",
+        "math, every stage on every host, 2 prompts a host, links of 400mbit",
+        "video, every stage on every host, 1 prompt a host, links of 400mbit",
     ]  # fmt: skip
     assert {"0.6 s", "8.6 s", "2", "4", "8", "seconds"} <= set(texts(hosts))
     assert {"0.1 GB", "0.9 GB", "full 10%", "full 90%"} <= set(texts(section(told, "links")))
@@ -306,7 +312,9 @@ def test_reports_without_steps_or_links_have_no_such_picture(tmp_path: Path) -> 
     assert 'id="hosts"' not in page.read_text() and 'id="links"' not in page.read_text()
     write(page, [report(runs=over_hosts(busiest_link=None, link=None))])
     told = page.read_text()
-    assert captions(section(told, "hosts")) == ["math, 2 prompts a host, no link limit"]
+    assert captions(section(told, "hosts")) == [
+        "math, every stage on every host, 2 prompts a host, no link limit"
+    ]
     assert 'id="links"' not in told
 
 
@@ -335,14 +343,15 @@ def test_only_runs_that_did_the_same_work_are_set_beside_each_other(tmp_path: Pa
     assert "as fast as" not in told and "nobody else finished" not in told
     assert "until the kernel kills it. " not in told and "until the kernel kills it.<" in told
     assert captions(section(told, "throughput")) == [
-        "video, 2 hosts, 2 prompts × 8, 6 GiB a host",
-        "video, 2 hosts, 16 prompts × 8, 3 GiB a host",
+        "video, 2 hosts, 2 prompts × 8, 6 GiB a host, dedup on",
+        "video, 2 hosts, 16 prompts × 8, 3 GiB a host, dedup on",
+        "video, 2 hosts, 16 prompts × 8, 3 GiB a host, dedup off",
     ]
     alike = [run("dataplane", dedup=on, seconds=took) for on, took in ((True, 2.0), (False, 8.0))]
     write(page, [report(runs=[*alike, run("controller", dedup=False, seconds=5.0), killed()])])
     told = page.read_text()
-    assert "dataplane, dedup on: 2.5 × as fast as controller, dedup off, the best other" in told
-    assert "kills it, dataplane (dedup on) stays at 1 GiB at most and finishes." in told
+    assert "dataplane: 0.62 × as fast as controller, the best other run" in told
+    assert "kills it; dataplane, with dedup off too, finishes with 1 GiB at most." in told
     linked = [*over_hosts()[:1], *over_hosts(link=None)[3:4]]
     write(page, [report(runs=linked)])
     assert "as fast as" not in page.read_text() and 'id="hosts"' not in page.read_text()
@@ -450,7 +459,7 @@ def test_the_readmes_pictures_are_made_of_a_report_light_and_dark(tmp_path: Path
     (tmp_path / "r.json").write_text(json.dumps(first()))
     folder = tmp_path / "docs"
     assert main(["report", str(tmp_path / "r.json"), "--pictures", str(folder)]) == 0
-    names = ("hosts", "hosts-2", "links", "links-2", "memory")
+    names = ("hosts", "hosts-2", "memory", "share", "share-2", "share-3")
     made = sorted(f"{name}-{theme}.svg" for name in names for theme in ("light", "dark"))
     assert sorted(path.name for path in folder.iterdir()) == made
     for path in folder.iterdir():
@@ -472,7 +481,7 @@ def test_a_report_that_nothing_is_to_be_made_of_says_what_could_be(
     (tmp_path / "perf.json").write_text(json.dumps(full()[2]))
     asked = ["report", str(tmp_path / "perf.json"), "--pictures", str(tmp_path / "docs")]
     assert main(asked) == 2
-    assert "none of hosts, links, memory" in capsys.readouterr().err
+    assert "none of hosts, share, memory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "r.json")]) == 2
     assert "r.json: File exists" in capsys.readouterr().err
 

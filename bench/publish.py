@@ -1,0 +1,152 @@
+"""`bench publish`: the pictures and tables of README and docs/performance.md, from one report.
+
+The report is kept beside the pictures, without what no picture or table shows. A test makes
+everything from it again and compares, so that a page never shows figures of two days.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import outputs
+from bench.headline import CALLED
+from bench.page import document
+from bench.page.runs import Report, Run, gib, switch
+from bench.report import steady_range, steady_seconds
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = "docs/pictures/report.json"
+_PICTURES = ("hosts", "share", "memory")
+_BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench: end -->)", re.DOTALL)
+_PAGES = ("README.md", "docs/performance.md")
+_UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends", "pulled_bytes")
+
+
+def register(commands: Any) -> None:
+    """Add `publish` to the command line."""
+    what = "make the pictures and tables of README and docs from a report of `headline`"
+    parser = commands.add_parser("publish", help=what, description=what)
+    parser.add_argument("report", type=Path, help="JSON of `python -m bench headline`")
+    parser.set_defaults(perform=_perform)
+
+
+def _perform(options: argparse.Namespace, command: str) -> int:
+    console = Console(stderr=True)
+    try:
+        told = document.load(options.report)
+        if "headline" not in told or not told.get("runs"):
+            raise ValueError(f"{options.report} is no report of `headline`")
+        for path in publish(ROOT, told):
+            console.print(f"wrote {path.relative_to(ROOT)}", markup=False)
+    except (OSError, ValueError, LookupError, TypeError) as exc:
+        console.print(f"python -m bench: {exc}", markup=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+def publish(root: Path, told: Report) -> list[Path]:
+    """Write report, pictures and blocks below `root`; returns what was written."""
+    kept = root / KEPT
+    outputs.write(kept, json.dumps(trimmed(told), separators=(",", ":")) + "\n")
+    drawn = document.pictures(kept.parent, document.chosen([told], _PICTURES))
+    made = blocks(told)
+    for name in _PAGES:
+        page = root / name
+        page.write_text(filled(page.read_text(), made))
+    return [kept, *drawn, *(root / name for name in _PAGES)]
+
+
+def trimmed(told: Report) -> dict[str, Any]:
+    """The report without what nothing that is published shows."""
+    runs = []
+    for run in told["runs"]:
+        unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
+        runs.append({name: value for name, value in run.items() if name not in unseen})
+        if curve := runs[-1].get("memory_curve"):
+            runs[-1]["memory_curve"] = {**curve, "processes": {}}
+    return {**told, "runs": runs}
+
+
+def filled(text: str, made: Mapping[str, str]) -> str:
+    """A page whose blocks have these contents. KeyError where it has one that is not made."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
+
+
+def blocks(told: Report) -> dict[str, str]:
+    """Contents of the pages' blocks, as Markdown, by name."""
+    sentences = told["headline"]
+    return {
+        "sentence": f"{sentences[0]}\n",
+        "headline": "".join(f"- {said}\n" for said in sentences),
+        "steps": _steps(told["runs"]),
+        "memory": _memory(told["runs"]),
+        "made": _made(told),
+    }
+
+
+def _steps(runs: Sequence[Run]) -> str:
+    """A line a job, a column a plane: the median of the steady steps, and their range."""
+    timed = [run for run in runs if not run["memory_limit_bytes"]]
+    planes = list(dict.fromkeys(run["plane"] for run in timed))
+    lines = []
+    for job in dict.fromkeys(map(_job, timed)):
+        here = {run["plane"]: run for run in timed if _job(run) == job}
+        lines.append([job, *(_step(here[p]) if p in here else "–" for p in planes)])
+    return _table(["steady step", *(CALLED.get(p, p) for p in planes)], lines)
+
+
+def _job(run: Run) -> str:
+    where = "rollout apart" if run["apart"] else "every stage on every host"
+    link = run["link"] or "no link limit"
+    dedup = "" if run["dedup"] else ", dedup off"
+    prompts = f"{run['prompts']} prompts × {run['samples']}"
+    return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {link}, {where}{dedup}"
+
+
+def _step(run: Run) -> str:
+    median, ends = steady_seconds(run), steady_range(run)
+    if run["status"] != "ok" or median is None or ends is None:
+        return str(run["status"])
+    link = run["busiest_link"]
+    full = (
+        f"; link full {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
+    )
+    return f"{median:.2f} s ({ends[0]:.2f}–{ends[1]:.2f}){full}"
+
+
+def _memory(runs: Sequence[Run]) -> str:
+    lines = []
+    for run in runs:
+        if run["memory_limit_bytes"]:
+            peak = gib(max(run["peak_host_bytes"] or [0]))
+            ended = f"finished, at most {peak}" if run["status"] == "ok" else str(run["status"])
+            if run["killed"]:
+                ended = f"killed by the kernel after {run['killed']['seconds']:.1f} s"
+            how = ", no stage overlaps rollout" if run["phased"] else ""
+            arena = "" if run["plane"] != "dataplane" else f" (arena {gib(run['arena_bytes'])})"
+            name = CALLED.get(run["plane"], run["plane"])
+            lines.append([f"{name}{arena}, dedup {switch(run['dedup'])}{how}", ended])
+    limits = {gib(run["memory_limit_bytes"]) for run in runs if run["memory_limit_bytes"]}
+    return _table([f"{' or '.join(sorted(limits))} a host", "outcome"], lines)
+
+
+def _made(told: Report) -> str:
+    machine = told["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return (
+        f"`{told['command']}` on {machine['date']}, commit {machine['commit']}: "
+        f"{machine['cores']} cores ({machine['cpu']}), {gib(machine['memory_bytes'])}, "
+        f"{machine['system']}, Python {machine['python']}, {packages}.\n"
+    )
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,0 +1,86 @@
+"""What is published comes from one report: pictures, tables and sentences of README and docs."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli import main
+from bench.page import document
+from bench.publish import KEPT, ROOT, blocks, filled, publish, trimmed
+from tests.bench.test_page import killed, over_hosts, report, run
+
+PAGES = ("README.md", "docs/performance.md")
+
+
+@pytest.fixture
+def told() -> dict[str, Any]:
+    memory = [run("dataplane", step_seconds=[3.0]), killed()]
+    return report(runs=[*over_hosts(), *memory], headline=["One.", "Two.", "Three.", "Four."])
+
+
+def test_a_table_has_each_job_once_with_medians_and_ranges(told: dict[str, Any]) -> None:
+    made = blocks(told)
+    head, _, *lines = made["steps"].splitlines()
+    assert head == "| steady step | dataplane | a controller with barriers |"
+    assert lines[-1] == (
+        "| math, 8 hosts, 16 prompts × 8, 400mbit, every stage on every host "
+        "| 0.60 s (0.50–0.70); link full 10% | 8.60 s (8.50–8.70); link full 90% |"
+    )
+    assert len(lines) == 3
+    assert "killed by the kernel after 47.0 s" in made["memory"]
+    assert "dataplane (arena 1 GiB), dedup on | finished, at most 1 GiB" in made["memory"]
+    assert (
+        made["headline"] == "- One.\n- Two.\n- Three.\n- Four.\n" and made["sentence"] == "One.\n"
+    )
+    assert "2026-11-01, commit 0123456789" in made["made"] and "Python 3.11.2" in made["made"]
+
+
+def test_publishing_fills_the_blocks_of_the_pages_and_keeps_the_report(
+    told: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in PAGES:
+        (tmp_path / name).write_text("a\n<!-- bench: sentence -->\nold\n<!-- bench: end -->\nb\n")
+    written = publish(tmp_path, told)
+    for name in PAGES:
+        page = (tmp_path / name).read_text()
+        assert page == "a\n<!-- bench: sentence -->\nOne.\n<!-- bench: end -->\nb\n"
+    assert {path.suffix for path in written} == {".json", ".svg", ".md"}
+    kept = json.loads((tmp_path / KEPT).read_text())
+    assert blocks(kept) == blocks(told) and trimmed(kept) == kept
+
+
+def test_a_block_that_nothing_makes_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        filled("<!-- bench: weather -->\n<!-- bench: end -->", {"headline": ""})
+
+
+def test_what_is_no_report_of_the_headline_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "perf.json").write_text(json.dumps(report(ceiling={})))
+    assert main(["publish", str(tmp_path / "perf.json")]) == 2
+    assert "is no report of `headline`" in capsys.readouterr().err
+
+
+def test_readme_docs_and_pictures_are_those_of_the_report_that_is_kept(tmp_path: Path) -> None:
+    """`python -m bench publish REPORT` makes them again."""
+    kept = document.load(ROOT / KEPT)
+    made = blocks(kept)
+    for name in PAGES:
+        page = (ROOT / name).read_text()
+        assert "<!-- bench: " in page and filled(page, made) == page, name
+    if kept["machine"]["packages"]["matplotlib"] != version("matplotlib"):
+        return  # another version draws other letters
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    for path in publish(tmp_path, kept):
+        if path.suffix != ".md":
+            relative = path.relative_to(tmp_path)
+            assert path.read_bytes() == (ROOT / relative).read_bytes(), relative

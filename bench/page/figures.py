@@ -161,9 +161,9 @@ def accuracy(told: Report) -> Figure | None:
         name = f"{case['trace']}, {case['plane']}, {case['hosts']} hosts"
         content.append(Row(name, f"{case['predicted_step_s']:.2f} s", marks))
     sentence = (
-        f"Bars are predicted without the runs (pale: recorded time alone), dots are the runs: "
-        f"accuracy {told['accuracy']:.3f}, recorded time alone would have had "
-        f"{told['accuracy_of_recorded_time']:.3f}."
+        "Bars are predicted without the runs (pale: recorded time alone), dots are the runs. Skill "
+        f"on the time beyond the recorded: {told['skill']:.2f}, where 1 is exact and 0 is no "
+        "better than predicting none. Neither these traces nor these numbers of hosts were fitted."
     )
     panel = drawing.rows("predicted and measured", content, Scale("seconds of a step", low=0))
     return Figure("sim-accuracy", "What the model is worth", sentence, [panel])

@@ -31,7 +31,8 @@ from bench.sim.fit import DESIGNS, Seen, check, fit
 from bench.sim.model import Costs
 from bench.traces import TASKS
 
-GOAL = 0.95
+GOAL = 0.9
+"""Of the skill on transfers, see `_skill`."""
 T = TypeVar("T")
 Bar = Callable[..., AbstractContextManager[Progress]]  # of a label, and a unit that is not rows
 Case = tuple[str, int, int]
@@ -43,7 +44,10 @@ _MOST_GROUPS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run: (trace, hosts, prompts) to fit on, and to check with, that so many times."""
+    """How much is run: (trace, hosts, prompts) to fit on, and to check with, that so many times.
+
+    Neither the traces nor the numbers of hosts of the checks are among those that are fitted on.
+    """
 
     fits: Sequence[Case]
     checks: Sequence[Case]
@@ -58,7 +62,7 @@ _FULL = Size(
         for trace in ("math", "image")
         for hosts, prompts in ((1, 4), (1, 10), (2, 4), (2, 10), (4, 8))
     ],
-    checks=[("math", 8, 16), ("image", 6, 12), ("image_open", 3, 9)],
+    checks=[("image_open", 3, 9), ("straggler", 5, 10), ("video", 6, 6), ("programming", 8, 16)],
     times=3,
     steps=3,
     step_s=1.0,
@@ -89,7 +93,7 @@ def register(commands: Any) -> None:
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
-    """0 when everything ran, whatever accuracy came out; 1 when a run failed."""
+    """0 when everything ran, whatever skill came out; 1 when a run failed."""
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
         raise TooMuch(
             f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, more "
@@ -122,12 +126,11 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
     costs, rivals = fit(seen, cores)
     yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
     cases: list[dict[str, Any]] = []
-    fitted = {trace for trace, _, _ in size.fits}
     for told in size.checks:
         settings = paced(*told, size.steps, size.step_s)
         for plane in DESIGNS:
             case = check(settings, plane, costs[plane], cores, rivals, runs[_CHECK, told, plane])
-            cases.append({**case, "trace_was_fitted": told[0] in fitted})
+            cases.append(case)
     yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
@@ -155,11 +158,25 @@ def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list
 
 
 def _accuracy(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the cases. `others_cores`: what strangers took of this machine meanwhile."""
-    names = ("accuracy", "accuracy_of_recorded_time", "spread")
+    """The skill over all cases and of each design, and means over the cases. `others_cores`: what
+    strangers took of this machine meanwhile."""
     others = mean(cores for case in cases for cores in case["others_cores"])
-    means = {name: mean(case[name] for case in cases) for name in names}
-    return {**means, "accuracy_goal": GOAL, "others_cores": others}
+    by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
+    return {
+        "skill": _skill(cases),
+        "skill_goal": GOAL,
+        "skill_by_plane": by_plane,
+        "spread": mean(case["spread"] for case in cases),
+        "others_cores": others,
+    }
+
+
+def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
+    """How much better transfers are predicted than by saying that there are none: 1 is exact, 0 no
+    better than that, less is worse. A transfer is what a step takes beyond its recorded time."""
+    errors = sum(abs(case["predicted_step_s"] - case["median_step_s"]) for case in cases)
+    naive = sum(abs(case["recorded_step_s"] - case["median_step_s"]) for case in cases)
+    return 1 - errors / max(naive, 1e-9)
 
 
 def _factors(
@@ -184,15 +201,16 @@ def _factors(
 
 def _show(console: Console, told: Mapping[str, Any]) -> None:
     console.print(_cases(told["cases"]))
+    planes = ", ".join(f"{plane} {skill:.2f}" for plane, skill in told["skill_by_plane"].items())
     console.print(
-        f"accuracy {told['accuracy']:.3f} (goal {GOAL}; recorded time alone says "
-        f"{told['accuracy_of_recorded_time']:.3f}); runs of a case differ by "
-        f"{told['spread']:.1%}, others took {told['others_cores']:.2f} cores meanwhile"
+        f"skill on transfers {told['skill']:.2f} (goal {GOAL}; {planes}): 1 is exact, 0 no better "
+        f"than predicting no transfer; runs of a case differ by {told['spread']:.1%}, others took "
+        f"{told['others_cores']:.2f} cores meanwhile"
     )
     for failure in told["failed_runs"]:
         console.print(f"made again after it failed: {failure}", markup=False)
-    if told["accuracy"] < GOAL:
-        worst = min(told["cases"], key=lambda case: case["accuracy"])
+    if told["skill"] < GOAL:
+        worst = max(told["cases"], key=lambda c: abs(c["predicted_step_s"] - c["median_step_s"]))
         console.print(
             f"below the goal: worst is {worst['trace']} / {worst['plane']}, {worst['hosts']} "
             f"hosts, {worst['predicted_step_s']:.2f} s for {worst['median_step_s']:.2f} s"
@@ -209,7 +227,7 @@ def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
         pad_edge=False,
     )
     shown.add_column("case", no_wrap=True)
-    for name in ("recorded", "model", "median", "spread", "accuracy", "messages", "counted"):
+    for name in ("recorded", "model", "median", "spread", "messages", "counted"):
         shown.add_column(name, justify="right", no_wrap=True)
     for case in cases:
         shown.add_row(
@@ -218,7 +236,6 @@ def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
             f"{case['predicted_step_s']:.2f}",
             f"{case['median_step_s']:.2f}",
             f"{case['spread']:.1%}",
-            f"{case['accuracy']:.3f}",
             *(f"{told:.0f}" if told else "–" for told in case["messages"].values()),
         )
     return shown

@@ -171,7 +171,7 @@ def simulated() -> dict[str, Any]:
     held = {"low": 1e9, "middle": 2e9, "high": 3e9}
     model = [{**case, "hosts": n, "stall_s": stall, "service_peak_bytes": held} for n in (8, 64)]
     assumed = {"trace": "image", "groups_per_host": 2, "link_gbps": 200.0}
-    told = {"accuracy": 0.9, "accuracy_of_recorded_time": 0.8, "assumed": assumed, "model": model}
+    told = {"skill": 0.9, "assumed": assumed, "model": model}
     return report(cases=[{**case, "hosts": 8}], **told)
 
 

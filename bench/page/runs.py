@@ -473,7 +473,7 @@ def _beside_others(members: Sequence[Run]) -> str:
 
 def stages(runs: Sequence[Run]) -> Figure | None:
     """For each run a panel, a bar a role: seconds split by what its workers did."""
-    finished = [run for run in runs if run["status"] == "ok" and run["seconds"]]
+    finished = [r for r in runs if r["status"] == "ok" and r["seconds"] and r.get("workers")]
     panels = []
     for members in grouped(finished, _WORK):
         most = max(run["seconds"] for run in members) * 1.02

@@ -138,7 +138,7 @@ def _is_behind(queue: ClaimQueue, session: int, claimants: set[int]) -> bool:
     mine = latest.get(session)
     if mine is None:  # it has been granted rows
         return bool(latest)
-    lane = list(queue._lanes.get(mine.lane, {}).values())
+    lane = list(queue._lanes.get(mine.lane, ()))
     before = list(takewhile(lambda claim: claim is not mine, lane))
     before += [one for one in queue if one not in lane and one.since <= mine.since]
     return any(latest.get(claim.holder) is claim for claim in before)

@@ -66,6 +66,8 @@ class Room:
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
         self._promised: dict[int, int] = {}
         """by a number that each claim has chosen"""
+        self._promised_bytes = 0
+        """all of them together"""
         self._claims: dict[int, tuple[int, asyncio.Future[None]]] = {}
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
@@ -276,7 +278,7 @@ class Room:
 
     def credit_bytes(self) -> int:
         """What claims may still bring here from other hosts."""
-        return max(0, self.space.pullable_bytes - sum(self._promised.values()))
+        return max(0, self.space.pullable_bytes - self._promised_bytes)
 
     def promise(self, claim: int, nbytes: int) -> bool:
         """Whether so many bytes may come for this claim; then they count until they are given
@@ -284,12 +286,14 @@ class Room:
         that no two wait for each other."""
         if nbytes > self.credit_bytes():
             return False
+        self._promised_bytes += nbytes - self._promised.get(claim, 0)
         self._promised[claim] = nbytes
         return True
 
     def back(self, claim: int) -> None:
         """The claim's bytes are here, or will not come."""
-        if self._promised.pop(claim, 0):
+        if nbytes := self._promised.pop(claim, 0):
+            self._promised_bytes -= nbytes
             self._look_at_claims()
 
     def _look_at_claims(self) -> None:

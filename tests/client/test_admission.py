@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import pytest
 
 from dataplane.client.core import Handle
 from dataplane.client.operations.changes import Admitting, advance
+from dataplane.client.session.session import MAX_FAMILIAR, Familiar
 from dataplane.errors import InvalidCall
+from dataplane.metadata.tables.names import mint_many
 
 NOWHERE = cast(Handle, None)
 
@@ -19,3 +22,14 @@ def test_what_is_no_version_or_lag_is_refused_here(number: Any) -> None:
         Admitting(NOWHERE, 1, number, 1, None)
     with pytest.raises(InvalidCall, match="version=.* int of 0 or more"):
         next(advance(NOWHERE, number, None))
+
+
+def test_a_client_knows_its_last_keys_and_forgets_older_ones_at_once() -> None:
+    familiar, began = Familiar(), time.process_time()
+    for first in range(0, 400_000, 20_000):
+        familiar.note(7, mint_many(1, first, 20_000))
+        assert familiar.knows(7, mint_many(1, first + 19_999, 1))
+    assert familiar.knows(7, mint_many(1, 400_000 - MAX_FAMILIAR, 3))
+    assert not familiar.knows(7, mint_many(1, 0, 1))
+    assert not familiar.knows(8, mint_many(1, 399_999, 1))
+    assert time.process_time() - began < 10

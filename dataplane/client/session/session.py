@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -447,20 +447,23 @@ class Familiar:
     """Groups and keys that this client has put or leased: writing to them again is `continuing`. By
     the generation of their partition: the next step's partition has groups of the same names.
 
-    Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest,
-    unread ones too.
+    Columns are noted as they come and only looked into when a reservation asks. Keeps between one
+    and two times the last MAX_FAMILIAR: the older half is forgotten at once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._noted: deque[tuple[int, bytes]] = deque()
         self._noted_bytes = 0
-        self._keys: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._newer: dict[int, set[bytes]] = {}
+        self._older: dict[int, set[bytes]] = {}
+        self._newer_count = 0
 
     def note(self, generation: int, keys: bytes) -> None:
         """keys: KEY records."""
         if not keys:
             return
+        keys = keys[-MAX_FAMILIAR * KEY.itemsize :]
         with self._lock:
             self._noted.append((generation, keys))
             self._noted_bytes += len(keys)
@@ -472,13 +475,16 @@ class Familiar:
         if not keys:
             return False
         with self._lock:
-            while self._noted:
-                of, column = self._noted.popleft()
-                self._noted_bytes -= len(column)
-                self._keys.update(dict.fromkeys((of, key) for key in split_keys(column)))
-            while len(self._keys) > MAX_FAMILIAR:
-                self._keys.popitem(last=False)
-            return all((generation, key) in self._keys for key in split_keys(keys))
+            for of, column in self._noted:
+                if self._newer_count >= MAX_FAMILIAR:
+                    self._older, self._newer, self._newer_count = self._newer, {}, 0
+                more = split_keys(column)
+                self._newer.setdefault(of, set()).update(more)
+                self._newer_count += len(more)
+            self._noted.clear()
+            self._noted_bytes = 0
+            newer, older = (half.get(generation, ()) for half in (self._newer, self._older))
+            return all(key in newer or key in older for key in split_keys(keys))
 
 
 def split_keys(column: bytes) -> list[bytes]:

@@ -80,7 +80,8 @@ def test_adds_travel_with_the_ack_in_one_message(peer: ScriptedPeer, batch: Batc
     batch.add(reward=[0.5, 1.5, 2.5, 3.5])
     batch.add(logp=np.ones((4, 800), np.float32))
     assert not peer.bodies(Finish)
-    assert repr(batch) == "<Batch 4 rows of 'x' for 's', leased: a, added reward, logp>"
+    a = "a: int64[4], first [0, 1, 2, 3]"
+    assert repr(batch) == f"<Batch 4 rows of 'x' for 's', leased: {a}, added reward, logp>"
     batch.ack()
     (finish,) = peer.bodies(Finish)
     assert (finish.lease, finish.outcome, finish.index) == (11, "ack", None)
@@ -90,7 +91,7 @@ def test_adds_travel_with_the_ack_in_one_message(peer: ScriptedPeer, batch: Batc
     owners = [column(c.values, VALUE)["owner"].tolist() for c in finish.columns]
     assert owners == [[1] * 4, [0] * 4] and len(finish.inline) == 4 * 16
     assert len(column(finish.ranges, EXTENT)) == 1
-    assert repr(batch) == "<Batch 4 rows of 'x' for 's', acked: a>"
+    assert repr(batch) == f"<Batch 4 rows of 'x' for 's', acked: {a}>"
 
 
 def test_a_field_is_added_once(batch: Batch) -> None:

@@ -85,8 +85,19 @@ def test_a_column_is_a_sequence(arena: Any) -> None:
     assert list(view[1:3]) == ["b", "c"] and list(view[::-2]) == ["d", "b"] and len(view[9:]) == 0
     with pytest.raises(IndexError):
         view[4]
-    assert repr(view) == "<x: 4 rows of values>"
-    assert repr(arena.view(np.zeros((2, 3), np.int8))) == "<x: 2 rows of int8 [3]>"
+    assert repr(view) == "<x: 4 rows, str, first 'a'>"
+    for values, told in (
+        (np.zeros((2, 3), np.int8), "2 rows, int8[3], first [0, 0, 0]"),
+        (np.array([1.5, 2]), "2 rows, float64, first 1.5"),
+        ([[1, 2, 3, 4, 5], []], "2 rows, int64[*] of length 0 to 5, first [1, 2, 3, 4, …]"),
+        ([np.ones((1, 2)), np.ones((3, 2))], "float64[*,2] of length 1 to 3, first [1.0, 1.0]"),
+        ([np.ones(1), np.ones(1, np.int8)], "2 rows, arrays of float64 and int8, first [1.0]"),
+        (["a" * 1000, "b"], f"2 rows, str, first '{'a' * 12}...{'a' * 13}'"),
+        ([{"role": "user"}, None], "2 rows, dict, first {'role': 'user'}"),
+        ([None, 3], "2 rows, NoneType, first None"),
+    ):
+        assert told in repr(arena.view(values)), repr(arena.view(values))
+    assert repr(arena.view([1, 2]).take([])) == "<x: 0 rows, no values>"
 
 
 def test_rows_may_be_taken_in_any_order_with_their_leaves(arena: Any) -> None:

@@ -225,5 +225,12 @@ class Batch(LeasedRows, Converting):
         try:
             await self.release()
         except DataplaneError as failure:
-            # The body's own exception is the one to see; the rows come back with the session.
-            log.warning("%r was not released: %s", self, failure)
+            # The body's own exception is the one to see.
+            log.warning(
+                "partition %r, stage %r: a batch of %d rows was not released; they come back with "
+                "the session: %s",
+                self.partition,
+                self.stage,
+                len(self),
+                failure,
+            )

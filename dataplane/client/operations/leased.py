@@ -112,8 +112,7 @@ class LeasedRows(Selection):
         if state == "leased" and left < len(self):
             state = f"leased, {left} left"
         added = f", added {', '.join(lease.added)}" if lease.added else ""
-        fields = ", ".join(self.fields) or "no fields"
         return (
             f"<Batch {len(self)} rows of {self.partition!r} for {self.stage!r}, {state}: "
-            f"{fields}{added}>"
+            f"{self._described_fields()}{added}>"
         )

@@ -83,7 +83,12 @@ class DeviceColumn(ColumnView):
         return (self[row] for row in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"<{self.field}: {len(self)} rows, {int(self._on_device.sum())} on a device>"
+        return f"<{self.field}: {len(self)} rows, {self.described()}>"
+
+    def described(self) -> str:
+        """Without a value: what is on a device would have to be copied."""
+        dtypes = " and ".join(sorted({dtype.name for dtype in self.dtypes}))
+        return f"{dtypes or 'values'}, {int(self._on_device.sum())} on a device"
 
     def present(self, row: int) -> bool:
         return bool(self._on_device[row]) or super().present(row)

@@ -29,6 +29,8 @@ from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
 from dataplane.wire.tables import Column, Name, Rows, Scalar, Table, volume
 
 Index = npt.NDArray[np.intp]
+_SHOWN_FIELDS = 8
+"""How many fields a representation describes."""
 
 
 class Selection:
@@ -142,7 +144,10 @@ class Selection:
         at = np.asarray(positions)
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
         if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
-            raise InvalidRows(f"rows({positions!r:.80}): give positions in {self!r}")
+            raise InvalidRows(
+                f"rows({positions!r:.80}): give positions, ints from 0 to {self._n - 1}, or a bool "
+                "for each row"
+            )
         at = at.astype(np.intp)
         at = np.where(at < 0, at + self._n, at)
         if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
@@ -247,8 +252,15 @@ class Selection:
         return volume([self._fetched[field][0]])
 
     def __repr__(self) -> str:
-        shown = ", ".join(self.fields) or "no fields"
-        return f"<{type(self).__name__} {self._n} rows of {self.partition!r}: {shown}>"
+        name = type(self).__name__
+        return f"<{name} {self._n} rows of {self.partition!r}: {self._described_fields()}>"
+
+    def _described_fields(self) -> str:
+        """For people: each field that is here with its dtype, lengths and first value."""
+        told = [f"{field}: {self[field].described()}" for field in self.fields[:_SHOWN_FIELDS]]
+        if len(self.fields) > _SHOWN_FIELDS:
+            told.append(f"and {len(self.fields) - _SHOWN_FIELDS} more")
+        return "; ".join(told) or "no fields"
 
 
 class Group:

@@ -8,6 +8,7 @@ here copies an array; texts and bytes of objects are copied out as they are deco
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out
-from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
 from dataplane.memory.extents import every, some
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
@@ -40,6 +41,8 @@ from dataplane.wire.tables import Column, Spec
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
 _ROWS_A_RUN, _FEW_ROWS = 4, 16
+_SHOWN = 4
+"""How many numbers of a value a representation shows."""
 _IN_ARENA = 4
 """Beside PLACE_INLINE."""
 _BUT_OFFSET = np.dtype(f"V{PLACE.itemsize - U8.itemsize}")
@@ -132,9 +135,32 @@ class ColumnView(Sequence[Any]):
         return list, (list(self),)
 
     def __repr__(self) -> str:
-        form = self.uniform
-        held = f"{form[0]} {list(form[1])}" if form else "values"
-        return f"<{self.field}: {len(self)} rows of {held}>"
+        return f"<{self.field}: {len(self)} rows, {self.described()}>"
+
+    def described(self) -> str:
+        """What is here, for people: dtype and shape, the lengths of rows, and the first value."""
+        rows = np.flatnonzero(~self.absent)
+        if not len(rows):
+            return "no values"
+        try:
+            first = self[int(rows[0])]
+            shown = _shown(first)
+        except DataplaneError as exc:  # a representation is no place to fail
+            return f"unreadable: {exc.message:.80}"
+        lacking = f", {len(self) - len(rows)} lacking" if len(rows) < len(self) else ""
+        return f"{self._described_form(first)}{lacking}, first {shown}"
+
+    def _described_form(self, first: Any) -> str:
+        if not self.holds_arrays:
+            return type(first).__name__ if not isinstance(first, np.ndarray) else "mixed values"
+        ragged, uniform = self.ragged(), self.uniform
+        if uniform is not None:
+            return f"{uniform[0].name}{list(uniform[1]) or ''}"
+        if ragged is None:
+            return f"arrays of {' and '.join(sorted({one.name for one in self.dtypes}))}"
+        shape = ",".join(map(str, (*ragged.head, "*", *ragged.tail)))
+        least, most = int(ragged.lengths.min()), int(ragged.lengths.max())
+        return f"{ragged.dtype.name}[{shape}] of length {least} to {most}"
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -462,6 +488,15 @@ class ColumnView(Sequence[Any]):
         """The error of a row that lacks the field."""
         named = f"row {row}" if self._name_of is None else f"row {self._name_of(row)!r}"
         return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value on one line."""
+    if not isinstance(value, np.ndarray) or not value.ndim:
+        return f"{reprlib.repr(value.item() if isinstance(value, np.ndarray) else value):.60}"
+    few = value.reshape(-1)[:_SHOWN]
+    more = ", …" if value.size > _SHOWN else ""
+    return f"[{', '.join(map(str, few.tolist()))}{more}]"
 
 
 def _shape(form: _Form, nbytes: int) -> tuple[int, ...]:

@@ -77,6 +77,7 @@ def no_launcher(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(_LAUNCHERS) or name in _TORCHRUN:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("DATAPLANE_TRACEBACKS", "full")  # a test that fails shows where
 
 
 @pytest.fixture

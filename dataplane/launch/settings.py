@@ -81,6 +81,12 @@ def _devices(text: str) -> str:
     return text
 
 
+def _tracebacks(text: str) -> str:
+    if text not in ("short", "full"):
+        raise InvalidConfig(f"{text!r} is neither short nor full")
+    return text
+
+
 TABLE = (
     # which run, which peer
     Setting(
@@ -107,6 +113,15 @@ TABLE = (
         "auto",
         "whether values on a GPU are seen in place",
         _devices,
+        of="connect()",
+        option=False,
+    ),
+    Setting(
+        "tracebacks",
+        "short or full",
+        "short: they end at the public call",
+        "whether tracebacks of dataplane's errors show its own frames",
+        _tracebacks,
         of="connect()",
         option=False,
     ),

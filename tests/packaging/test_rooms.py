@@ -17,8 +17,8 @@ ORDER = {
         *("peer", "main"),
     ],
     "client": [
-        *("ref", "arguments", "session", "write", "core", "read", "operations", "checkpoint"),
-        *("aio", "sync"),
+        *("ref", "arguments", "tracebacks", "session", "write", "core", "read", "operations"),
+        *("checkpoint", "aio", "sync"),
     ],
 }
 """Modules and folders of each folder; each imports from those before it only."""

@@ -10,7 +10,8 @@ from dataplane.client.core import Operation
 from dataplane.client.session.connection import GRACE_S
 from dataplane.client.session.outgoing import Call, Outgoing
 from dataplane.client.session.session import Session
-from dataplane.errors import PeerLost
+from dataplane.client.tracebacks import shorten
+from dataplane.errors import DataplaneError, PeerLost
 from dataplane.wire.messages import Body
 
 T = TypeVar("T")
@@ -32,6 +33,9 @@ class Calls:
             except StopIteration as stop:
                 result: T = stop.value
                 return result
+            except DataplaneError as exc:
+                shorten(exc)
+                raise
             finally:
                 # An error that this frame kept would keep the frames of its traceback, this one
                 # and the caller's, and so the batches in them, until the collector runs.

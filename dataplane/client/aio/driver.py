@@ -32,7 +32,8 @@ from dataplane.client.session.connection import (
 )
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
-from dataplane.errors import InvalidCall, StreamEnd
+from dataplane.client.tracebacks import shorten
+from dataplane.errors import DataplaneError, InvalidCall, StreamEnd
 from dataplane.wire.messages import Body
 
 __all__ = [
@@ -96,6 +97,9 @@ class Connecting(Generic[P]):
             return self._kind(await asyncio.shield(opening))
         except asyncio.CancelledError:
             opening.add_done_callback(_close_unwanted)
+            raise
+        except DataplaneError as exc:
+            shorten(exc)
             raise
 
     def __await__(self) -> Generator[Any, None, P]:

@@ -48,6 +48,7 @@ def open_session(
         raise InvalidCall(f'fresh={fresh!r} is none of False, True and "force"', fresh=repr(fresh))
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
+    settings.of_variable("tracebacks")  # InvalidConfig here, and not in the middle of an error
     for attempt in range(_ATTEMPTS):
         attached = attach(run, name, fresh=fresh, clients=_clients_of)
         fresh = False if attached.began else fresh

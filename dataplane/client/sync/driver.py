@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,7 +22,9 @@ from dataplane.client.read.selection import Selection
 from dataplane.client.session.connection import Connection
 from dataplane.client.session.handshake import further
 from dataplane.client.session.housekeeping import Housekeeper
-from dataplane.errors import StreamEnd
+from dataplane.client.tracebacks import is_ours, shorten
+from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.wire.messages import Body
 
 __all__ = [
     "Connecting",
@@ -37,7 +42,28 @@ T = TypeVar("T")
 P = TypeVar("P")
 B = TypeVar("B", bound=LeasedRows)
 
-exchange = Connection.exchange
+log = logging.getLogger(__name__)
+
+
+def exchange(
+    connection: Connection, frame: bytearray, rid: int, limit_s: float | None, grace_s: float
+) -> Body:
+    """As `Connection.exchange`, which stops the event loop that it is called in: said once."""
+    if asyncio._get_running_loop() is not None:
+        _warn_of_loop()
+    return connection.exchange(frame, rid, limit_s, grace_s)
+
+
+@functools.cache
+def _warn_of_loop() -> None:
+    caller = next(
+        (one for one in reversed(traceback.extract_stack()) if not is_ours(one.filename)), None
+    )
+    log.warning(
+        "a blocking call of dataplane%s runs inside an event loop, which stops until the call "
+        "returns: use dataplane.aio and await it, or asyncio.to_thread",
+        f" ({caller.filename}:{caller.lineno}: {caller.line})" if caller else "",
+    )
 
 
 class Run(Protocol):
@@ -47,7 +73,11 @@ class Run(Protocol):
 
 
 def Connecting(kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> P:  # noqa: N802
-    return kind(attach())
+    try:
+        return kind(attach())
+    except DataplaneError as exc:
+        shorten(exc)
+        raise
 
 
 def leave(keeper: Housekeeper, why: str) -> None:

@@ -1,0 +1,62 @@
+"""Tracebacks of our errors end at the public call.
+
+The frames inside the package tell a user nothing, and hide the line of the user's own code.
+`DATAPLANE_TRACEBACKS=full` leaves them in. A bug of ours (`InternalError`, or an exception that is
+none of our errors) always keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from dataplane.errors import DataplaneError, InternalError, InvalidConfig
+from dataplane.launch import settings
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def shorten(error: DataplaneError) -> None:
+    """Take the package's frames out of the traceback of an error that is about to leave it, and of
+    the exceptions that it comes from. Frames of code that the package called, such as a user's
+    `__array__`, stay. For an `except` block that ends with a bare `raise`."""
+    if isinstance(error, InternalError) or _full():
+        return
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        trace = one.__traceback__
+        # what the user was handling when he made the call keeps its traceback
+        if trace is not None and _is_ours(trace):
+            one.__traceback__ = _of_others(trace)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _full() -> bool:
+    try:
+        return bool(settings.of_variable("tracebacks") == "full")
+    except InvalidConfig:  # `connect` says so
+        return False
+
+
+def is_ours(filename: str) -> bool:
+    """Whether this is a file of the package."""
+    return filename.startswith(_PACKAGE)
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return is_ours(trace.tb_frame.f_code.co_filename)
+
+
+def _of_others(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not _is_ours(trace):
+            kept.append(trace)
+        trace = trace.tb_next
+    made: TracebackType | None = None
+    for one in reversed(kept):
+        made = TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return made

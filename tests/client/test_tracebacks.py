@@ -1,0 +1,111 @@
+"""Where a call went wrong is the user's line: the frames inside dataplane are hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from typing import Any
+
+import pytest
+
+import dataplane
+from dataplane import aio
+from dataplane.client.sync.driver import _warn_of_loop
+from dataplane.client.tracebacks import shorten
+from tests.client.scripted_peer import ScriptedPeer
+
+Part = Any
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPLANE_TRACEBACKS", "short")
+
+
+def frames(error: BaseException | None) -> list[str]:
+    """The functions of a traceback, outermost first."""
+    assert error is not None
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class Odd:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise KeyError("boom")
+
+
+def call(part: Part, value: object) -> Exception:
+    with pytest.raises(dataplane.DataplaneError) as caught:
+        part.put({"a": [value]})
+    error: Exception = caught.value
+    return error
+
+
+def test_a_traceback_ends_at_the_public_call(part: Part) -> None:
+    assert frames(call(part, object())) == ["call", "put"]
+    with pytest.raises(dataplane.PeerNotFound) as caught:
+        dataplane.connect("nobody")
+    assert frames(caught.value)[-1] in ("connect", "Connecting")
+
+
+def test_the_users_own_code_that_failed_stays_in_sight(part: Part) -> None:
+    error = call(part, Odd())
+    assert frames(error) == ["call", "put"]
+    cause = error.__cause__
+    while not isinstance(cause, KeyError):
+        assert cause is not None and frames(cause) in ([], ["__array__"])
+        cause = cause.__cause__
+    assert frames(cause) == ["__array__"]
+
+
+def test_what_the_user_was_handling_is_left_as_it_was(part: Part) -> None:
+    try:
+        int("x")
+    except ValueError as handled:
+        error = call(part, object())
+        assert error.__context__ is handled or error.__context__ is None
+        assert frames(handled) == ["test_what_the_user_was_handling_is_left_as_it_was"]
+
+
+def test_a_setting_shows_all_of_it(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPLANE_TRACEBACKS", "full")
+    assert len(frames(call(part, object()))) > 4
+    monkeypatch.setenv("DATAPLANE_TRACEBACKS", "long")
+    with pytest.raises(dataplane.InvalidConfig, match="neither short nor full"):
+        dataplane.connect()
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    def fails() -> None:
+        raise dataplane.InternalError("odd")
+
+    with pytest.raises(dataplane.InternalError) as caught:
+        fails()
+    shorten(caught.value)
+    assert frames(caught.value)[-1] == "fails"
+
+
+async def test_a_traceback_of_an_awaited_call_ends_there_too(peer: ScriptedPeer) -> None:
+    async with aio.Plane(peer.keeper()) as plane:
+        part = await plane.partition("x", stages={"s": ["a"]})
+        with pytest.raises(dataplane.InvalidValue) as caught:
+            await part.put({"a": [object()]})
+        assert [name for name in frames(caught.value) if name.startswith(("put", "run"))] == ["put"]
+
+
+def test_a_blocking_call_inside_an_event_loop_is_told_once(
+    part: Part, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_loop.cache_clear()
+
+    async def blocks() -> None:
+        await asyncio.to_thread(part.put, {"a": [0]})
+        assert not caplog.records
+        part.put({"a": [1]})  # here
+        part.put({"a": [2]})
+
+    with caplog.at_level(logging.WARNING, "dataplane"):
+        part.put({"a": [3]})
+        asyncio.run(blocks())
+    (told,) = caplog.messages
+    assert 'part.put({"a": [1]})  # here' in told and "use dataplane.aio" in told

@@ -13,9 +13,9 @@
 
 From the top: the run is named by the first launcher that tells an id, seeds come from the first
 that sees several hosts and names them; where hosts are seen and not named, SeedsMissing. Only what
-one launch of a launcher has for itself is an id: a Slurm job without a step, or with one that only
-has a shell, is a place in which many things may be started, torchrun's id is "none" unless one is
-given, and the job ids of Ray begin anew in each of its sessions.
+one launch of a launcher has for itself is an id: a Slurm job without a step, or with a step of one
+task, such as a shell, is a place in which many things may be started, torchrun's id is "none"
+unless one is given, and the job ids of Ray begin anew in each of its sessions.
 mpirun is asked before Slurm, by which it may start ranks: those of its own host have no step then.
 "Others join": only the first host is known, so a peer must start there; those of other hosts wait
 for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
@@ -215,21 +215,19 @@ def _slurm(environ: Environ) -> Job | None:
         nodes = expand_nodelist(",".join(lists)) if all(lists) else ()
         count = max(groups, _integer(environ, "SLURM_JOB_NUM_NODES", 1))
     several = len(nodes) > 1 if nodes else count > 1
-    return Job("slurm", f"{job}.{step}" if step else "", several, nodes)
+    # A step of one task is one program, or a shell: what that starts has no launcher in common.
+    launches = step and environ.get("SLURM_STEP_NUM_TASKS") != "1"
+    return Job("slurm", f"{job}.{step}" if launches else "", several, nodes)
 
 
 _SHELL_STEPS = 0xFFFFFFF0
-"""Slurm's numbers for what is no srun: a batch script, an interactive allocation's shell."""
+"""From here on Slurm's numbers are for what is no srun: a batch script, an interactive shell."""
 
 
 def _slurm_step(environ: Environ) -> str:
-    """The step that srun made, "" where there is none. A step that is one terminal (`srun --pty`)
-    is a shell in which commands are typed, and starts nothing itself."""
+    """The step that srun made, "" where there is none."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    if step.isdigit() and int(step) >= _SHELL_STEPS:
-        return ""
-    alone = _integer(environ, "SLURM_STEP_NUM_TASKS", 1) == 1
-    return "" if alone and "SLURM_PTY_PORT" in environ else step
+    return "" if step.isdigit() and int(step) >= _SHELL_STEPS else step
 
 
 def _leader_worker_set(environ: Environ) -> Job | None:

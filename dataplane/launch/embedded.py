@@ -141,13 +141,14 @@ class Attached:
     def _of_joining(self, found: Found) -> list[str]:
         if found.clients:
             return []
-        fresh = "connect(fresh=True) ends it first" if not self.run.unnamed else ""
+        starter = self.living.starter
+        anew = starter is not None and not self.run.unnamed
+        fresh = "connect(fresh=True) ends it first" if anew else ""
         if found.rows:
             there = f"it has {counted(found.rows, 'row')} and no client"
             by = f" since `{found.left_by}` left" if found.left_by else ""
             said = f"{there}{by} {runs.age(found.left_s)} ago"
             return [f"{said}: if they are not meant for this process, {fresh}" if fresh else said]
-        starter = self.living.starter
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if named and starter is not None and not runs.is_of_launch(starter):
             return [f"another launch began it and no client of it is left: {fresh}"]

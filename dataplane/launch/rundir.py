@@ -245,13 +245,7 @@ class PeerLock:
 
     def word(self) -> str:
         """Who has told this peer to end, as `leave_word` wrote it; "" where nobody said so."""
-        path = self.folder / f"{self.name}{_WORD}"
-        try:
-            word = path.read_text()
-            path.unlink()
-        except OSError:
-            return ""
-        return word
+        return _word(self.folder, self.name)
 
     def release(self, ended: str = "") -> None:
         """Remove the peer's files and give the name back. Its card stays where `ended` says why it
@@ -363,6 +357,13 @@ def holder(folder: Path, name: str) -> int | None:
     return None
 
 
+def _word(folder: Path, name: str) -> str:
+    try:
+        return (folder / f"{name}{_WORD}").read_text()
+    except OSError:
+        return ""
+
+
 def leave_word(peer: LivingPeer, who: str) -> None:
     """Write down who is about to end a peer, for its log and its clients."""
     with contextlib.suppress(OSError):
@@ -400,6 +401,8 @@ def dead_peers(folder: Path) -> list[DeadPeer]:
         card = _read_card(folder, path.stem)
         if card is not None and card.name not in living:
             with contextlib.suppress(OSError):
+                if not card.ended and (word := _word(folder, card.name)):
+                    card = msgspec.structs.replace(card, ended=f"killed by {word}")
                 age_s = max(0.0, time.time() - path.stat().st_mtime)
                 dead.append(DeadPeer(card, folder, age_s))
     return sorted(dead, key=lambda one: one.age_s)

@@ -79,8 +79,7 @@ class HelloDone(Body, tag=3):
     """share_bytes: the largest unit per admission class (opening, continuing, pulls).
 
     clients: other sessions of this peer. Where there are none: rows: that the peer has; left_by,
-    left_ms: the command of the client that left last, and how long ago. label: what people call
-    this client."""
+    left_ms: the command of the client that left last, and how long ago."""
 
     session: int
     share_bytes: tuple[int, int, int]
@@ -88,7 +87,6 @@ class HelloDone(Body, tag=3):
     rows: int = 0
     left_by: str = ""
     left_ms: int = 0
-    label: str = ""
 
 
 # partitions

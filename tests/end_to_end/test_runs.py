@@ -107,12 +107,16 @@ if "leave" in sys.argv:
 """one experiment of a sweep, which trains on the first row there is, and seals nothing"""
 
 
+SRUN = {"SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+
+
 @pytest.mark.parametrize(
     ("script", "slurm"),
     [
         ("seed 1 leave; seed 2 leave; seed 3", {}),
         ("seed 1 leave & seed 2 leave & seed 3 & wait", {}),
         ("seed 1 leave; sleep 6; seed 2; (seed 3)", {"SLURM_JOB_ID": "42"}),
+        ("seed 1 leave; seed 2; seed 3", SRUN),
     ],
 )
 def test_experiments_of_one_script_never_train_on_each_others_rows(

@@ -120,11 +120,14 @@ def test_a_slurm_step_has_its_own_nodes_and_not_those_of_its_job() -> None:
         {},
         {"SLURM_STEP_ID": "4294967291"},  # the batch script
         {"SLURM_STEP_ID": "4294967290"},  # the shell of an interactive allocation
-        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "34129"},
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash, srun script.sh
     ],
 )
-def test_a_slurm_step_that_is_a_shell_launches_nothing(shell: dict[str, str]) -> None:
+def test_a_slurm_step_that_is_one_shell_launches_nothing(shell: dict[str, str]) -> None:
     assert launchers_run({"SLURM_JOB_ID": "42", **shell}) is None
+    step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "a2"}
+    if shell.get("SLURM_STEP_ID") == "0":
+        assert find_seeds({**FOUR_NODES, **shell, **step}) == ()
 
 
 def test_a_heterogeneous_slurm_job_is_one_plane() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,42 @@ def test_the_next_start_removes_what_killed_peers_left(run_dir: Path, start: Sta
     lock.release()
     lock.release()
     assert files(folder) == []
+
+
+def test_a_name_stays_taken_when_its_files_are_gone_and_they_come_back(run_dir: Path) -> None:
+    folder = rundir.plane_dir("p")
+    lock = rundir.claim_name(folder, "a")
+    assert lock.restore() == []
+    for sweep in (shutil.rmtree, lambda folder: (folder / "a.lock").unlink()):
+        sweep(folder)
+        with pytest.raises(PeerNameTaken, match=f"pid {os.getpid()}"):
+            rundir.claim_name(rundir.plane_dir("p"), "a")
+        assert rundir.holder(folder, "a") == os.getpid()
+        assert "a.lock" in lock.restore() and lock.restore() == []
+        (peer,) = rundir.living_peers(folder)
+        assert peer.card is not None and peer.card.pid == os.getpid()
+    assert rundir.is_inhabited(folder) and not rundir.remove(folder)
+    lock.release()
+    assert rundir.holder(folder, "a") is None
+    assert rundir.abandoned(run_dir) == [folder] and rundir.remove(folder)
+
+
+def test_a_peer_that_went_with_rows_leaves_a_card_that_says_so(run_dir: Path) -> None:
+    folder = rundir.plane_dir("p")
+    lock = rundir.claim_name(folder, "a")
+    assert rundir.dead_peers(folder) == []
+    lock.count(3)
+    lock.release("ended by SIGTERM")
+    (dead,) = rundir.dead_peers(folder)
+    assert (dead.card.rows, dead.card.ended) == (3, "ended by SIGTERM") and dead.age_s < 60
+    lock = rundir.claim_name(folder, "a")
+    assert rundir.dead_peers(folder) == []
+    lock.count(4)
+    (peer,) = rundir.living_peers(folder)
+    rundir.leave_word(peer, "`dataplane clean` (pid 7)")
+    lock._close()  # as the kernel does when it is killed
+    (dead,) = rundir.dead_peers(folder)
+    assert (dead.card.rows, dead.card.ended) == (4, "killed by `dataplane clean` (pid 7)")
 
 
 def test_a_forked_child_does_not_keep_its_parents_name(run_dir: Path) -> None:

@@ -276,6 +276,11 @@ def undo(body: Body) -> list[Body]:
     return due
 
 
+def own_sessions() -> set[int]:
+    """The ids of the open sessions of this process."""
+    return {keeper.session.id for keeper in list(_living) if keeper.session.closed is None}
+
+
 def close_all() -> None:
     """At exit, every client leaves in order."""
     started = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from dataplane.client.session.connection import GRACE_S, Connections, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
 from dataplane.client.session.handshake import HANDSHAKE_S, further, open_connection
-from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
 from dataplane.launch import processes, rundir, settings
@@ -82,9 +82,9 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
         keeper.close("this client only looked")
     if not isinstance(answer, StatsDone):
         raise ProtocolError(f"the peer answered Stats with {type(answer).__name__}")
-    me = session.found.label  # it names one process
+    mine = own_sessions()
     return [
-        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["client"] == me)
+        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine)
         for one in answer.stats["everywhere"]["clients"]
     ]
 

@@ -197,7 +197,7 @@ class Door:
     def tell_what_is_there(self, session: Session, done: HelloDone) -> None:
         """What a new client finds: other clients, or rows that clients have left."""
         sessions, last = self.sessions, self.sessions.last
-        done.clients, done.label = len(sessions) - 1, session.label
+        done.clients = len(sessions) - 1
         if done.clients or last is None or last.is_of(session):
             return
         done.rows, done.left_by = self.host.rows, last.command or last.label

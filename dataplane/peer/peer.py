@@ -1,7 +1,6 @@
 """The peer, put together: its parts, its life, and what follows from a change.
 
-`settle` is called after everything that changed a store: references that ended go to their owners,
-waiting puts are looked at, and claims that wait are met.
+`settle` is called after everything that changed a store, and runs its `shards.effects`.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
+from dataplane.peer.shards.effects import Effects
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
@@ -111,6 +111,7 @@ class Peer:
 
         self.leases = leases = Leases(room.unpin)
         self.references = refs = References(host, mesh, router, room)
+        self.effects = Effects(refs, self.copying, room, calls)
         self.grants = grants = Grants(host, room, self.devices)
         self.reading = reading = Reading(host, router, leases, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
@@ -235,15 +236,7 @@ class Peer:
     # what follows from a change here
 
     def settle(self, entry: Entry) -> None:
-        freed = False
-        for owner, ranges, counts in entry.store.freed():
-            freed |= self.references.let_go(owner, ranges, counts)
-            self.copying.freed(entry, owner, ranges, counts)
-        if freed:
-            self.room.pump()
-        stages = entry.store.dirty()
-        self.host.meter(entry, stages)
-        self.calls.changed(entry, stages)
+        self.effects.after(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

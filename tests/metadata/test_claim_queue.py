@@ -355,7 +355,7 @@ def test_a_near_claim_never_keeps_the_head_from_rows_that_it_does_not_get() -> N
     shard = Shard()
     shard.claim(1, rows(1), "a")
     shard.claim(2, rows(2), "b", most_bytes=1)
-    shard.queue.serve(0.0)
+    list(shard.queue.serve(0.0))
     assert shard.put(0, 1, "c") == [(1, [0])]
 
 
@@ -463,11 +463,11 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     shard.store.seal()
     with monkeypatch.context() as small:
         small.setattr(plans, "MAX_PLAN_ROWS", 3)
-        told = shard.queue.serve(0.0)
+        told = list(shard.queue.serve(0.0))
         assert [type(what) for _, what in told] == [LimitExceeded] * 3
     for rank in range(3):
         shard.queue.add(waiting(rank, rows(0), rank, plan=shape, rank=rank))
-    joined = shard.queue.serve(0.0)
+    joined = list(shard.queue.serve(0.0))
     numbers = [what.lease for _, what in joined if isinstance(what, Claimed)]
     ranks = [shard.store.leases.member(number) for number in numbers]
     assert [one.rank for one in ranks if one is not None] == [0, 1, 2]

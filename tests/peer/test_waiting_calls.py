@@ -24,11 +24,12 @@ from dataplane.errors import (
     StreamEnd,
 )
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
-from dataplane.peer.shards.waiting_calls import WaitingCalls
+from dataplane.peer.shards.waiting_calls import SWEEP_S, WaitingCalls
 from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
 from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import named, put
@@ -231,6 +232,29 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
     with pytest.raises(ClaimTimeout):
         shard.admit(8, 2, timeout_ms=0)
     assert not len(shard.calls)
+
+
+async def test_a_call_whose_serving_fails_is_served_soon_and_those_before_it_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard, told = Shard(), list[int]()
+    first, second = shard.claim(5), shard.claim(6)
+
+    def table_of(*of: Any) -> Any:
+        told.append(len(told))
+        if len(told) == 2:
+            raise RuntimeError("a bug")
+        return real(*of)
+
+    real = rows_out.table_of
+    monkeypatch.setattr(rows_out, "table_of", table_of)
+    shard.put(1, 2)
+    assert shard.keys(first.result()) == [1] and not second.done()
+    assert shard.ready == 1, "the row that the second claim was granted is back"
+    async with asyncio.timeout(2 * SWEEP_S):
+        assert shard.keys(await second) == [2]
+    (line,) = caplog.records
+    assert "serving its calls failed" in line.message and line.exc_info is not None
 
 
 async def test_claims_that_are_over_are_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from dataplane.metadata.shard.by_age import ByAge
 from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
-from dataplane.wire.messages import Claim, Claimed, Want
+from dataplane.wire.messages import Claim, Claimed, Finish, Want
 
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
@@ -146,13 +146,12 @@ class ClaimQueue:
             return ""
         return plans.waits_for(self.store, self.stage, claim.asked.rank, now)
 
-    def serve(self, now: float, keep: bool = True) -> list[Outcome]:
-        """Meet all that can be met, and say what became of whom. keep: what older heads match is
-        not for younger ones."""
-        outcomes = self._joined(now) if self._joining else []
+    def serve(self, now: float, keep: bool = True) -> Iterator[Outcome]:
+        """Meet all that can be met, one by one as they are asked for, and say what became of whom.
+        keep: what older heads match is not for younger ones."""
+        yield from self._joined(now) if self._joining else []
         while (outcome := self._next(now, keep)) is not None:
-            outcomes.append(outcome)
-        return outcomes
+            yield outcome
 
     def _next(self, now: float, keep: bool) -> Outcome | None:
         """What becomes of the first who can be met."""
@@ -224,8 +223,12 @@ class ClaimQueue:
             return self._over(claim, exc)
         if taken.lease is not None:
             assert taken.rows is not None and taken.values is not None
+            try:
+                table = rows_out.table_of(self.store, taken.rows, taken.values)
+            except BaseException:  # the claim waits on: the lease would be nobody's
+                self.store.finish(Finish(taken.lease, "release"))
+                raise
             self.withdraw(claim.number)
-            table = rows_out.table_of(self.store, taken.rows, taken.values)
             return claim, Claimed(taken.lease, 0, table)
         if taken.needed_bytes:
             return self._too_large(claim, taken.needed_bytes)

@@ -359,18 +359,20 @@ class AdmitQueue:
         """How many calls one that waits is behind."""
         return self._waiting.before(number) if number in self._waiting else 0
 
-    def serve(self, now: float, keep: bool) -> list[tuple[WaitingAdmit, Admitted | DataplaneError]]:
-        """Let in who may go on, and say what became of whom. Time and `keep` change nothing here:
-        nobody goes before another."""
-        outcomes: list[tuple[WaitingAdmit, Admitted | DataplaneError]] = []
+    def serve(
+        self, now: float, keep: bool
+    ) -> Iterator[tuple[WaitingAdmit, Admitted | DataplaneError]]:
+        """Let in who may go on, one by one, and say what became of whom. Time and `keep` change
+        nothing here: nobody goes before another."""
         while self._waiting:
             one = self._waiting.oldest
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
+            outcome: Admitted | DataplaneError
             try:
                 if not self.store.admit(asked.number, one.holder, asked.count, *limits):
                     break
-                outcomes.append((one, Admitted(asked.number, self.store.permits.version)))
+                outcome = Admitted(asked.number, self.store.permits.version)
             except DataplaneError as exc:
-                outcomes.append((one, exc))
+                outcome = exc
             self._waiting.remove(asked.number)
-        return outcomes
+            yield one, outcome

@@ -49,6 +49,8 @@ class Changes:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
             return self.partitions.drop(body.partition, body.generation, body.change)
         entry = self.host.shard(body.partition, body.generation)
-        done = self.references.answered(entry, caller, body) or entry.store.carry_out(body)
-        self.settle(entry)
-        return done
+        answer = self.references.answered(entry, caller, body)
+        if answer is None:
+            answer = entry.store.carry_out(body)
+            self.settle(entry)
+        return answer

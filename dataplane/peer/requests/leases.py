@@ -183,13 +183,15 @@ class Finishing:
         if not self.host.serves(lease.partition) or self._makes_copies(asked):
             return self._finish_carried(lease, body, asked, committed)
         try:
-            done = self._finish_at(asked)
+            entry = self._entry_of(asked)
+            done = self._finish_at(entry, asked)
         except BaseException as exc:
             self._keep(lease, body, committed, exc)
             self.grants.not_taken(session, committed)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
+        self.writing.settle(entry)
         return self._finished(lease, body, done)
 
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
@@ -230,15 +232,16 @@ class Finishing:
             self.leases.close(lease)
         return PutDone(self.grants.ahead(lease.session, body.want_bytes), done.kept)
 
-    def _finish_at(self, body: Finish) -> PutDone:
-        """At the shard: adds and ack are one operation."""
+    def _entry_of(self, body: Finish) -> Entry:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
+        return entry
+
+    def _finish_at(self, entry: Entry, body: Finish) -> PutDone:
+        """At the shard: adds and ack are one operation. `settle` follows."""
         self.writing.share.check_values(body.inline)
-        kept = entry.store.finish(body)
-        self.writing.settle(entry)
-        return PutDone(kept=kept)
+        return PutDone(kept=entry.store.finish(body))
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self._makes_copies(body)
@@ -256,9 +259,12 @@ class Finishing:
             return self._finish_once(caller, body)
 
     def _finish_once(self, caller: Caller, body: Finish) -> Body:
-        entry = self.host.entry(body.partition, body.generation)
-        answer = None if entry is None else self.writing.references.answered(entry, caller, body)
-        return answer or self._finish_at(body)
+        entry = self._entry_of(body)
+        answer = self.writing.references.answered(entry, caller, body)
+        if answer is None:
+            answer = self._finish_at(entry, body)
+            self.writing.settle(entry)
+        return answer
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

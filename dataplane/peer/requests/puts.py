@@ -234,6 +234,7 @@ class Writing:
             self.grants.keep_where_full(session, committed, exc)
             self.grants.not_taken(session, committed)
             raise
+        self.settle(entry)
         return self._put_done(session, body, committed, done)
 
     async def _put_carried(
@@ -298,16 +299,19 @@ class Writing:
 
     def _put_once(self, entry: Entry, caller: Caller, body: Put) -> Body:
         answer = self.references.answered(entry, caller, body)
-        return answer or self._put_into(entry, caller.session, body)
+        if answer is None:
+            answer = self._put_into(entry, caller.session, body)
+            self.settle(entry)
+        return answer
 
     def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:
+        """`settle` follows."""
         plan = plan_put(entry.store, body)
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.inline)
         body.holder = holder
         outcome = entry.store.put(body, plan, self.host.now())
-        self.settle(entry)
         return PutDone(gone=outcome.gone, there=outcome.there)
 
 

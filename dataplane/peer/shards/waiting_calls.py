@@ -57,6 +57,8 @@ MAX_WAITING = 32_768
 """Calls that wait at one peer."""
 MAX_PAST = 16_384
 """Calls that are over and known by number; the oldest are forgotten."""
+SWEEP_S = 0.5
+"""An effect that failed is tried again so soon: calls that wait are served again."""
 LOOK_SHARE = 50.0
 """What is missing is not looked for again for so many times as long as that took: it may scan."""
 YIELD_S = TURN_S + 1.0
@@ -68,12 +70,15 @@ ADMISSION = None
 """In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
 Answer = asyncio.Future[Body]
+Key = tuple[str, int, str | None]
+"""Partition, generation and stage, or `ADMISSION`."""
 
 
 @dataclass(slots=True)
 class _Stage:
     """Who waits for rows of one stage, or to open groups."""
 
+    key: Key
     entry: Entry
     queue: ClaimQueue | AdmitQueue
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
@@ -95,10 +100,12 @@ class WaitingCalls:
     """how many puts wait for room here, or at this peer's shards"""
 
     def __post_init__(self) -> None:
-        self._stages: dict[tuple[str, int, str | None], _Stage] = {}
+        self._stages: dict[Key, _Stage] = {}
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
+        self._dirty: dict[Key, None] = {}
+        """stages whose calls are served again soon, because that failed"""
         self.partitions.on_drop = self._dropped
         self.mesh.handlers |= {
             Claim: self.claim,
@@ -273,8 +280,12 @@ class WaitingCalls:
     def _look(self, stage: _Stage) -> None:
         self._serve(stage)
         for answer, body in list(stage.waits.items()):
-            if not answer.done():
+            if answer.done():
+                continue
+            try:
                 _look_at_wait(stage.entry, answer, body)
+            except Exception:
+                self._failed(stage)
 
     def _stage(self, entry: Entry, name: str | None) -> _Stage:
         key = (entry.name, entry.generation, name)
@@ -285,7 +296,7 @@ class WaitingCalls:
             else:
                 entry.store.stage(name)  # StageUndefined
                 queue = ClaimQueue(entry.store, name)
-            found = self._stages[key] = _Stage(entry, queue)
+            found = self._stages[key] = _Stage(key, entry, queue)
         return found
 
     def _serve(self, stage: _Stage, number: int = 0) -> Body | DataplaneError | None:
@@ -295,13 +306,34 @@ class WaitingCalls:
         mine: Body | DataplaneError | None = None
         now = self.host.now()
         keep = now >= self._yields_until and not self.producers()
-        for claim, told in stage.queue.serve(now, keep):
-            self._remember(claim.number)
-            if claim.number == number:
-                mine = told
-            else:
-                self._answer(claim.number, told)
+        try:
+            for claim, told in stage.queue.serve(now, keep):
+                self._remember(claim.number)
+                if claim.number == number:
+                    mine = told
+                else:
+                    self._answer(claim.number, told)
+        except Exception:
+            self._failed(stage)
         return mine
+
+    def _failed(self, stage: _Stage) -> None:
+        """Serving the calls that wait failed, which the command before that has no part in: serve
+        the stage again soon."""
+        partition, _, name = stage.key
+        log.exception(
+            "stage %r of partition %r: serving its calls failed, tried again in %g s",
+            *(name, partition, SWEEP_S),
+        )
+        if not self._dirty:
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        self._dirty[stage.key] = None
+
+    def _sweep(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for key in dirty:
+            if key in self._stages:
+                self._look(self._stages[key])
 
     # waiting without claiming
 
@@ -380,7 +412,7 @@ class WaitingCalls:
         for key in [k for k in self._stages if not self.host.serves(k[0])]:
             self._close(key, StaleEpoch(f"partition {key[0]!r} is served by another peer now"))
 
-    def _close(self, key: tuple[str, int, str | None], why: DataplaneError) -> None:
+    def _close(self, key: Key, why: DataplaneError) -> None:
         stage = self._stages.pop(key)
         for claim in stage.queue:
             self._end(stage, claim.number, why)

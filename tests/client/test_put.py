@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle  # noqa: S403
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -340,3 +341,16 @@ def test_a_definition_that_makes_no_sense_is_an_invalid_call(
 ) -> None:
     with pytest.raises(dataplane.InvalidCall):
         plane.partition("y", **arguments)
+
+
+def test_a_put_gives_up_in_time_while_it_encodes(peer: ScriptedPeer, part: Partition) -> None:
+    class Slow:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            time.sleep(0.001)
+            return np.zeros(1, np.float32)
+
+    part.put({"a": [1]})
+    sent, began = len(peer.bodies(Put)), time.monotonic()
+    with pytest.raises(dataplane.DeadlineExceeded, match="put did not end within 0.2 s"):
+        part.put({"b": [{"of": Slow()} for _ in range(20_000)]}, timeout=0.2)
+    assert time.monotonic() - began < 15 and len(peer.bodies(Put)) == sent

@@ -61,11 +61,11 @@ def put(
     replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")
     n = None if names is None else len(names)
-    prepared, on_devices = _prepare(handle, columns, n, dedup)
+    prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
     if handle.defined is None:
         yield from handle.attach(deadline)
         if handle.definition.fields:
-            prepared, on_devices = _prepare(handle, columns, n, dedup)
+            prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
     n = prepared.n
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
@@ -141,21 +141,31 @@ def put(
 
 
 def _prepare(
-    handle: Handle, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+    handle: Handle,
+    columns: Mapping[str, Any],
+    n: int | None,
+    dedup: Collection[str],
+    deadline: Deadline,
 ) -> tuple[Prepared, list[OnDevice]]:
     """The fields that go to the host arena, and those of values that lie on a device. All are as
     the schema has them, as far as that is known."""
     session, fields = handle.session, handle.definition.fields
+
+    def check_time() -> None:
+        deadline.left("put")
+
     if session.devices is None:
-        return prepare(columns, n, dedup, fields), []
+        return prepare(columns, n, dedup, fields, check_time=check_time), []
     on_devices = take_located(session.devices, columns, n, dedup)
     taken = {column.field for one in on_devices for column in one.prepared.columns}
     if isinstance(columns, Mapping):
         rest = {name: column for name, column in columns.items() if name not in taken}
         session.devices.tell_of_host_copies(rest, "not all of this field are arrays on one device")
     if not on_devices:
-        return prepare(columns, n, dedup, fields), []
+        return prepare(columns, n, dedup, fields, check_time=check_time), []
     n = on_devices[0].prepared.n
     for one in on_devices:
         schema.check(one.prepared, fields)
-    return prepare(rest, n, dedup, fields) if rest else Prepared(n, [], []), on_devices
+    return prepare(rest, n, dedup, fields, check_time=check_time) if rest else Prepared(
+        n, [], []
+    ), on_devices

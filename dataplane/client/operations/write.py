@@ -247,7 +247,8 @@ def write_columns(
     """Copy new fields of n leased rows into the arena; nothing is committed yet."""
     session = handle.session
     generation = yield from handle.attach(deadline)
-    prepared = prepare(columns, n, (), handle.definition.fields, "the batch has")
+    fields = handle.definition.fields
+    prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.left("add"))
     inline = handle.takes_inline()
     few = lay_few(prepared, inline, True)  # all of them go with one ack
     if few is not None:

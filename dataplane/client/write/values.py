@@ -9,7 +9,7 @@ looked at here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -43,6 +43,8 @@ from dataplane.wire.tables import Spec
 Buffer = Any
 """bytes, or a contiguous array whose dtype the buffer protocol knows."""
 _OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
+_TIMED_ROWS = 1_024
+"""Objects are encoded in Python: after so many the call looks whether its time is up."""
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _ANY_LENGTH = (1,)
 """Whatever the length of a row of one dimension, its spec is the same."""
@@ -117,14 +119,16 @@ def prepare(
     dedup: Collection[str] = (),
     fields: Mapping[str, str] | None = None,
     whose: str = "key= names",
+    check_time: Callable[[], object] = lambda: None,
 ) -> Prepared:
     """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
     flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
-    fields: the partition's schema. whose: who says n, for an error. InvalidRows where the columns
-    do not fit together, InvalidValue with field and row for a value that cannot travel or is not
-    as the schema says.
+    fields: the partition's schema. whose: who says n, for an error. check_time: is called now and
+    then, and raises once the time of the call is up. InvalidRows where the columns do not fit
+    together, InvalidValue with field and row for a value that cannot travel or is not as the schema
+    says.
     """
     columns, fields = by_name(columns), fields or {}
     if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
@@ -140,7 +144,10 @@ def prepare(
         if name not in sized:
             raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
     specs = Specs()
-    prepared = [_prepare(name, c, specs, fields.get(name)) for name, c in sized.items()]
+    prepared = []
+    for name, column in sized.items():
+        check_time()
+        prepared.append(_prepare(name, column, specs, check_time, fields.get(name)))
     if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
         raise LimitExceeded(
             f"the values of this call have {len(specs.specs)} different dtypes and shapes, the "
@@ -148,8 +155,8 @@ def prepare(
             limit=MAX_SPECS_PER_MESSAGE,
         )
     if dedup:
-        for column in prepared:
-            column.dedup = column.field in dedup
+        for one in prepared:
+            one.dedup = one.field in dedup
     made = Prepared(rows, prepared, specs.specs)
     if fields:
         schema.check(made, fields)
@@ -340,7 +347,11 @@ class _JaggedRows(list[Array]):
 
 
 def _prepare(
-    name: str, column: Sequence[Any] | Array, specs: Specs, form: str | None = None
+    name: str,
+    column: Sequence[Any] | Array,
+    specs: Specs,
+    check_time: Callable[[], object],
+    form: str | None = None,
 ) -> PreparedColumn:
     if isinstance(column, np.ndarray):
         return PreparedColumn(name, _dense(column, specs))
@@ -358,13 +369,13 @@ def _prepare(
         return PreparedColumn(name, _heads(heads, specs))
     if Kept in kinds:
         column = [v.value if type(v) is Kept else v for v in column]
-        return _objects(name, column, specs, _LOOSE_OBJECT)
+        return _objects(name, column, specs, check_time, _LOOSE_OBJECT)
     if list in kinds:
         column = _without_flat_lists(column, schema.empty_dtype(form))
     arrays = _arrays(name, column)
     if arrays is not None:
         return PreparedColumn(name, _loose(arrays, specs))
-    return _objects(name, column, specs)
+    return _objects(name, column, specs, check_time)
 
 
 def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
@@ -470,12 +481,18 @@ def _heads(heads: list[bytes], specs: Specs, spec: Spec = _OBJECT) -> Strip:
 
 
 def _objects(
-    name: str, column: Sequence[Any], specs: Specs, spec: Spec = _OBJECT
+    name: str,
+    column: Sequence[Any],
+    specs: Specs,
+    check_time: Callable[[], object],
+    spec: Spec = _OBJECT,
 ) -> PreparedColumn:
     heads: list[bytes] = []
     leaves: list[Array] = []
     counts = np.zeros(len(column), np.int64)
     for index, value in enumerate(column):
+        if not index % _TIMED_ROWS:
+            check_time()
         try:
             head, own = objects.encode(value, f"{name}[{index}]")
         except (InvalidValue, LimitExceeded) as exc:

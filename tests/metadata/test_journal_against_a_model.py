@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import Snapshot, dump
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op
@@ -26,6 +29,10 @@ class JournalMachine(StoreMachine):
         self.store: Store = self.empty()
         self.store.emit = self.ops.append
         self.replica = self.empty()
+        self.learner: Store | None = None
+        self.pieces: Iterator[Op] = iter(())
+        self.since: list[Op] = []
+        """what happened after the learner's snapshot"""
 
     def definition(self) -> Definition:
         return Definition(stages=STAGES, free=self.free, group_size=self.group_size)
@@ -47,8 +54,31 @@ class JournalMachine(StoreMachine):
         self.store.emit = self.ops.append
         carried_over(self.replica, list(dump(self.store, many)), self.now)
 
+    @rule(many=st.integers(1, 5))
+    def a_learner_begins(self, many: int) -> None:
+        self.ship()
+        self.learner, self.since = self.empty(), []
+        self.pieces = Snapshot(self.store).ops(many)
+
+    @precondition(lambda self: self.learner is not None)
+    @rule(count=st.integers(1, 5))
+    def some_pieces_arrive_at_the_learner(self, count: int) -> None:
+        assert self.learner is not None
+        carried_over(self.learner, list(islice(self.pieces, count)), self.now)
+
+    @precondition(lambda self: self.learner is not None)
+    @rule()
+    def the_learner_has_all_pieces_and_follows(self) -> None:
+        assert self.learner is not None
+        self.ship()
+        carried_over(self.learner, [*self.pieces, *self.since], self.now)
+        assert observed(self.learner) == observed(self.store)
+        assert accounts(self.learner) == []
+        self.learner = None
+
     def ship(self) -> None:
         carried_over(self.replica, self.ops, self.now)
+        self.since += self.ops
         self.ops.clear()
 
     @invariant()

@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,15 +23,18 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import NO_BACKUP, Roster
+from dataplane.metadata.shard import journal
+from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import MOST_RETRY_S, Shipping
-from dataplane.wire.journal import Begun, Ended, encode, encoded
+from dataplane.wire.journal import Begun, Ended, Op, decode, encode, encoded
 from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append, Rostered
 from dataplane.wire.tables import Definition, Owner
-from tests.metadata.stores import put
+from tests.metadata.observed import observed
+from tests.metadata.stores import named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 BEGUN = encoded(encode(Begun(Definition({"s": ["tokens"]}))))
@@ -47,6 +51,14 @@ class Backup:
         self.told: list[tuple[Owner, Any]] = []
         self.hears = asyncio.Event()
         self.fails: list[Exception] = []
+
+    def ops_of(self, partition: str) -> Iterator[Op]:
+        """All that it was told of a partition since the last stream began."""
+        begun = max(n for n, body in enumerate(self.got) if body.first == 0)
+        for body in self.got[begun:]:
+            for one in body.shipments:
+                if one.partition == partition:
+                    yield from (decode(bytes(op)) for op in cast(list[msgspec.Raw], one.ops))
 
     async def tell(self, owner: Owner, body: Any) -> None:
         self.told.append((owner, body))
@@ -88,6 +100,11 @@ class Primary:
         self.shipping.turned(self.roster)
         while not self.shipping.synced:
             await asyncio.sleep(0)
+
+    async def until_confirmed(self) -> None:
+        """The backup has all that was done."""
+        while self.host.progress.confirmed < self.host.progress.done:
+            await asyncio.sleep(0.01)
 
     def declare(self) -> Entry:
         definition = Definition({"s": ["tokens"]})
@@ -278,13 +295,14 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     primary.shipping.pass_on(copy.store)
     primary.shipping.turned(primary.roster)
     assert primary.shipping.has_all is None
+    while not backup.got[-1].shipments:  # the dump is on its way
+        await asyncio.sleep(0)
     primary.shipping.happened(copy.store, Seal("q", 1, True))
     another = Store("q", Definition({"s": ["tokens"]}), 1)
     primary.shipping.happened(another, Seal("q", 1, True))  # which was not passed on
-    whole = len(backup.got)
-    while not primary.shipping.has_all:
-        await asyncio.sleep(0)
-    shipped = [one for body in backup.got[whole:] for one in body.shipments]
+    await primary.until_confirmed()
+    assert primary.shipping.has_all
+    shipped = [one for body in backup.got for one in body.shipments]
     assert {one.partition for one in shipped} == {"q"} and shipped[0].ops[0] == BEGUN
     assert shipped[-1].ops[-1] == encoded(encode(Seal("q", 1, True)))
     primary.host.entries["q"] = copy
@@ -317,6 +335,7 @@ async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> No
 
 @pytest.mark.parametrize("ended", [False, True])
 async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
+    """What ends before its dump is told as ended: it may be on its way to the backup."""
     backup = Backup()
     primary = Primary(backup)
     copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
@@ -325,6 +344,59 @@ async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
         primary.shipping.happened(copy.store, Ended())
     await primary.begin()
     assert [one.partition for one in backup.got[0].shipments] == ["q"] * (not ended)
+    await primary.end()
+
+
+async def test_a_dump_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(appends, "MESSAGE_BYTES", 400)
+    monkeypatch.setattr(appends, "DUMPED_BYTES", 800)
+    monkeypatch.setattr(journal, "PIECE_ROWS", 4)
+    backup = Backup()
+    primary = Primary(backup)
+    entry, other = primary.declare(), Entry(Store("q", Definition({"s": ["tokens"]}), 1))
+    primary.host.entries["q"] = other
+    primary.shipping.watch(other)
+    for n in range(40):
+        put(entry.store, [f"before {n} {row}" for row in range(10)])
+    primary.shipping.turned(primary.roster)
+    changes, most, turns = 0, 0, 0
+    while not primary.shipping.synced:
+        turns += 1
+        most = max(most, primary.shipping._queued_bytes)
+        if turns % 10 == 0 and changes < 20:
+            put(entry.store, [f"meanwhile {changes}"])
+            put(other.store, [f"elsewhere {changes}"])
+            dropped = [f"before {n} {changes % 10}" for n in (7, 35)]
+            entry.store.drop(named(dropped[changes // 10 :]))
+            changes += 1
+        assert primary.shipping.carry(primary.roster.owners[1], b"1") is None
+        await asyncio.sleep(0)
+    assert changes == 20 and len(backup.got) > 20 and most < 8_000
+    await primary.until_confirmed()
+    for one in (entry.store, other.store):
+        copy = Store(one.partition, one.declared, 1)
+        begun, *ops = backup.ops_of(one.partition)
+        assert begun == Begun(one.declared)
+        for op in ops:
+            apply(copy, op)
+        assert observed(copy) == observed(one)
+    assert len(entry.store) == 400 and len(other.store) == 20
+    await primary.end()
+
+
+async def test_a_partition_that_ends_before_its_dump_is_told_as_ended() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    entry = primary.declare()
+    put(entry.store, ["a"])
+    primary.shipping.turned(primary.roster)
+    entry.store.clear()
+    primary.shipping.happened(entry.store, Ended())
+    entry.store.emit(Ended())  # type: ignore[misc]
+    await primary.begin()
+    assert list(backup.ops_of("p")) == [Begun(entry.store.declared), Ended()]
     await primary.end()
 
 

@@ -124,6 +124,10 @@ class Cluster:
                 # a few hundred rows go to a new backup in several messages, as many do elsewhere
                 (appends, "MESSAGE_BYTES", 4 << 10),
                 (appends, "CARRIED_BYTES", 1 << 10),
+                # and others have their turn after each piece
+                (appends, "DUMPED_BYTES", 8 << 10),
+                (appends, "PIECE_S", -1.0),
+                (journal, "PIECE_ROWS", 16),
                 (journal, "MAX_OP_BYTES", 2 << 10),
                 (replication, "BATCH_BYTES", 32 << 10),
                 (backup, "BATCH_BYTES", 32 << 10),

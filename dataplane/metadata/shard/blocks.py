@@ -43,7 +43,9 @@ class Standing(msgspec.Struct, gc=False, eq=False):
 class Block(msgspec.Struct, gc=False, eq=False):
     """keys: of all its rows, gone ones too. live: those that are there. group: its key; b"": none.
     standings: by the stage's number. names: as given, where not all are minted. progress: by the
-    stage that gave it back. wrote: stage → field → rows of which the stage added it."""
+    stage that gave it back. wrote: stage → field → rows of which the stage added it.
+
+    A change replaces values, tags, progress and wrote: a copy of a block shares them."""
 
     number: int
     keys: bytes

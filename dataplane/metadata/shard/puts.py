@@ -193,9 +193,9 @@ def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
 
 def add_to(block: Block, stage: str, field: str, rows: int) -> None:
     """The values of these rows are the stage's own."""
-    block.wrote = block.wrote or {}
-    mine = block.wrote.setdefault(stage, {})
-    mine[field] = mine.get(field, 0) | rows
+    wrote = block.wrote or {}
+    mine = wrote.get(stage, {})
+    block.wrote = wrote | {stage: mine | {field: mine.get(field, 0) | rows}}
 
 
 def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:

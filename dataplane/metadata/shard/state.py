@@ -372,10 +372,14 @@ class State:
         """Values of rows that are here; per field how many stayed that were there (`keep`).
         `written` follows."""
         if not keep and block.wrote is not None:  # another writer's now
-            for fields in block.wrote.values():
-                for field in fields.keys() & values.fields:
-                    came = rows_of(values.having([field]))
-                    fields[field] &= ~bits_of(rows[place] for place in came)
+            came = {
+                field: bits_of(rows[place] for place in rows_of(values.having([field])))
+                for field in values.fields
+            }
+            block.wrote = {
+                stage: {field: bits & ~came.get(field, 0) for field, bits in fields.items()}
+                for stage, fields in block.wrote.items()
+            }
         merged, kept, lost = block.values.merged(values, rows, keep)
         self.change(block, values=self.shared(merged))
         if lost is not None:
@@ -386,11 +390,8 @@ class State:
         self, block: Block, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]
     ) -> None:
         """`retag` follows."""
-        before = 0
-        if block.tags is None:
-            block.tags = Tags(block.count)
-        else:
-            before = block.tags.nbytes
+        before = 0 if block.tags is None else block.tags.nbytes
+        block.tags = Tags(block.count) if block.tags is None else block.tags.copy()
         block.tags.set(rows, tags)
         self.tag_names |= tags.keys()
         self.used_bytes += block.tags.nbytes - before
@@ -543,9 +544,11 @@ class State:
             self.end_progress(block, stage_name, rows)
         self.change(block, values=left)
         block.live ^= bits
-        for fields in (block.wrote or {}).values():
-            for field in fields:
-                fields[field] &= ~bits
+        if block.wrote is not None:
+            block.wrote = {
+                stage: {field: rows & ~bits for field, rows in fields.items()}
+                for stage, fields in block.wrote.items()
+            }
 
     def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
         """Groups without rows are no more. ended: those of which not every row was dropped are

@@ -81,6 +81,12 @@ class Tags:
         self._texts: dict[str, int] = {}
         """bytes of the different texts of a tag"""
 
+    def copy(self) -> Tags:
+        """Equal ones that may be set otherwise."""
+        made = Tags(self.count)
+        made._values, made._texts = self._values.copy(), self._texts.copy()
+        return made
+
     @property
     def rows(self) -> int:
         return all_of(self.count)

@@ -1,11 +1,15 @@
 """The primary's side of a backup: what this peer's shards do goes to one other peer, in order.
 
-A new backup first gets a dump of every store, then each operation. While the roster calls it in
-sync, no answer and no message leaves this peer before the backup has all that was done up to then:
-whoever hears of a change finds it again after this peer's death. Nor before a backup that is not in
-sync any more knows that: a new keeper of the roster may hear of none but the one that it was in
-sync by, and have it take over what it has. What this peer has copies of goes along once their
-primary leaves: its shards move here, and then the backup has them already.
+A new backup first gets a dump of every store, then each operation. A dump goes in pieces: the peer
+notes how a store stands, encodes some rows at a time, and serves others in between. What happens
+meanwhile waits behind the dump (`_later`), so the stream has one order, and each operation once.
+
+While the roster calls the backup in sync, no answer and no message leaves this peer before the
+backup has all that was done up to then: whoever hears of a change finds it again after this peer's
+death. Nor before a backup that is not in sync any more knows that: a new keeper of the roster may
+hear of none but the one that it was in sync by, and have it take over what it has. What this peer
+has copies of goes along once their primary leaves: its shards move here, and then the backup has
+them already.
 
 An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
 backup says in its requests how far it is; where somebody else waits for that, it is asked.
@@ -18,7 +22,8 @@ import functools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from dataplane.errors import (
@@ -29,7 +34,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import Snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -49,11 +54,24 @@ QUIET_S = 0.05
 """What nobody waits for goes to the backup after so long, and it is asked about what it got with an
 answer and has said nothing of."""
 MAX_PENDING_BYTES = 512 << 20
-"""More than this, beside what there was as the stream began or was taken over since, does not wait
-for a backup: it is too slow, and begins anew."""
+"""When more operations than this wait for a backup, it is too slow, and begins anew. A dump adds at
+most `DUMPED_BYTES` and one operation to them."""
+DUMPED_BYTES = 2 * MESSAGE_BYTES
+"""A dump goes on while fewer bytes than this wait to be confirmed."""
+PIECE_S = 0.02
+"""A dump lets others have their turn after so long."""
 ATTEMPT_S = 10.0
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
+
+
+@dataclass(slots=True, eq=False)
+class _Dump:
+    """A store that the backup gets whole. It is noted as it stands when its turn comes."""
+
+    entry: Entry
+    has_ended: bool = False
+    """it was dropped before its turn"""
 
 
 class Shipping:
@@ -66,14 +84,24 @@ class Shipping:
         self.synced = False
         """the backup of the present stream has had everything, at least once"""
         self._whole = 0
-        """before this number lies what it must have beside, to be called in sync"""
+        """so many operations of `progress` the backup must have, to be called in sync"""
         self._in_vain = 0
         """so many streams in a row came to nothing: this backup has not been in sync since"""
         self._stream = 0
-        self._queue: deque[tuple[Entry, bytes]] = deque()
-        """what the backup is not known to have; the first one's number in the stream is `_first`"""
+        self._queue: deque[tuple[Entry, bytes, int]] = deque()
+        """what the backup is not known to have, and for how much of `progress` each counts; the
+        first one's number in the stream is `_first`"""
         self._first = 0
-        self._queued_bytes, self._most_bytes = 0, MAX_PENDING_BYTES
+        self._queued_bytes = 0
+        self._later: deque[_Dump | tuple[Entry, bytes]] = deque()
+        """what follows the queue: dumps, and operations behind them"""
+        self._later_bytes = 0
+        self._to_dump: dict[int, _Dump] = {}
+        """dumps in `_later`, by the id of their store"""
+        self._dumping: asyncio.Task[object] | None = None
+        self._has_begun = False
+        """the backup gets what is queued"""
+        self._has_room = asyncio.Event()
         self._under_way, self._sends = True, False
         """a message to the backup is not answered yet, or the stream has not begun; one goes when
         this turn of the loop is over"""
@@ -106,14 +134,13 @@ class Shipping:
             entry.store.emit = functools.partial(self._emit, entry)
 
     def _ship_all(self, entry: Entry) -> None:
-        """With all its rows. However much that is, it is no sign of a backup that is too slow."""
+        """With all its rows, when its turn comes."""
         if self.backup is None:
             return
-        before = self._queued_bytes
-        self._enqueue(entry, Begun(entry.store.declared))
-        for op in dump(entry.store):
-            self._enqueue(entry, op)
-        self._most_bytes += self._queued_bytes - before
+        dump = self._to_dump[id(entry.store)] = _Dump(entry)
+        self.progress.done += 1
+        self._later.append(dump)
+        self._dump_later()
 
     def take_over(self, entry: Entry) -> None:
         """A partition that another peer served is this one's."""
@@ -148,20 +175,73 @@ class Shipping:
     def _ship_op(self, entry: Entry, op: Op) -> None:
         if self.backup is None:
             return
-        self._enqueue(entry, op)
-        if self._queued_bytes > self._most_bytes:
-            log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
+        dump = self._to_dump.get(id(entry.store))
+        if dump is not None:  # which will have it
+            dump.has_ended |= isinstance(op, Ended)
+            return
+        self.progress.done += 1
+        if self._later or self._dumping is not None:
+            encoded_op = encode(op)
+            self._later.append((entry, encoded_op))
+            self._later_bytes += len(encoded_op)
+        else:
+            self._enqueue(entry, encode(op))
+        if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
+            log.error("the backup is too slow: %d bytes wait for it", waiting)
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
-    def _enqueue(self, entry: Entry, op: Op) -> None:
-        self.progress.done += 1
-        self._queue.append((entry, encode(op)))
-        self._queued_bytes += len(self._queue[-1][1])
+    def _enqueue(self, entry: Entry, op: bytes, counts: int = 1) -> None:
+        self._queue.append((entry, op, counts))
+        self._queued_bytes += len(op)
         if entry.copies is not None:
             self._with_values = self._end
         if not self._looks:
             self._look_later()
+
+    # dumps
+
+    def _dump_later(self) -> None:
+        if self._has_begun and self._later and self._dumping is None:
+            self._dumping = self.mesh.spawn(self._dump())
+
+    async def _dump(self) -> None:
+        """Queue what is in `_later`, as the backup takes it."""
+        while self._later:
+            one = self._later.popleft()
+            if isinstance(one, _Dump):
+                del self._to_dump[id(one.entry.store)]
+                await self._dump_one(one)
+            else:
+                entry, op = one
+                self._later_bytes -= len(op)
+                self._enqueue(entry, op)
+        self._dumping = None
+        self._go_on()
+
+    async def _dump_one(self, dump: _Dump) -> None:
+        """The last operation counts for all of them."""
+        entry = dump.entry
+        ops: Iterator[Op] = iter([Ended()]) if dump.has_ended else Snapshot(entry.store).ops()
+        last = encode(Begun(entry.store.declared))
+        began = self.host.now()
+        for op in ops:
+            self._enqueue(entry, last, 0)
+            last = encode(op)
+            if self._queued_bytes > DUMPED_BYTES:
+                self._go_on()
+                self._has_room.clear()
+                await self._has_room.wait()
+                began = self.host.now()
+            elif self.host.now() - began > PIECE_S:
+                await asyncio.sleep(0)
+                began = self.host.now()
+        self._enqueue(entry, last)
+
+    def _go_on(self) -> None:
+        """Send what is queued, also where nobody waits for it."""
+        self._is_asked = True
+        self._send_soon()
 
     # the stream
 
@@ -179,7 +259,7 @@ class Shipping:
             self._parting = self.mesh.spawn(self._part(before, owner))
         elif not stays:
             self._change_to(owner)
-        self._whole = self._end
+        self._whole = self.progress.done
         self._require()
 
     async def _part(self, before: Owner, owner: Owner | None) -> None:
@@ -206,7 +286,7 @@ class Shipping:
         is, and what it does not have yet is on its way."""
         if self._parting is not None:
             return False
-        return None if self.synced and self._first < self._whole else self.synced
+        return None if self.synced and self.progress.confirmed < self._whole else self.synced
 
     def _require(self) -> None:
         """Nothing leaves before the backup has it where that may be called in sync, or is: it is
@@ -227,9 +307,15 @@ class Shipping:
 
     def _clear(self) -> None:
         """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
+        if self._dumping is not None:
+            self._dumping.cancel()
+        self._dumping, self._has_begun = None, False
         self._queue.clear()
-        self._queued_bytes = self._first = self._carried = self._with_values = self._whole = 0
-        self._most_bytes = MAX_PENDING_BYTES
+        self._later.clear()
+        self._to_dump.clear()
+        self._queued_bytes = self._later_bytes = self._first = 0
+        self._carried = self._with_values = 0
+        self._whole = self.progress.done
         self._stream, self._carrier = secrets.randbits(53), b""
         self._under_way, self._sends, self._is_asked = True, False, False
 
@@ -255,7 +341,11 @@ class Shipping:
             # A backup that begins anew drops what it has: not while it may still be promoted. Nor
             # does anybody hear meanwhile of what it has not.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
-        self.progress.confirmed = self.progress.done - len(self._queue)
+        waiting = sum([counts for *_, counts in self._queue]) + len(self._later)
+        self.progress.confirmed = self.progress.done - waiting
+        self._has_begun = True
+        self._dump_later()
+        await asyncio.sleep(0)  # the first pieces are queued
         # Also of nothing: the backup may have kept what there was in a stream before this one.
         await self._insist(backup, *self._next())
 
@@ -322,9 +412,9 @@ class Shipping:
         self._confirmed(end)
         if self._is_due:
             self._send()
-        elif not self.synced:
+        elif not self.synced and not self._later and self._dumping is None:
             # What was answered up to now did not wait for it.
-            self.synced, self._whole, self._in_vain = True, self._end, 0
+            self.synced, self._whole, self._in_vain = True, self.progress.done, 0
             self._require()
             if not self._queue:
                 self.on_whole()
@@ -349,7 +439,7 @@ class Shipping:
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
-        for entry, op in islice(self._queue, first - self._first, None):
+        for entry, op, _ in islice(self._queue, first - self._first, None):
             if nbytes >= most_bytes or count >= MESSAGE_OPS:
                 break
             nbytes += len(op)
@@ -362,15 +452,18 @@ class Shipping:
 
     def _confirmed(self, end: int) -> None:
         """The backup has what comes before this number."""
-        count = end - self._first
-        if count <= 0:
+        if end <= self._first:
             return
-        for _ in range(count):
-            self._queued_bytes -= len(self._queue.popleft()[1])
-        self._most_bytes = min(self._most_bytes, self._queued_bytes + MAX_PENDING_BYTES)
+        before = confirmed = self.progress.confirmed
+        for _ in range(end - self._first):
+            _, op, counts = self._queue.popleft()
+            self._queued_bytes -= len(op)
+            confirmed += counts
         self._first = end
-        self.progress.move(self.progress.confirmed + count)
-        if self.synced and end - count < self._whole <= end:
+        if self._queued_bytes <= DUMPED_BYTES:
+            self._has_room.set()
+        self.progress.move(confirmed)
+        if self.synced and before < self._whole <= confirmed:
             self.on_whole()
 
     # along with answers
@@ -382,7 +475,7 @@ class Shipping:
         What comes on one connection comes in order, so what went before is not sent again there."""
         if to != self.backup or not self.synced or self._under_way or self._parting is not None:
             return None
-        if self._first < self._with_values:
+        if self._first < self._with_values or self._later or self._dumping is not None:
             return None
         first = self._first
         if connection == self._carrier:

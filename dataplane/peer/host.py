@@ -39,6 +39,8 @@ from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
 MAX_SUMS = 64
+MAX_GENERATIONS = 65_536
+"""An older one that was dropped counts as lost where its shard was lost at some time."""
 OTHER = "other"
 LEASE_S = 1.0
 """A peer without a backup in sync serves so long after the authority's last word. Less than it
@@ -207,8 +209,10 @@ class Host:
     spare: Flags | None = None
     """shards of this peer that go to one without any: nothing lives in them, and nothing may before
     the next roster"""
-    lost_at: dict[int, int] = field(default_factory=dict)
-    """shard → when this peer heard that both copies of it were lost (ns, wall clock)"""
+    lost_shards: set[int] = field(default_factory=set)
+    """those of which both copies were lost at some time"""
+    generations: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """generation → its shard, of the last MAX_GENERATIONS seen since that shard was lost"""
     lost_rows: int = 0
     """rows of this peer's shards that were lost with another, also of dropped partitions"""
     sent_between: Counter[str] = field(default_factory=Counter)
@@ -296,7 +300,9 @@ class Host:
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
         """Why a partition that was here, or is taken to have been, is no more."""
-        lost = generation < self.lost_at.get(self.roster.bucket(partition), 0)
+        # No clock says it: generations are made by the clocks of several hosts.
+        is_later = generation in self.generations
+        lost = self.roster.bucket(partition) in self.lost_shards and not is_later
         why = (
             "was lost with the two hosts that had its metadata: declare it anew with "
             f"plane.partition({partition!r}, stages=…) and put its rows again"
@@ -309,7 +315,16 @@ class Host:
 
     def lose(self, shards: Iterable[int]) -> None:
         """Nobody has what was in these: its callers hear that it was lost, and not dropped."""
-        self.lost_at |= dict.fromkeys(shards, time.time_ns())
+        lost = set(shards)
+        self.lost_shards |= lost
+        for generation in [one for one, shard in self.generations.items() if shard in lost]:
+            del self.generations[generation]
+
+    def saw(self, partition: str, generation: int) -> None:
+        """There is such a generation now."""
+        self.generations[generation] = self.roster.bucket(partition)
+        if len(self.generations) > MAX_GENERATIONS:
+            self.generations.popitem(last=False)
 
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""

@@ -220,7 +220,7 @@ class Replicas:
         copy = origin.copies.get(key)
         for op in shipment.ops:
             if isinstance(op, Begun):
-                self.partitions.heard(generation)
+                self.partitions.heard(name, generation)
                 store = Store(name, op.definition, generation, self.host.numbers)
                 values = Copies() if op.definition.replicas == 2 else None
                 copy = origin.copies[key] = _Copy(store, values)

@@ -88,15 +88,16 @@ class Partitions:
         in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
         body = Define(partition, definition, int(in_vain_s * 1000))
         reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
-        self.heard(reply.generation)
+        self.heard(partition, reply.generation)
         self.declared[partition] = None
         self.declared.move_to_end(partition)
         if len(self.declared) > MAX_NAMES:
             self.declared.popitem(last=False)
         return reply
 
-    def heard(self, generation: int) -> None:
-        """There was such a generation: those made here are newer, whatever the clock says."""
+    def heard(self, partition: str, generation: int) -> None:
+        """There is such a generation: those made here are newer, whatever the clock says."""
+        self.host.saw(partition, generation)
         self._newest = max(self._newest, generation)
 
     # at the shard
@@ -201,7 +202,7 @@ class Partitions:
 
     def serve(self, store: Store) -> Entry:
         """From now on this peer has its shard."""
-        self.heard(store.generation)
+        self.heard(store.partition, store.generation)
         entry = self.host.entries[store.partition] = Entry(store)
         return entry
 

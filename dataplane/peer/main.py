@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import uvloop
 from dataplane.errors import DataplaneError, InvalidConfig, PeerEnded, counted
 from dataplane.launch import embedded, rundir
 from dataplane.launch.settings import PeerConfig
+from dataplane.peer import descriptors
 from dataplane.peer.peer import Peer
 from dataplane.peer.tasks import first_of
 
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from dataplane.peer.watch.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-MAX_DESCRIPTORS = 65_536
-MIN_DESCRIPTORS = 40
-"""One of two peers has 34 before its first client comes, and 5 for each further peer. With fewer it
-would fail somewhere on its way, or wait for ever to be let in."""
 
 
 FILES_S = 1.0
@@ -45,7 +40,7 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
 
     PeerNameTaken, AddressInUse, TokenMissing, RosterMismatch, InvalidConfig.
     """
-    _allow_descriptors()
+    descriptors.allow()
     folder = rundir.plane_dir(config.run, config.run_dir)
     lock = rundir.claim_name(folder, config.name, config.run, config.starter)
     ended = ""
@@ -57,21 +52,6 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
         if not ended:
             rundir.remove(folder)
     return 0
-
-
-def _allow_descriptors() -> None:
-    """Each connection takes one, and the usual limit of 1,024 is for programs that use select."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MAX_DESCRIPTORS:
-        return
-    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if most < MIN_DESCRIPTORS:
-        raise InvalidConfig(
-            f"a peer needs at least {MIN_DESCRIPTORS} file descriptors, and one more for each "
-            f"connection; this process may open {most}: raise the limit (ulimit -n)",
-            limit=most,
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(

@@ -106,6 +106,12 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._live.values()))
 
+    @property
+    def watched(self) -> int:
+        """Processes of sessions that this peer has a descriptor of."""
+        sessions = (*self._live.values(), *self._quarantined.values())
+        return sum([one.pidfd >= 0 for one in sessions])
+
     def open(self, pid: int, hello: Hello) -> Session:
         """A new session. pid: of the client, as the kernel shows it here."""
         number = self._number()

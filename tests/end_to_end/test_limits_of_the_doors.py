@@ -9,7 +9,9 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,17 +207,56 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(
         cluster.connect("a").close()
 
 
-def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
-    cluster: Cluster, knock: Knock
-) -> None:
+def start_with_few_descriptors(cluster: Cluster, limit: int) -> None:
     def few() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
     with open(cluster.run_dir / "a.log", "wb") as log:
         cluster.peers["a"] = subprocess.Popen(
             peer_command("a", "--arena", "64MiB"), stdout=log, stderr=log, preexec_fn=few
         )
     cluster._await("a")
+
+
+def test_a_peer_lets_in_as_many_clients_as_it_has_descriptors_for_and_serves_them(
+    cluster: Cluster,
+) -> None:
+    start_with_few_descriptors(cluster, 100)
+    let_in = list[dataplane.Plane]()
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(dataplane.LimitExceeded, match=r"100 file descr.*ulimit -n") as refused:
+            for _ in range(100):
+                let_in.append(stack.enter_context(cluster.connect("a")))
+        assert refused.value.details["limit"] == 100 and len(let_in) >= 10
+        part = let_in[0].partition("p", {"s": ["x"]})
+        everybody = threading.Barrier(len(let_in))
+
+        def puts(number: int) -> None:
+            here = let_in[number].partition("p", {"s": ["x"]})
+            everybody.wait(20)  # all calls are under way at once
+            with contextlib.suppress(dataplane.ClaimTimeout):
+                here.claim("s", rows=1_000, timeout=1)
+            here.put({"x": [np.arange(100)]}, key=[number])
+
+        with ThreadPoolExecutor(len(let_in)) as pool:
+            assert list(pool.map(puts, range(len(let_in)))) == [None] * len(let_in)
+        assert len(part.get(keys=list(range(len(let_in))))) == len(let_in)
+        let_in[-1].close()
+        until(lambda: _comes_in(cluster, stack), "one more is let in when one has left")
+
+
+def _comes_in(cluster: Cluster, stack: contextlib.ExitStack) -> bool:
+    try:
+        stack.enter_context(cluster.connect("a"))
+    except dataplane.LimitExceeded:
+        return False
+    return True
+
+
+def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
+    cluster: Cluster, knock: Knock
+) -> None:
+    start_with_few_descriptors(cluster, 60)
     with cluster.connect("a") as plane:
         plane.stats()  # has its connection now
         crowd = [knock() for _ in range(80)]

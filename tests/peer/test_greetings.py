@@ -251,6 +251,21 @@ def descriptors(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+async def test_a_peer_greets_more_peers_than_libzmq_has_sockets_for_unless_told(
+    desk: Desk,
+) -> None:
+    """1,023 of them, of which a link takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4_096:
+        pytest.skip(f"this process may open {hard} files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4_096, hard))
+    try:
+        for one in [Dialler(desk) for _ in range(500)]:
+            one.dialled.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("few", range(4))
 async def test_who_has_no_descriptor_left_can_dial_later(desk: Desk, few: int) -> None:
     made = [Dialler(desk)]  # the context has its own now

@@ -32,6 +32,7 @@ from dataplane.errors import (
     ProtocolError,
     VersionMismatch,
 )
+from dataplane.peer import descriptors
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.router import WaitingCall
@@ -62,7 +63,9 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
 FULL_S = 0.1
-"""How long nobody is let in when the process has no descriptor left."""
+"""How long nobody is accepted when no descriptor is left for clients."""
+MAX_UNKNOWN = 8
+"""Connections beyond that which have not said yet whose they are; most are refused and go."""
 CONFIRM_S = 30.0
 """How long a call without a deadline of its own waits for the backup."""
 WAITING = frozenset({Claim, Wait, Losses, Admit, Define, Reserve})
@@ -130,17 +133,47 @@ class Door:
 
     def _accept(self) -> None:
         assert self._listener is not None
+        if len(self.connections) + self.sessions.watched >= self._room + MAX_UNKNOWN:
+            self._wait_for_room(descriptors.short())
+            return
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as exc:  # no descriptors: the listener would stay readable all the time
-            self.refusals.count(f"nobody can be let in: {exc}")
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._listener.fileno())
-            loop.call_later(FULL_S, self._admit)
+        except OSError as exc:
+            self._wait_for_room(str(exc))
             return
         self.spawn(self._greet(sock))
+
+    def _wait_for_room(self, why: str) -> None:
+        """Accept nobody for a while: the listener would stay readable all the time."""
+        assert self._listener is not None
+        self.refusals.count(f"nobody can be let in: {why}")
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener.fileno())
+        loop.call_later(FULL_S, self._admit)
+
+    @property
+    def _room(self) -> int:
+        """Descriptors that clients may take."""
+        return descriptors.for_clients(len(self.host.roster.members))
+
+    def check_room(self, session: Session | None) -> None:
+        """LimitExceeded unless there are descriptors for one more client, or for one more
+        connection of a session. What those that are here may still take is theirs."""
+        each = descriptors.OF_A_CLIENT
+        taken = sum([max(one.connections, each - 1) for one in self.sessions])
+        taken += self.sessions.watched
+        if session is not None and session.connections < each - 1:
+            return
+        if taken + (each if session is None else 1) > self._room:
+            what = "client" if session is None else "connection of this client"
+            raise LimitExceeded(
+                f"this peer cannot serve one more {what}: it has {len(self.sessions)} clients, and "
+                f"may open {descriptors.limit()} file descriptors. Raise its limit (ulimit -n) and "
+                "start it again, or close clients that are not needed",
+                limit=descriptors.limit(),
+            )
 
     async def _greet(self, sock: socket.socket) -> None:
         """Welcome and descriptors go out on the bare socket, then a transport takes over."""
@@ -408,13 +441,16 @@ class Connection(asyncio.Protocol):
                 "of dataplane on both sides"
             )
         if body.session:
-            return sessions.join(body.session, self._pid, body.pid)
+            session = sessions.join(body.session, self._pid, body.pid)
+            self._door.check_room(session)
+            return session
         if self._door.is_over() or not self._door.is_open:
             raise PeerLost(
                 f"peer {host.name!r} was about to end as this client came: connect again with "
                 "dataplane.connect(), which finds or starts another",
                 peer=host.name,
             )
+        self._door.check_room(None)
         return sessions.open(self._pid, body)
 
     def _notice(self, text: str) -> None:

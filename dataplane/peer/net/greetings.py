@@ -15,6 +15,7 @@ handshake nor read what passes. Without a token whoever reaches the door may ent
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from zmq.utils import z85
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.launch.token import Token
 from dataplane.launch.values import is_loopback, parse_address
+from dataplane.peer import descriptors
 from dataplane.peer.failures import LinkBroken
 from dataplane.wire import limits
 from dataplane.wire.refusals import Refusals
@@ -50,6 +52,12 @@ RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
 """Who is not there yet is dialled again after so long, then after twice that, and so on up to the
 second. libzmq has no jitter once there is a maximum: each socket draws its own, or all who lost a
 peer would knock in the same moments."""
+SOCKETS_OF_A_LINK = 3
+"""libzmq's: the dealer, and the two ends of its monitor."""
+OWN_SOCKETS = 16
+"""For those that let others in, and some to spare."""
+MAX_SOCKETS = SOCKETS_OF_A_LINK * limits.MAX_MEMBERS + OWN_SOCKETS
+"""libzmq allows 1,023 in a context unless told, which is 340 links."""
 MAX_QUEUED_MESSAGES = 256
 """Greetings, and answers to them, at either end."""
 
@@ -154,6 +162,7 @@ class Greetings:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def bind(self, address: str) -> str:
         """Where this peer is greeted from now on. AddressInUse when that belongs to somebody else,
@@ -207,10 +216,9 @@ class Greetings:
         except zmq.ZMQError as exc:
             if socket is not None:
                 socket.close(linger=0)
+            why = descriptors.short() if exc.errno == errno.EMFILE else str(exc)
             raise LinkBroken(
-                f"no connection to {address} can be made: {exc}; where descriptors are short, "
-                "raise the limit of this peer (ulimit -n)",
-                address=address,
+                f"no connection to {address} can be made: {why}", address=address
             ) from exc
         ended = asyncio.ensure_future(monitor.recv_multipart())
         ended.add_done_callback(lambda _: None if ended.cancelled() else broke())

@@ -1,0 +1,58 @@
+"""File descriptors: how many this process may open, and who gets them.
+
+A peer keeps what it needs for itself and for links to its members, and admits as many clients as
+it can serve with the rest. A client that was let in never fails for want of a descriptor.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from dataplane.errors import InvalidConfig
+
+MOST = 65_536
+"""The soft limit that a peer raises its own to, where the hard limit allows."""
+OWN = 48
+"""For itself: 30 before its first link or client comes, and some for what is open for a moment,
+as a file that spills or a connection that has not said yet whose it is."""
+OF_A_LINK = 9
+"""For each other member: to it a dealer, its monitor, its connection and two streams, and three
+connections from it."""
+OF_A_CLIENT = 3
+"""Two connections, one that stays and one for calls, and the descriptor of its process."""
+LEAST = OWN + OF_A_CLIENT
+
+
+def allow() -> None:
+    """Raise the soft limit: the usual one of 1,024 is for programs that use select. InvalidConfig
+    where even one client would be too many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MOST:
+        return
+    most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if most < LEAST:
+        raise InvalidConfig(
+            f"a peer needs at least {LEAST} file descriptors, and {OF_A_CLIENT} more for each "
+            f"client; this process may open {most}: raise the limit (ulimit -n)",
+            limit=most,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def limit() -> int:
+    """How many this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def for_clients(members: int) -> int:
+    """How many are left for clients, where the plane has so many members. At least one client."""
+    return max(OF_A_CLIENT, limit() - OWN - OF_A_LINK * max(0, members - 1))
+
+
+def short() -> str:
+    """What to say where one cannot be had."""
+    return (
+        f"this peer may open {limit()} file descriptors, and needs more: raise its limit "
+        "(ulimit -n) and start it again"
+    )

@@ -55,7 +55,7 @@ class Backup:
         )
         mesh: Any = SimpleNamespace(handlers={})
         partitions: Any = SimpleNamespace(
-            serve=self._serve, heard=lambda generation: None, ended=lambda *of: None
+            serve=self._serve, heard=lambda *generation: None, ended=lambda *of: None
         )
         shipping: Any = SimpleNamespace(
             take_over=lambda entry: None, happened=lambda store, op: None, copying=None

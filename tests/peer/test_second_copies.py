@@ -321,7 +321,7 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
 
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
-    partitions: Any = SimpleNamespace(heard=lambda generation: None)
+    partitions: Any = SimpleNamespace(heard=lambda *generation: None)
     shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda store, op: None)
     references: Any = SimpleNamespace(inherited=None)
     replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)

@@ -11,7 +11,7 @@ ORDER = {
     "": ["errors", "version", "wire", "memory", "transport", "metadata", "launch", "peer"],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("failures", "rows", "tasks", "once", "outgoing_changes", "rates"),
+        *("descriptors", "failures", "rows", "tasks", "once", "outgoing_changes", "rates"),
         *("host", "notices", "sessions"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),

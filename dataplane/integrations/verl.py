@@ -102,7 +102,8 @@ def _meta_infos(rows: dataplane.Rows | dataplane.Batch) -> list[Any]:
 
 def _array(values: list[Any]) -> Any:
     """As non_tensor_batch has it: numbers of one dtype as such, everything else as objects."""
-    if values and isinstance(values[0], np.generic) and len({type(one) for one in values}) == 1:
+    numbers = all(isinstance(one, np.generic) for one in values)
+    if values and numbers and len({one.dtype for one in values}) == 1:
         return np.array(values)
     array = np.empty(len(values), object)
     array[:] = values

@@ -451,3 +451,12 @@ def test_a_field_that_only_some_rows_have_is_named(tq: Any) -> None:
     del rows[1]["y"]
     with pytest.raises(ValueError, match="field 'y' is in row 0 and not in row 1"):
         tq.kv_batch_put(["a", "b"], "train", tensordict.lazy_stack(rows))
+
+
+@pytest.mark.parametrize(
+    "tag", [(1, 2), {1: 2}, [{"a": (1,)}], numpy.datetime64(1, "ns"), numpy.timedelta64(1, "D")]
+)
+def test_a_tag_that_would_come_back_as_another_is_refused(tag: Any, tq: Any) -> None:
+    fields = rows(1)
+    with pytest.raises(TypeError, match="tag 't' is"):
+        tq.kv_batch_put(["a"], "train", fields, tags=[{"t": tag}])

@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import dataplane
+from dataplane.wire.arrays import is_time
 from dataplane.wire.objects import uneven_keys
 
 HIDDEN = "\0"
@@ -232,17 +233,28 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tag(name: str, value: Any) -> Any:
     """One of the plane's scalars. TypeError where JSON has no form for the value."""
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not is_time(value):
         value = value.item()
     if type(value) in _SCALARS and not (type(value) is int and not -_INT64 <= value < _INT64):
         return value if type(value) is not str or not value.startswith(HIDDEN) else _json(value)
     try:
-        return _json(value)
-    except (TypeError, ValueError) as exc:
-        raise TypeError(
-            f"tag {name!r} is a {type(value).__name__}: tags are None, numbers, texts, and lists "
-            "and dicts of them; larger things are fields"
-        ) from exc
+        if _is_json(value):
+            return _json(value)
+    except (ValueError, RecursionError):  # in a circle
+        pass
+    raise TypeError(
+        f"tag {name!r} is a {type(value).__name__} ({value!r:.60}): tags are None, numbers, texts, "
+        "and lists and dicts of them with texts as keys; larger things are fields"
+    )
+
+
+def _is_json(value: Any) -> bool:
+    """Whether it is read again as it was: JSON has neither tuples nor keys that are no texts."""
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    return value is None or isinstance(value, _SCALARS)
 
 
 def _json(value: Any) -> str:

@@ -474,6 +474,7 @@ def peer_config(
         token=value("token-file"),
         join=value("join") or (place.join and not listen),
         roster=value("roster") or (),
+        lost_after_s=value("lost-after") or settings.LOST_AFTER_S,
         spill=spill.beside(arena_bytes) if spill else None,
         metrics=value("metrics"),
         transport=value("transport") or AUTO,

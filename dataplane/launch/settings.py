@@ -35,6 +35,7 @@ from dataplane.launch.values import (
 if TYPE_CHECKING:
     from dataplane.launch.rundir import Starter
 
+LOST_AFTER_S = 20.0
 LINGER_S = 5.0
 LINGER_UNREAD_S = 300.0
 
@@ -180,6 +181,16 @@ TABLE = (
         values.parse_roster,
         field="roster",
         text=lambda servers: "etcd://" + ",".join(servers),
+    ),
+    Setting(
+        "lost-after",
+        "SECONDS",
+        "20",
+        "how long a peer may say nothing, though its host answers, before it is called lost; below "
+        "the 30 s of a call, as the roster keeper sets it",
+        values.parse_lost_after,
+        field="lost_after_s",
+        text=lambda seconds: f"{seconds:g}",
     ),
     Setting(
         "token-file",
@@ -346,6 +357,7 @@ class PeerConfig:
     token: Token | None = None
     join: bool = False
     roster: tuple[str, ...] = ()
+    lost_after_s: float = LOST_AFTER_S
     spill: Spill | None = None
     metrics: MetricsAddress | None = None
     transport: TransportChoice = AUTO

@@ -61,6 +61,17 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_lost_after(text: str) -> float:
+    """A duration of 1 to 29 seconds: a call must be able to go on at the backup by its deadline."""
+    seconds = parse_seconds(text)
+    if not 1 <= seconds <= 29:
+        raise InvalidConfig(
+            f"{text!r} is not a time after which a silent peer may be called lost: write 1 to 29 "
+            "seconds; calls wait 30 s for an answer, and have to go on at its backup before that"
+        )
+    return seconds
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`."""
     match = _ADDRESS.fullmatch(address.strip())

@@ -43,8 +43,11 @@ MAX_GENERATIONS = 65_536
 """An older one that was dropped counts as lost where its shard was lost at some time."""
 OTHER = "other"
 LEASE_S = 1.0
-"""A peer without a backup in sync serves so long after the authority's last word. Less than it
-takes the authority to call somebody lost who it cannot reach."""
+"""A peer serves for this long after it sent the last request that its backup in sync confirmed, or
+without one the roster keeper."""
+SUCCESSION_S = 1.5
+"""A promoted backup serves when its last confirmation is older than this: longer than LEASE_S, as
+clocks differ in pace."""
 POLL_S = 0.1
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
@@ -383,24 +386,43 @@ class Serving:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.heard: float | None = None
-        """when it was asked what the authority answered last (monotonic); None: nothing yet"""
+        """when the life sign was sent that the authority answered last (monotonic); None: nothing
+        yet"""
         self.authority = ""
         """where that is, for messages"""
         self.waiting = 0
         """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
+        self._confirmed_at = -math.inf
+        self._confirmed_by: Owner | None = None
+        self._not_before = -math.inf
         self._line = asyncio.Lock()
+
+    def confirmed(self, by: Owner, asked: float) -> None:
+        """This peer's backup answered what it was asked then (monotonic)."""
+        if by != self._confirmed_by:
+            self._confirmed_by, self._confirmed_at = by, asked
+        self._confirmed_at = max(self._confirmed_at, asked)
+
+    def succeed(self, confirmed_at: float) -> None:
+        """This peer takes over from a primary that may still run, which it confirmed then for the
+        last time (monotonic)."""
+        self._not_before = max(self._not_before, confirmed_at + SUCCESSION_S)
 
     def is_sure(self) -> bool:
         if self.heard is None:
             return True
-        if self.host.address not in self.host.roster.members:
-            return False  # it joins, and others have the roster with it already
-        backup, in_sync = self.host.roster.backup_of(self.host.address)
-        return (backup is not None and in_sync) or self.host.now() - self.heard < LEASE_S
+        roster, here, now = self.host.roster, self.host.address, self.host.now()
+        if here not in roster.members or now < self._not_before:
+            return False  # it joins, and others have the roster with it already; or it succeeds
+        backup, in_sync = roster.backup_of(here)
+        if backup is None or not in_sync:
+            return now - self.heard < LEASE_S
+        by = self._confirmed_by
+        return by is not None and by.peer == backup and now - self._confirmed_at < LEASE_S
 
     async def until_sure(self, until: float) -> None:
-        """Who waits goes on in the order in which they came. Unavailable when the authority is away
-        for so long."""
+        """Who waits goes on in the order in which they came. Unavailable when nobody confirms this
+        peer for so long."""
         if self.is_sure() and not self.waiting:
             return
         left_s = until - self.host.now()
@@ -411,8 +433,18 @@ class Serving:
                     await asyncio.sleep(POLL_S)
         except TimeoutError as exc:
             raise Unavailable(
-                f"this peer has no backup in sync and the authority{self.authority} does not "
-                "answer: start it again, or check the network between the two"
+                f"peer {self.host.name!r} may not answer: {self._why()}, so another peer may serve "
+                "its partitions by now. Repeat the call; if that goes on, check the network "
+                "between the two"
             ) from exc
         finally:
             self.waiting -= 1
+
+    def _why(self) -> str:
+        backup, in_sync = self.host.roster.backup_of(self.host.address)
+        if backup is not None and in_sync:
+            return f"the backup of its partitions at {backup} confirms nothing"
+        return (
+            f"its partitions have no backup in sync, and the roster keeper{self.authority} does "
+            "not answer"
+        )

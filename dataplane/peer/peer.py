@@ -44,6 +44,7 @@ from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
+from dataplane.peer.shards.confirming import Confirming
 from dataplane.peer.shards.effects import Effects
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
@@ -130,16 +131,20 @@ class Peer:
             self.grants.let_go,
             lambda: self.janitor.is_over(),
         )
+        self.door.on_claimed = self.claims.answered
         self._answers = answers
 
         self.keeper = (
-            EtcdKeeper(host, config.roster, mesh.others.is_away)
+            EtcdKeeper(host, config.roster, lambda address: self.membership.has_ended(address))
             if config.roster
             else SeedKeeper(host, host.roster.members[0])
         )
         begins_anew = bool(config.launch)
-        self.membership = Membership(host, mesh, self.keeper, self, begins_anew)
+        self.membership = Membership(
+            host, mesh, self.keeper, self, begins_anew, config.lost_after_s
+        )
         self.shipping.on_whole = self.membership.beat_now
+        self.confirming = Confirming(host, mesh, self.shipping)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(
             host, mesh, self.membership, self.copying, self.door, router, self.settle
@@ -157,13 +162,15 @@ class Peer:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
             token = self.config.token
             secret = token.key(self.host.plane, "bulk") if token else None
+            key = plane_key(self.host.plane, self.host.founding, secret)
+            self.membership.watching.key = key
             made = functools.partial(
                 BulkEngine,
                 self.host.arena.rw_fd,
                 arena_bytes=self.host.arena.size_bytes,
                 host=bind_host.strip("[]"),
                 owner=self.host.owner,
-                key=plane_key(self.host.plane, self.host.founding, secret),
+                key=key,
                 pin=self.pulls.pin,
                 unpin=self.pulls.unpin,
             )
@@ -173,6 +180,7 @@ class Peer:
                 await self.device_pulls.start(made, engine.transport)
             await self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
+            self.mesh.spawn(self.confirming.run())
             await self.membership.admitted(ADMITTED_S)
         self.door.open(socket_path)
 
@@ -191,13 +199,19 @@ class Peer:
         await self.mesh.close()
         await self.keeper.close()  # nobody asks it any more, nor takes an office here anew
         await self.device_pulls.close()
-        await self.pulls.close()
+        await self.pulls.close(witnessed=self._is_missed())
         await self.host.threads.ended()
         if self.spilling is not None:
             self.spilling.file.close()
         self.host.space.close()
         # Another life of this process would find it still mapped, and have so much less.
         self.host.arena.close()
+
+    def _is_missed(self) -> bool:
+        """Whether members go on that take this process for one of them."""
+        roster = self.host.roster
+        deposed = self.membership.deposed.is_set()
+        return not deposed and self.host.owner in roster.owners and len(roster.owners) > 1
 
     def _spilling(self, spill: Spill) -> Spilling:
         host = self.host
@@ -232,6 +246,7 @@ class Peer:
         self.calls.gone(owner)
         self.references.gone(owner)
         self.pulls.gone(owner)
+        self.device_pulls.gone(owner)
 
     # what follows from a change here
 

@@ -143,6 +143,20 @@ class Release(Frame, tag=15):
     nbytes: int
 
 
+class Watch(Frame, tag=16):
+    """Has this process ended? The connection stays open and idle afterwards: how it ends says what
+    became of the owner's host."""
+
+    owner: Owner
+
+
+class Watched(Frame, tag=17):
+    """ended: the owner's process has ended, which its witness says. mac: see `tickets`."""
+
+    ended: bool
+    mac: bytes
+
+
 class Refused(Frame, tag=5):
     """A typed error; the connection ends."""
 
@@ -249,8 +263,8 @@ class Finished(Frame, tag=23):
     refused: Refused | None = None
 
 
-ToOwner = Pull | Hold | Release
-FromOwner = Greeting | Joined | Sending | Sent | Refused | Held
+ToOwner = Pull | Hold | Release | Watch
+FromOwner = Greeting | Joined | Sending | Sent | Refused | Held | Watched
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished
 

@@ -138,8 +138,9 @@ class BulkEngine:
             raise
         self._keeper = asyncio.create_task(self._keep())
 
-    async def stop(self) -> None:
-        """Ends the worker; reads under way raise TransferFailed. No process or fd is left."""
+    async def stop(self, witnessed: bool = False) -> None:
+        """Ends the worker; reads under way raise TransferFailed. No process or fd is left, but
+        where the end of this peer is to be witnessed: then one that says so for some seconds."""
         self._stopping = True
         self._changed.set()
         if self._keeper is not None:
@@ -149,6 +150,8 @@ class BulkEngine:
             await self._link.stop()
             self._link = None
         if self._listener is not None:
+            if not witnessed:
+                self._listener.shutdown(socket.SHUT_RDWR)  # also for the witness, which then ends
             self._listener.close()
 
     async def read(

@@ -50,6 +50,8 @@ from dataplane.transport.bulk_frames import (
     Release,
     Sending,
     Sent,
+    Watch,
+    Watched,
     decode_join,
     decode_to_owner,
     encode,
@@ -65,7 +67,14 @@ from dataplane.transport.seam import (
 )
 from dataplane.transport.slices import ranges_of
 from dataplane.transport.stream import BulkStream, Expired, iovecs
-from dataplane.transport.tickets import held_bytes, held_mac, nonce_of, proof, verify
+from dataplane.transport.tickets import (
+    held_bytes,
+    held_mac,
+    nonce_of,
+    proof,
+    verify,
+    watched_mac,
+)
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.records import column
 from dataplane.wire.refusals import Refusals
@@ -105,8 +114,10 @@ class RangeServer:
         desk: PinDesk,
         holds: Mapping[str, Holds],
         stream_of: Callable[[socket.socket], BulkStream] = BulkStream,
+        ended: bool = False,
     ) -> None:
-        """holds: for the worker's other engines. stream_of: what an accepted socket becomes."""
+        """holds: for the worker's other engines. stream_of: what an accepted socket becomes.
+        ended: the owner's process has, and this is its witness."""
         self._listener = listener
         self._stream_of = stream_of
         self._owner = owner
@@ -116,6 +127,7 @@ class RangeServer:
         self._inbound: set[_Inbound] = set()
         self._changed = threading.Condition()
         self._holds = holds
+        self._ended = ended
         self._refusals = Refusals(logger, "bulk transfer")
 
     def __repr__(self) -> str:
@@ -256,6 +268,11 @@ class RangeServer:
 
     def _answer(self, stream: BulkStream, frame: bytes, nonce: bytes) -> None:
         asked = decode_to_owner(frame)
+        if isinstance(asked, Watch):
+            self._watched(stream, asked, nonce)
+            return
+        if self._ended:
+            raise TransferFailed(f"the process of peer {self._owner.peer!r} has ended")
         if isinstance(asked, Release):
             raise ProtocolError("a release where nothing is held")
         pieces, bound = checked_pieces(asked), asked.pieces
@@ -273,6 +290,17 @@ class RangeServer:
                 self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
         except Expired as exc:
             raise DeadlineExceeded("the ticket expired before its answer went out") from exc
+
+    def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
+        if asked.owner != self._owner:
+            raise TicketRefused(
+                f"this is peer {self._owner.peer!r} in life {self._owner.incarnation}, and not "
+                f"{asked.owner.peer!r} in life {asked.owner.incarnation}",
+                peer=self._owner.peer,
+                incarnation=self._owner.incarnation,
+            )
+        mac = watched_mac(self._key, nonce, self._owner, self._ended)
+        stream.send(encode(Watched(self._ended, mac)), time.monotonic() + FRAME_S)
 
     def _holds_of(self, hold: Hold) -> Holds:
         if hold.transport not in self._holds:

@@ -161,11 +161,11 @@ def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
 
 def dialling(fingerprint: str) -> Callable[[socket.socket], BulkStream]:
     """What makes a stream to the owner with this certificate."""
-    return functools.partial(SecureStream, context=_reading(), fingerprint=fingerprint)
+    return functools.partial(SecureStream, context=reading_context(), fingerprint=fingerprint)
 
 
 @functools.cache
-def _reading() -> ssl.SSLContext:
+def reading_context() -> ssl.SSLContext:
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the handshake compares the digest

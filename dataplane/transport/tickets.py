@@ -26,6 +26,7 @@ from dataplane.wire.tables import Owner
 _CONTEXT = b"dataplane bulk ticket 1"
 _JOIN_CONTEXT = b"dataplane bulk join 1"
 _HELD_CONTEXT = b"dataplane bulk held 1"
+_WATCHED_CONTEXT = b"dataplane bulk watched 1"
 
 
 def plane_key(plane: str, epoch: tuple[int, int], secret: bytes | None = None) -> bytes:
@@ -95,6 +96,12 @@ def held_mac(key: bytes, nonce: bytes, generation: int, card: bytes, sources: by
     """The owner's proof that a card and offsets are its own, for this request."""
     signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, generation, card, sources))
     return hmac.digest(key, signed, "sha256")
+
+
+def watched_mac(key: bytes, nonce: bytes, owner: Owner, ended: bool) -> bytes:
+    """The proof that it is the owner's host which says whether this process has ended."""
+    signed = (_WATCHED_CONTEXT, nonce, owner.peer, owner.incarnation, ended)
+    return hmac.digest(key, msgspec.msgpack.encode(signed), "sha256")
 
 
 def _digest(pieces: bytes) -> bytes:

@@ -3,6 +3,7 @@
 It maps the peer's arena, takes operations as frames over a socketpair and answers there, and shares
 nothing else with its parent. It ends when the socketpair closes or the parent dies, at once and
 whatever its threads are doing: the peer learns from the exit that nothing of it writes any more.
+Its witness, a child that maps nothing, outlives them both (`witness`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ from dataplane.transport.seam import (
 )
 from dataplane.transport.secure_stream import door
 from dataplane.transport.stream import BulkStream
+from dataplane.transport.witness import leave_witness
 from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.records import EXTENT, column
 
@@ -217,6 +219,9 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         return
     if not isinstance(first, Configure):
         raise ProtocolError("the first operation must configure the worker")
+    listener = socket.socket(fileno=listen_fd)
+    if not first.pools:  # one is enough
+        leave_witness(listener, first, keeps_not=(control_fd, arena_fd))
     # held here: the region is its address
     arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
     region, desk = _region(first, arena, arena_fd, arena_bytes), PeerDesk(control)
@@ -229,7 +234,6 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
             reads[name], holds[name] = _engine(name, first, region, desk)
         except TransportMissing as exc:
             missing[name] = exc.message
-    listener = socket.socket(fileno=listen_fd)
     stream_of = door(first.tls) if first.tls else BulkStream
     RangeServer(listener, first.owner, first.key, by_tcp, desk, holds, stream_of).start()
     with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment

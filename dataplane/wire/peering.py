@@ -115,7 +115,7 @@ class Beat(Body, tag=140):
     to hand over its shards; said to all members while the authority is away. clear: members at
     which none of its rows' values lie. wanted: somebody uses it, or may soon. spare: one bit a
     shard, those of the sender that go to a member without any: nothing lives in them, and nothing
-    will before the next roster.
+    will before the next roster. unreached: members whose hosts do not answer the sender.
     """
 
     synced: bool | None = False
@@ -123,6 +123,12 @@ class Beat(Body, tag=140):
     clear: list[str] = []
     wanted: bool = False
     spare: bytes = b""
+    unreached: list[Owner] = []
+
+
+class Confirm(Body, tag=142):
+    """To the sender's backup, again and again: does it know of nobody who took the sender's shards
+    over? Then it answers, takes none over for a moment, and the sender goes on to serve."""
 
 
 class Rostered(Body, tag=141):
@@ -259,6 +265,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         PeerHello
         | Beat
         | Rostered
+        | Confirm
         | Append
         | Duplicate
         | Inherited

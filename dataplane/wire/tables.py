@@ -148,12 +148,14 @@ class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
 
 class Takeover(msgspec.Struct, array_like=True, frozen=True):
     """From the roster with this number on, `heir` serves the shards of `owner`. in_sync: with what
-    they held; or else they begin empty there."""
+    they held; or else they begin empty there. ended: the process of `owner` is proven to have
+    ended, so it answers nobody."""
 
     owner: Owner
     heir: Owner
     number: int
     in_sync: bool = True
+    ended: bool = False
 
 
 class RosterTable(msgspec.Struct, array_like=True, frozen=True):

@@ -28,8 +28,8 @@ PORT = 7101
 VICTIM = "c"
 HEALED_S = 1.2
 """After so long a damage that passes has passed: less than it takes to call a peer lost."""
-LONG_S = 6.0
-"""So long that the peer is called lost."""
+LOST_AFTER_S, LONG_S = 4.0, 7.0
+"""The grid's peers call one lost that is silent for so long; so these damages last longer."""
 HEADROOM_BYTES = 4 << 20
 X, Y = np.arange(100_000), np.arange(50_000)
 
@@ -37,8 +37,10 @@ X, Y = np.arange(100_000), np.arange(50_000)
 class Hosts(Cluster):
     """A cluster whose peers reach each other through a switch."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *options: str) -> None:
+        """options: what every peer is started with."""
         super().__init__(run_dir)
+        self.options = options
         self.switch = Switch(PORT)
         self.planes: dict[str, Plane] = {}
         self._timers: list[threading.Timer] = []
@@ -54,14 +56,15 @@ class Hosts(Cluster):
     def launch(self, name: str, *more: str, seeds: str = "abc") -> None:
         command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
         command += ["--arena", "64MiB", "--listen", f"tcp://{self.address(name)}:{PORT}"]
-        command += ["--seeds", ",".join(f"tcp://{self.address(s)}:{PORT}" for s in seeds), *more]
+        command += ["--seeds", ",".join(f"tcp://{self.address(s)}:{PORT}" for s in seeds)]
+        command += [*self.options, *more]
         log = str(self.run_dir / f"{name}.log")
         self.peers[name] = self.switch.start(self.address(name), command, log)
 
-    def start_all(self) -> None:
-        for name in "abc":
-            self.launch(name)
-        for name in "abc":
+    def start_all(self, names: str = "abc") -> None:
+        for name in names:
+            self.launch(name, seeds=names)
+        for name in names:
             self._await(name)
             self.planes[name] = self.connect(name)
         until(self.protected, "backups are in sync", 60)
@@ -94,7 +97,8 @@ class Hosts(Cluster):
         for process in self.peers.values():
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
-        self.switch.set(self.address(VICTIM), FAIR)
+        for name in self.peers:
+            self.switch.set(self.address(name), FAIR)
         for plane in self.planes.values():
             with contextlib.suppress(dataplane.DataplaneError):
                 plane.close()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,17 +22,20 @@ MAX_QUEUED = 2048
 """Packets under way on one link; more are dropped, as routers do."""
 BURST = 64
 TCP = 6
+FIN, SYN, RST, ACK = 1, 2, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
     """What becomes of packets to and from one host. corrupt: one control packet in so many has a
-    byte changed, its checksum made right; 0: none."""
+    byte changed, its checksum made right; 0: none. rejects: a firewall answers TCP packets "to" or
+    "from" the host, or "both", with a reset; "": none."""
 
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
     cut: bool = False
     corrupt: int = 0
+    rejects: str = ""
 
 
 FAIR = Weather()
@@ -119,6 +123,10 @@ class Switch:
     def _forward(self, source: bytes, sink: bytes, packet: bytearray) -> None:
         ways = [self._weather.get(host, FAIR) for host in (source, sink)]
         link = source, sink
+        if ways[0].rejects in ("from", "both") or ways[1].rejects in ("to", "both"):
+            if (refusal := reset_of(packet)) is not None:
+                self._deliver(source, refusal)
+            return
         if any(way.cut for way in ways) or self._queued.get(link, 0) >= MAX_QUEUED:
             return
         if every := max(way.corrupt for way in ways):
@@ -167,3 +175,31 @@ class Switch:
         total = (total & 0xFFFF) + (total >> 16)
         total = (total & 0xFFFF) + (total >> 16)
         packet[field : field + 2] = (~total & 0xFFFF).to_bytes(2, "big")
+
+
+def reset_of(packet: bytearray) -> bytearray | None:
+    """The TCP reset with which a firewall rejects a packet; None for what is answered by none."""
+    start = (packet[0] & 15) * 4
+    if packet[9] != TCP or packet[start + 13] & RST:
+        return None
+    ports = packet[start + 2 : start + 4] + packet[start : start + 2]
+    sequence, acknowledged, flags = struct.unpack_from("!IIxB", packet, start + 4)
+    if flags & ACK:
+        rest = struct.pack("!IIBBHHH", acknowledged, 0, 5 << 4, RST, 0, 0, 0)
+    else:
+        length = len(packet) - start - (packet[start + 12] >> 4) * 4
+        behind = (sequence + length + bool(flags & SYN) + bool(flags & FIN)) & 0xFFFFFFFF
+        rest = struct.pack("!IIBBHHH", 0, behind, 5 << 4, RST | ACK, 0, 0, 0)
+    tcp, addresses = bytearray(ports + rest), packet[16:20] + packet[12:16]
+    tcp[16:18] = _checksum(addresses + struct.pack("!HH", TCP, len(tcp)) + tcp)
+    header = bytearray(struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, 64, TCP, 0))
+    header += addresses
+    header[10:12] = _checksum(header)
+    return header + tcp
+
+
+def _checksum(data: bytes | bytearray) -> bytes:
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return struct.pack("!H", ~total & 0xFFFF)

@@ -19,7 +19,7 @@ import pytest
 
 import dataplane
 from dataplane import DataplaneError, Partition
-from tests.chaos.hosts import DAMAGES, VICTIM, Hosts, X, Y
+from tests.chaos.hosts import DAMAGES, LOST_AFTER_S, VICTIM, Hosts, X, Y
 from tests.end_to_end.conftest import until
 
 BOUND_S = 25.0
@@ -57,7 +57,7 @@ OUT_OF_MEMORY = (*REPEATABLE, dataplane.InternalError)
 @pytest.fixture
 def hosts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setenv("DATAPLANE_TOKEN_FILE", "")
-    running = Hosts(run_dir)
+    running = Hosts(run_dir, "--lost-after", f"{LOST_AFTER_S:g}")
     try:
         running.start_all()
     except PermissionError as exc:

@@ -38,6 +38,9 @@ def failing(call: Callable[[], Any], seconds: float = BOUND_S) -> DataplaneError
 class Addressed(Cluster):
     """Peers whose addresses are known, so that one can be started again at its own."""
 
+    options: tuple[str, ...] = ()
+    """what every peer is started with"""
+
     def launch(self, names: str) -> None:
         self.addresses = dict(zip(names, free_addresses(len(names)), strict=True))
 
@@ -49,7 +52,7 @@ class Addressed(Cluster):
         """Start it, and do not wait until it serves."""
         command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
         command += ["--arena", "64MiB", "--listen", self.addresses[name]]
-        command += ["--seeds", ",".join(self.addresses.values())]
+        command += ["--seeds", ",".join(self.addresses.values()), *self.options]
         with open(self.run_dir / f"{name}.log", "ab") as log:
             self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -183,7 +186,8 @@ def test_a_peer_that_was_started_anew_is_met_anew(hosts: Addressed) -> None:
         b.close()
 
 
-def test_a_stopped_peer_holds_up_nobody_and_returns_as_an_empty_one(hosts: Addressed) -> None:
+def test_a_peer_that_stays_stopped_is_lost_and_returns_as_an_empty_one(hosts: Addressed) -> None:
+    hosts.options = ("--lost-after", "4")
     a, b, part, far = both(hosts, "a")
     in_sync(a)
     far.put({"x": [np.zeros(100_000)]}, key=["far"])

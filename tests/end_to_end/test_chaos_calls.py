@@ -28,7 +28,10 @@ X, Y = np.arange(100_000), np.arange(50_000)
 
 
 @pytest.fixture
-def three(cluster: Cluster) -> Iterator[tuple[Cluster, dict[str, Plane]]]:
+def three(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Cluster, dict[str, Plane]]]:
+    monkeypatch.setenv("DATAPLANE_LOST_AFTER", "4")
     cluster.start("a", "b", "c", arena="64MiB")
     planes = {name: cluster.connect(name) for name in "abc"}
     until(lambda: planes["a"].stats()["roster"]["unprotected"] == 0, "backups are in sync", 40)

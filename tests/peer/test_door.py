@@ -94,7 +94,7 @@ async def test_what_was_handed_out_as_its_connection_closed_comes_back(at_once: 
     door: Any = client.connection._door
     door.handlers[Claim] = lambda *_: granted
     serving = SimpleNamespace(is_sure=lambda: at_once, waiting=0, until_sure=lambda _: sure)
-    door.host.serving = serving
+    door.host.serving, door.host.serves = serving, lambda partition: False
     door.under_way, door.unsent = set(), lambda session, request, body: unsent.append(body)
     door.sessions = SimpleNamespace(connection_lost=lambda _: None, sweep=lambda _: None)
     claim = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=5000)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +20,6 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
-from dataplane.peer.net.links import Acquaintances
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Done
@@ -56,10 +53,11 @@ class Plane:
         self.host.progress = SimpleNamespace(reached=self._done, required=True)
         self.host.another_roster = self._done
         spawn = asyncio.ensure_future
-        mesh: Any = SimpleNamespace(spawn=spawn)
-        self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
-        for owner in (HEIR, DEAD):
-            self.meet(owner)
+        self.linked = {HEIR, DEAD}
+        """processes that this peer is connected to"""
+        mesh: Any = SimpleNamespace(
+            spawn=spawn, is_linked=lambda owner: owner in self.linked, hello=self._done
+        )
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
             stays=lambda: self.staying,
@@ -74,14 +72,6 @@ class Plane:
         copying = Copying(self.host, mesh, nothing, nothing)
         self.leaving = Leaving(self.host, mesh, membership, copying, door, nothing, nothing)
         self.turn()
-
-    def meet(self, owner: Owner) -> None:
-        """A process says who it is."""
-        here = self.others.introduction()
-        incarnation, name = owner.incarnation, f"at {owner.peer}"
-        self.others.meet(
-            msgspec.structs.replace(here, name=name, address=owner.peer, incarnation=incarnation)
-        )
 
     async def _done(self, *_: object) -> None:
         pass
@@ -111,25 +101,13 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-def _breaks(others: Acquaintances) -> None:
-    others.looked_for.add(DEAD.peer)
-
-
-def _is_away(others: Acquaintances) -> None:
-    others.away(DEAD.peer)
-
-
-@pytest.mark.parametrize("seen", [_breaks, _is_away, None])
 async def test_who_leaves_stays_until_a_dead_member_is_called_lost(
-    monkeypatch: pytest.MonkeyPatch, seen: Callable[[Acquaintances], None] | None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It saw only a broken connection, or that nobody is there, or already its next process."""
+    """Its connection broke, and it answers no greeting, or its next process does."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    if seen is None:
-        plane.meet(Owner(DEAD.peer, DEAD.incarnation + 1))
-    else:
-        seen(plane.others)
+    plane.linked.discard(DEAD)
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()
@@ -145,7 +123,7 @@ async def test_it_does_not_wait_for_ever_for_one_that_others_may_reach(
 ) -> None:
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    plane.others.away(DEAD.peer)
+    plane.linked.discard(DEAD)
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()

@@ -101,7 +101,7 @@ async def test_who_greets_with_something_else_is_no_peer() -> None:
 
 
 def link_to(broke: Callable[[Link], None] = lambda link: None) -> Link:
-    return Link("tcp://127.0.0.1:9", broke, nothing, never)
+    return Link("tcp://127.0.0.1:9", broke, nothing, never, lambda peer: None)
 
 
 class Owner:
@@ -131,7 +131,6 @@ class Owner:
 
 
 async def test_a_link_whose_stream_ends_breaks() -> None:
-    """Though zmq's connection is there still; who waits for an answer would wait in vain."""
     there, broke = Owner(), asyncio.Event()
 
     def tell(one: Link) -> None:

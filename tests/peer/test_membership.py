@@ -14,12 +14,25 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
 from dataplane.peer.host import Caller, Serving
 from dataplane.peer.membership import membership as membership_module
-from dataplane.peer.membership.membership import Membership
+from dataplane.peer.membership.membership import AWAY_S, Membership
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
 
 SEEDS = [f"tcp://10.0.0.{n}:7101" for n in range(1, 4)]
 JOINER = Owner("tcp://10.0.1.1:7101", 9)
+
+
+def _spawn(work: Any) -> Any:
+    """Nobody is watched here."""
+    work.close()
+    return SimpleNamespace(cancel=lambda: None)
+
+
+NOBODY: dict[str, Any] = {
+    "others": SimpleNamespace(hello=lambda owner: None),
+    "spawn": _spawn,
+    "part": lambda address: None,
+}
 
 
 def says_nothing(**but: Any) -> Any:
@@ -52,9 +65,7 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
         now=asyncio.get_running_loop().time,
     )
     host.turn = lambda new: setattr(host, "roster", new)
-    mesh: Any = SimpleNamespace(
-        handlers={}, call=call, others=SimpleNamespace(on_away=[]), part=None
-    )
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
@@ -77,7 +88,7 @@ async def test_who_is_one_too_many_is_told_so_and_does_not_wait_to_be_let_in() -
         owner=JOINER, address=JOINER.peer, roster=Roster.from_seeds(SEEDS), now=lambda: 0.0
     )
     host.serving = Serving(host)
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
@@ -111,7 +122,7 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     serving = host.serving = Serving(host)
     membership = Membership(host, mesh, keeper, says_nothing())
     membership._admitted, membership._leaving = True, leaves
@@ -144,7 +155,7 @@ async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     host.serving = Serving(host)
     membership = Membership(host, mesh, keeper, says_nothing())
     membership._admitted = True
@@ -181,7 +192,7 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     members, mine = made.roster.members, made.roster.primaries == 1
     peer = says_nothing(partitions=SimpleNamespace(spare=lambda: mine))
     host.serving = Serving(host)
@@ -213,7 +224,7 @@ async def test_an_answer_of_the_authority_counts_from_when_it_was_asked() -> Non
     )
     serving = host.serving = Serving(host)
     peer = says_nothing(partitions=SimpleNamespace(spare=None))
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, **NOBODY)
     membership = Membership(host, mesh, keeper, peer)
     await membership._say()
     assert serving.is_sure()
@@ -233,7 +244,7 @@ async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve
     def at(address: str) -> Membership:
         host: Any = SimpleNamespace(address=address, roster=Roster.from_seeds(SEEDS))
         keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: True)
-        mesh: Any = SimpleNamespace(handlers={}, others=SimpleNamespace(on_away=[]))
+        mesh: Any = SimpleNamespace(handlers={}, **NOBODY)
         return Membership(host, mesh, keeper, nobody)
 
     begins = at(SEEDS[0])
@@ -248,17 +259,17 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     owners = [Owner(seed, number) for number, seed in enumerate(SEEDS, 1)]
     for owner in (*owners, JOINER):
         made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1), Beat())
-    gone: list[Owner] = []
-    others = SimpleNamespace(
-        on_away=[], gone=lambda: gone, is_away=lambda address: address in {o.peer for o in gone}
+    now = 100.0
+    host: Any = SimpleNamespace(
+        owner=owners[1], address=SEEDS[1], roster=made.roster, now=lambda: now
     )
-    host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
     keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
-    mesh: Any = SimpleNamespace(handlers={}, others=others)
+    mesh: Any = SimpleNamespace(handlers={}, **NOBODY)
     host.serving = Serving(host)
+    host.serving.heard = now
     membership = Membership(host, mesh, keeper, says_nothing())
     assert membership.stays() == {SEEDS[0], SEEDS[2], JOINER.peer}
-    gone.append(owners[0])
+    now += AWAY_S + 1
     assert membership.stays() == {SEEDS[2], JOINER.peer}
     for number in range(9):
         with pytest.raises(Unavailable):  # of who was never a member nothing is remembered
@@ -267,7 +278,8 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     with pytest.raises(Unavailable):
         mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
     assert membership.stays() == {SEEDS[2]}
-    gone.append(owners[2])
+    with pytest.raises(Unavailable):
+        mesh.handlers[Beat](Caller(SEEDS[2], 3), Beat(leaving=True))
     assert not membership.stays()
     made.beat(Owner(JOINER.peer, JOINER.incarnation + 1), (1, 1), Beat())
     host.roster = made.roster
@@ -284,7 +296,7 @@ async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_
     owners = [Owner(seed, number) for number, seed in enumerate(SEEDS, 1)]
     for owner in (*owners, JOINER):
         made.beat(owner, made.roster.epoch if owner != JOINER else (1, 1), Beat())
-    away, answers, told = True, {SEEDS[2]}, list[str]()
+    answers, told = {SEEDS[2]}, list[str]()
 
     async def hello(address: str) -> None:
         if address not in answers:
@@ -295,10 +307,14 @@ async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_
         told.append(address)
         raise Unavailable("no authority is there")
 
-    others = SimpleNamespace(on_away=[], gone=lambda: owners[:1], is_away=lambda address: away)
-    host: Any = SimpleNamespace(owner=owners[1], address=SEEDS[1], roster=made.roster)
+    now = 100.0
+    host: Any = SimpleNamespace(
+        owner=owners[1], address=SEEDS[1], roster=made.roster, now=lambda: now
+    )
+    host.serving = Serving(host)
+    host.serving.heard = now - AWAY_S - 1
     keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: False)
-    mesh: Any = SimpleNamespace(handlers={}, call=call, hello=hello, others=others)
+    mesh: Any = SimpleNamespace(handlers={}, call=call, hello=hello, **NOBODY)
     membership = Membership(host, mesh, keeper, says_nothing())
 
     async def rounds() -> None:
@@ -316,5 +332,5 @@ async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_
     told.clear()
     await rounds()
     assert {*told} == answers and membership.stays() == {SEEDS[2]}
-    away = False
+    host.serving.heard = now
     await asyncio.wait_for(says, 10)

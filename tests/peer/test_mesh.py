@@ -21,8 +21,9 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.streams import Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Stats
+from dataplane.wire.messages import Stats, StatsDone
 from dataplane.wire.peering import PeerHello, PeerReply, Pull
+from dataplane.wire.tables import Owner
 
 HERE, THERE = "tcp://127.0.0.1:7101", "tcp://127.0.0.1:7102"
 ROSTER = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
@@ -145,32 +146,44 @@ async def test_each_who_is_refused_has_an_error_of_its_own(mesh: Mesh, far: Far)
     assert first is not second and first.message == second.message and far.greeted == 1
 
 
-async def test_a_peer_whose_connection_broke_and_that_does_not_answer_is_away(
-    mesh: Mesh, far: Far, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_outlives_a_broken_connection_and_a_peer_that_does_not_answer_for_a_while(
+    mesh: Mesh, far: Far
 ) -> None:
-    monkeypatch.setattr("dataplane.peer.net.mesh.AWAY_S", 0.1)
     far.answer = far.welcome
     call = asyncio.create_task(mesh.call(THERE, Stats()))
     await asyncio.wait_for(far.asked.get(), 10)
-    away: asyncio.Queue[Any] = asyncio.Queue()
-    mesh.others.on_away.append(away.put_nowait)
     far.answer = None
-    far.streams.close()
-    with pytest.raises(Unavailable, match="went away"):
-        await asyncio.wait_for(call, 10)
-    assert (await asyncio.wait_for(away.get(), 10)).peer == THERE
-    assert mesh.others.is_away(THERE) and not mesh.others.looked_for
+    for stream in list(far.streams._open):
+        stream.close()
+    while far.greeted < 2:
+        await asyncio.sleep(0.01)
+    assert not call.done() and not mesh.is_linked(Owner(THERE, 2))
+    call.cancel()
 
 
-async def test_one_that_is_there_again_in_time_is_not_away(mesh: Mesh, far: Far) -> None:
+async def test_a_call_is_sent_again_where_its_connection_broke(mesh: Mesh, far: Far) -> None:
     far.answer = far.welcome
     call = asyncio.create_task(mesh.call(THERE, Stats()))
     await asyncio.wait_for(far.asked.get(), 10)
+    assert mesh.is_linked(Owner(THERE, 2))
     for stream in list(far.streams._open):
         stream.close()
     await asyncio.wait_for(far.asked.get(), 10)  # the same, once more
-    assert not mesh.others.is_away(THERE) and far.greeted == 2
+    assert mesh.is_linked(Owner(THERE, 2)) and far.greeted == 2
     call.cancel()
+
+
+async def test_who_answers_is_heard(mesh: Mesh, far: Far) -> None:
+    heard: list[Owner] = []
+    mesh.on_heard = heard.append
+    far.answer = far.welcome
+    call = asyncio.create_task(mesh.call(THERE, Stats()))
+    frame = await asyncio.wait_for(far.asked.get(), 10)
+    stream = next(one for one in far.streams._open if not one.is_control)
+    reply = PeerReply(peering.decode_request(frame).rid, 2, StatsDone({}))
+    far.streams.answer(stream, peering.encode(reply))
+    await asyncio.wait_for(call, 10)
+    assert set(heard) == {Owner(THERE, 2)}
 
 
 async def test_nothing_begins_at_a_peer_that_has_ended() -> None:

@@ -79,7 +79,7 @@ class FakeSampling:
     """A peer that runs ucx, and has no room for trials."""
 
     engine: Any = SimpleNamespace(transport="nixl")
-    mesh: Any = SimpleNamespace(others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(others=SimpleNamespace())
     choice = AUTO
 
     async def ask(self, address: str, device: bool) -> Any:

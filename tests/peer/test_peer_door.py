@@ -47,7 +47,9 @@ class Door:
         self.under: list[Roster] = []
         self.tasks = Tasks()
         self.host.serving, gate = Serving(self.host), Gate(None, "plane")
-        self.door = PeerDoor(self.host, {Seal: self._seal}, self.tasks.hold, gate)
+        self.door = PeerDoor(
+            self.host, {Seal: self._seal}, self.tasks.hold, gate, lambda peer: None
+        )
         self.id, self.waiting_bytes = b"b", 0
         self.is_control, self.is_full, self.unanswered_bytes = False, False, 0
         self.begun: asyncio.Queue[int] = asyncio.Queue()
@@ -341,7 +343,9 @@ class Side:
         self.door, self.numbers = door.door, itertools.count(100)
         door.door.stream_bytes = 2 * REQUEST_BYTES
         door.door.handlers |= {Seal: self.seal, Append: lambda caller, body: Done()}
-        self.link = Link(THERE, lambda link: None, lambda *brought: None, lambda: None)
+        self.link = Link(
+            THERE, lambda link: None, lambda *brought: None, lambda: None, lambda peer: None
+        )
 
     async def seal(self, caller: Caller, body: Seal) -> Body:
         await self.ask(Append(1, 0, []))

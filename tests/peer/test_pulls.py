@@ -38,7 +38,7 @@ def _pulls(space: Space, arena: memoryview, members: set[Owner], call: Any) -> A
         now=asyncio.get_running_loop().time,
     )
     mesh: Any = SimpleNamespace(
-        handlers={}, call=call, others=SimpleNamespace(on_away=[]), spawn=lambda work: work.close()
+        handlers={}, call=call, others=SimpleNamespace(), spawn=lambda work: work.close()
     )
     room: Any = Room(host)
     room.reserve, room.for_copies = reserve, lambda sizes: None
@@ -198,7 +198,7 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
         return "copies"
 
     pulls = _asking(ask, another_roster, member=True)
-    pulls.mesh = SimpleNamespace(others=SimpleNamespace(may_be_dead=lambda owner: True))
+    pulls.mesh = SimpleNamespace(is_linked=lambda owner: False)
     transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
     if lost:
         with pytest.raises(RowsLost):

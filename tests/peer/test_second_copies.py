@@ -90,7 +90,7 @@ class Peer:
             who=str,
             speak=lambda: None,
         )
-        others = SimpleNamespace(on_away=[])
+        others = SimpleNamespace()
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
         room = Room(self.host)
         pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]

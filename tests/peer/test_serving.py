@@ -11,7 +11,71 @@ from typing import Any
 import pytest
 
 from dataplane.errors import Unavailable
-from dataplane.peer.host import POLL_S, Serving
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.host import LEASE_S, POLL_S, SUCCESSION_S, Serving
+from dataplane.wire.peering import Beat
+from dataplane.wire.tables import Owner
+
+HERE, THERE = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
+
+
+class Clock:
+    """A primary, and the time as it has it."""
+
+    def __init__(self, in_sync: bool) -> None:
+        made = Authority(Roster.from_seeds([HERE.peer, THERE.peer]), 77, keeper=THERE.peer)
+        for owner in (HERE, THERE):
+            made.beat(owner, made.roster.epoch, Beat())
+        made.beat(HERE, made.roster.epoch, Beat(synced=in_sync))
+        self.now = 100.0
+        host: Any = SimpleNamespace(
+            name="a", address=HERE.peer, roster=made.roster, now=lambda: self.now
+        )
+        self.serving = Serving(host)
+
+    def is_sure_after(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.serving.is_sure()
+
+
+def test_a_primary_answers_only_shortly_after_it_asked_what_its_backup_confirmed() -> None:
+    clock = Clock(in_sync=True)
+    clock.serving.heard = clock.now
+    assert not clock.serving.is_sure()  # the keeper's word does not replace the backup's
+    asked = clock.now
+    clock.now += 0.4  # on its way
+    clock.serving.confirmed(THERE, asked)
+    assert clock.is_sure_after(LEASE_S - 0.5)
+    assert not clock.is_sure_after(0.2)
+    clock.serving.confirmed(THERE, clock.now)
+    clock.serving.confirmed(THERE, asked)  # an answer that was overtaken
+    assert clock.serving.is_sure()
+    clock.serving.confirmed(HERE, clock.now)  # of a backup before
+    assert not clock.serving.is_sure()
+
+
+def test_without_a_backup_in_sync_the_keeper_confirms() -> None:
+    clock = Clock(in_sync=False)
+    clock.serving.confirmed(THERE, clock.now)
+    clock.serving.heard = clock.now - LEASE_S
+    assert not clock.serving.is_sure()
+    clock.serving.heard = clock.now
+    assert clock.is_sure_after(LEASE_S - 0.1)
+    assert not clock.is_sure_after(0.2)
+
+
+def test_a_promoted_backup_waits_until_the_old_primary_has_fallen_silent() -> None:
+    clock = Clock(in_sync=False)
+    confirmed_at = clock.now
+    clock.now += 0.7
+    clock.serving.succeed(confirmed_at)
+    clock.serving.heard = clock.now
+    assert not clock.serving.is_sure()
+    clock.now = confirmed_at + SUCCESSION_S
+    clock.serving.heard = clock.now
+    assert clock.serving.is_sure()
+    assert SUCCESSION_S > LEASE_S
 
 
 class Unsure(Serving):
@@ -24,7 +88,8 @@ class Unsure(Serving):
 
 
 def unsure() -> Unsure:
-    host: Any = SimpleNamespace(now=time.monotonic)
+    roster = Roster.from_seeds([HERE.peer, THERE.peer])
+    host: Any = SimpleNamespace(name="a", address=HERE.peer, roster=roster, now=time.monotonic)
     return Unsure(host)
 
 

@@ -17,7 +17,7 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Owner
-from tests.simulation.network import SILENT_S, Network
+from tests.simulation.network import SILENT_S, WITNESS_S, Network
 
 
 class SimulatedEngine:
@@ -37,8 +37,9 @@ class SimulatedEngine:
     async def start(self) -> None:
         pass
 
-    async def stop(self) -> None:
-        pass
+    async def stop(self, witnessed: bool = False) -> None:
+        if witnessed:
+            self.network.witnessed[self.owner] = self.network.loop.now + WITNESS_S
 
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP

@@ -20,7 +20,7 @@ from dataplane.metadata.shard import journal
 from dataplane.peer import main
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door.client_door import Door
-from dataplane.peer.membership import authority
+from dataplane.peer.membership import watching
 from dataplane.peer.net import greetings, peer_door
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
@@ -30,7 +30,7 @@ from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
 from tests.simulation.loop import Machine, VirtualLoop
-from tests.simulation.network import Greetings, Network, Streams
+from tests.simulation.network import WITNESS_S, Greetings, Network, Streams
 
 if TYPE_CHECKING:
     from dataplane.wire.messages import Claim, Request, Wait
@@ -119,7 +119,7 @@ class Cluster:
                 (peer_module, "candidates", lambda choice: [TCP]),
                 (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
                 (janitor, "prefaulted", _prefaulted),
-                (authority, "refuses", network.refuses),
+                (watching, "watch", network.watch),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
                 # a few hundred rows go to a new backup in several messages, as many do elsewhere
                 (appends, "MESSAGE_BYTES", 4 << 10),
@@ -198,10 +198,13 @@ class Cluster:
         self.start(place)
         return place
 
-    def crash(self, place: Place, at_once: bool) -> None:
-        """The process is gone, with all that it had; a new one would run on a new machine."""
+    def crash(self, place: Place, at_once: bool, witnessed: bool = True) -> None:
+        """The process is gone, with all that it had; a new one would run on a new machine. at_once:
+        its host lives. witnessed: and so does the witness of the process."""
         old, peer = place.machine, place.peer
         if peer is not None:
+            if at_once and witnessed:
+                self.network.witnessed[peer.host.owner] = self.loop.now + WITNESS_S
             self._retire(place, peer)
             self._ended(place, peer)
         old.crashed = True
@@ -231,7 +234,6 @@ class Cluster:
 
     def freeze(self, place: Place) -> None:
         place.machine.frozen = True
-        self.network.froze(place.machine)
 
     def thaw(self, place: Place) -> None:
         place.machine.frozen = False

@@ -71,9 +71,10 @@ class Faults:
         place = place or self._place()
         if place.peer is None or not place.machine.runs:
             return
-        at_once = self.rng.random() < 0.7
-        self.note(f"{place.name} crashes{'' if at_once else ', with its host'}")
-        self.cluster.crash(place, at_once)
+        at_once, witnessed = self.rng.random() < 0.7, self.heirs.random() < 0.7
+        what = ", with its host" if not at_once else "" if witnessed else ", with its witness"
+        self.note(f"{place.name} crashes{what}")
+        self.cluster.crash(place, at_once, witnessed)
         await asyncio.sleep(self.rng.choice((0.05, 0.5, 2.0, 5.0)) * self.rng.uniform(0.5, 1.5))
         self.note(f"{place.name} starts again")
         self.cluster.start(place)

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dataplane.peer.failures import LinkBroken
 from dataplane.peer.net.streams import JOIN_S
+from dataplane.transport.witness import DIAL_S, Look, Process, Tell
 from dataplane.wire.refusals import Refusals
+from dataplane.wire.tables import Owner
 from tests.simulation.loop import Machine, VirtualLoop
 
 if TYPE_CHECKING:
@@ -26,9 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SILENT_S = (1.0, 1.4)
-"""How soon a connection breaks that nothing comes through: `greetings.SILENT_MS` after the next of
-zmq's heartbeats, and a bit."""
+SILENT_S = (7.0, 8.0)
+"""How soon a connection breaks whose other host answers nothing, by the kernel's keepalive. A
+process that only stopped does not break any: its kernel answers."""
+WITNESS_S = 15.0
+"""How long the witness of a process that died says so."""
+LOOK_S = 0.1
+"""How soon the end of a watched connection is noticed."""
 RETRY_S = 0.05
 DELAY_S = 0.0005
 """What a frame takes on its way, on average."""
@@ -66,6 +72,8 @@ class Network:
         """by address and incarnation, for bulk reads"""
         self.vacant: dict[str, str] = {}
         """addresses at which a host is there and nobody listens, with the host's name"""
+        self.witnessed: dict[Owner, float] = {}
+        """processes that died and left a witness, and until when that answers"""
         self.wires: list[Wire] = []
         self._identities = itertools.count(1)
 
@@ -92,17 +100,12 @@ class Network:
             for way, frame in held:
                 self.carry(wire, way, frame)
 
-    def froze(self, machine: Machine) -> None:
-        for wire in self.wires:
-            if machine in wire.machines():
-                self._watch(wire)
-
     def _watch(self, wire: Wire) -> None:
         """Break it unless it comes back to life in time."""
 
         def look() -> None:
             one, other = wire.machines()
-            if self.is_cut(one, other) or not one.runs or not other.runs:
+            if self.is_cut(one, other) or one.crashed or other.crashed:
                 self.snap(wire)
 
         self.loop.call_on(self.loop.world, self.rng.uniform(*SILENT_S), look)
@@ -130,13 +133,50 @@ class Network:
         self.wires.remove(wire)
         self.loop.call_on(wire.dealer.machine, self.delay(), wire.dealer.disconnected, wire)
 
-    async def refuses(self, address: str) -> bool:
-        """As `peer.net.links.refuses`. Only the machine of a host that died is not there at all."""
-        asks = self.loop.current
+    async def watch(
+        self, process: Process, key: bytes, tell: Tell, silent_since: float | None
+    ) -> float | None:
+        """As `transport.witness.watch`: to the port at which the process was greeted, where it runs
+        or its successor does, or its witness answers, or nobody does."""
+        asks, owner, began = self.loop.current, process.owner, self.loop.now
+        address = owner.peer
         await asyncio.sleep(self.delay())
-        return (
-            address in self.vacant and frozenset((asks.name, self.vacant[address])) not in self.cuts
-        )
+        machine = self._machine(owner)
+        if machine is not None and not self.is_cut(asks, machine):
+            tell(Look.ANSWERED, began)
+            while self._machine(owner) is machine and not self.is_cut(asks, machine):
+                await asyncio.sleep(LOOK_S)
+            if self._machine(owner) is None and address in self.vacant:
+                return None  # its process died, and reset the connection
+            cut_at = self.loop.now
+            while self.loop.now - cut_at < SILENT_S[1] and self._is_silent(asks, owner):
+                await asyncio.sleep(LOOK_S)
+            return cut_at if self._is_silent(asks, owner) else None
+        if self._is_silent(asks, owner):
+            await asyncio.sleep(DIAL_S)
+            since = began if silent_since is None else silent_since
+            tell(Look.UNANSWERED, since)
+            return since
+        if self.loop.now < self.witnessed.get(owner, 0.0):
+            tell(Look.ENDED, self.loop.now)
+        elif address in self.vacant:
+            tell(Look.REFUSED, self.loop.now)
+        else:
+            tell(Look.ANSWERED, self.loop.now)
+        return None
+
+    def _machine(self, owner: Owner) -> Machine | None:
+        """Where a process runs, or is frozen."""
+        found = self.peers.get((owner.peer, owner.incarnation))
+        return found[0] if found is not None and not found[0].crashed else None
+
+    def _is_silent(self, asks: Machine, owner: Owner) -> bool:
+        """Whether the host at whose address a process ran answers nothing to who asks."""
+        machine = self._machine(owner)
+        router = self.listeners.get(owner.peer)
+        name = machine.name if machine else router.machine.name if router else None
+        name = name or self.vacant.get(owner.peer)
+        return name is None or frozenset((asks.name, name)) in self.cuts
 
     # frames
 

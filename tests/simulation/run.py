@@ -159,7 +159,7 @@ class Run:
         strays: set[Owner] = set()
         run = self
 
-        def removing(authority: Authority, address: str) -> None:
+        def removing(authority: Authority, address: str, ended: bool = False) -> None:
             roster = authority.roster
             left = address in roster.leaving and not len(roster.shards_of(address))
             left = left and authority._is_clear(address)
@@ -182,7 +182,7 @@ class Run:
                     died = run.cluster.died.get(owner, now)
                     ledger.spares &= stay
                     ledger.removed(known, owner, in_sync, alone, hosts, now, died)
-            remove(authority, address)
+            remove(authority, address, ended)
 
         def moving(authority: Authority, address: str, backup: str) -> Any:
             roster = authority.roster

@@ -91,7 +91,7 @@ class Authority:
             if peer in self._gone or epoch[1] > FIRST:
                 return  # the plane went on without it: the answer says so, it returns as a new one
             if peer.peer in self.roster.members:
-                self._remove(peer.peer)
+                self._remove(peer.peer, ended=True)  # its successor has its port
             self._join(peer)
         elif peer not in self.roster.owners:
             self._see(peer)
@@ -128,15 +128,15 @@ class Authority:
                 self.lost(peer)
         return True
 
-    def lost(self, peer: Owner) -> None:
-        """The process is dead, or cut off: it is no member any more."""
+    def lost(self, peer: Owner, ended: bool = False) -> None:
+        """The process is dead, or cut off: it is no member any more. ended: that is proven."""
         if self.roster.has(peer):
             self._gone[peer] = None
             if len(self._gone) > MAX_GONE:
                 self._gone.popitem(last=False)
             self._followers.discard(peer)
             self._strays.discard(peer)
-            self._remove(peer.peer)
+            self._remove(peer.peer, ended)
             self._retire()
 
     # what follows from them
@@ -196,8 +196,9 @@ class Authority:
             if (relieved.backups != self.roster.backups).any():
                 self._publish(relieved)
 
-    def _remove(self, address: str) -> None:
-        """Its shards go to its backup if that is in sync, else they start empty elsewhere."""
+    def _remove(self, address: str, ended: bool = False) -> None:
+        """Its shards go to its backup if that is in sync, else they start empty elsewhere. ended:
+        its process is proven to have."""
         roster = self.roster
         at = roster.members.index(address)
         rest = [i for i in range(len(roster.members)) if i != at]
@@ -235,7 +236,7 @@ class Authority:
             leaving=roster.leaving - {address},
             lost=lost,
         )
-        self._publish(self._with_backups(self._taken_over(address, without)))
+        self._publish(self._with_backups(self._taken_over(address, without, ended)))
 
     def _retire(self) -> None:
         """Whoever leaves hands its shards over when its backup is in sync, it has done itself what
@@ -272,14 +273,15 @@ class Authority:
             self.roster, primaries=primaries, backups=backups, in_sync=in_sync
         )
 
-    def _taken_over(self, address: str, then: Roster) -> Roster:
-        """It tells as well whose a member's shards are, and whether with what they hold."""
+    def _taken_over(self, address: str, then: Roster, ended: bool = True) -> Roster:
+        """It tells as well whose a member's shards are, and whether with what they hold. ended: the
+        member answers for them no more."""
         owner = next((o for o in self.roster.owners if o.peer == address), None)
         heir = then.heir_of(self.roster, owner) if owner is not None else None
         if owner is None or heir is None or heir == owner:
             return then
         in_sync = bool(self.roster.in_sync[self.roster.shards_of(address)].any())
-        one = Takeover(owner, heir, self._number + 1, in_sync)
+        one = Takeover(owner, heir, self._number + 1, in_sync, ended)
         takeovers = (*then.takeovers, one)[-MAX_TAKEOVERS:]
         return dataclasses.replace(then, takeovers=takeovers)
 

@@ -314,6 +314,14 @@ def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS)
     return primaries
 
 
+def neighbours(roster: Roster, address: str, count: int) -> list[Owner]:
+    """The next members after `address` on the ring of hashed addresses, those that were seen."""
+    ring = sorted(roster.owners, key=lambda owner: (_hash(owner.peer), owner.peer))
+    after = [one for one in ring if _hash(one.peer) > _hash(address)]
+    others = [one for one in (*after, *ring) if one.peer != address]
+    return list(dict.fromkeys(others))[:count]
+
+
 def buddy(members: Sequence[str], hosts: Sequence[int], host: int) -> int:
     """Who backs up a host: its successor on the ring of hashed addresses; NO_BACKUP for one alone.
 

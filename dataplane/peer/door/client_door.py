@@ -45,6 +45,7 @@ from dataplane.wire.messages import (
     Admit,
     Body,
     Claim,
+    Claimed,
     Define,
     Failed,
     Hello,
@@ -93,6 +94,8 @@ class Door:
     def __post_init__(self) -> None:
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
+        self.on_claimed: Callable[[Claim, Claimed], None] = lambda asked, claimed: None
+        """called as a client gets rows that it claimed"""
         self.connections: set[Connection] = set()
         self.under_way: set[asyncio.Future[Any]] = set()
         """calls that are not answered yet, also of connections that closed"""
@@ -385,9 +388,11 @@ class Connection(asyncio.Protocol):
         try:
             body = outcome if isinstance(outcome, Body) else await _answer_of(outcome)
             try:
+                until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
                 if not progress.is_settled:
-                    until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
                     await progress.reached(until)
+                if self._is_of_here(request.body):
+                    await self._door.host.serving.until_sure(until)
             except BaseException as exc:
                 self._door.unsent(session, request, body)
                 if not isinstance(exc, Exception):
@@ -399,6 +404,12 @@ class Connection(asyncio.Protocol):
                 self._answer_call(request, body, began)
         finally:
             self._door.sessions.sweep(session)
+
+    def _is_of_here(self, body: Body) -> bool:
+        """Whether this peer may serve the shard that the answer comes from: then another one may
+        serve it by now. What another peer's shard said that peer has made sure of."""
+        partition = getattr(body, "partition", "")
+        return not partition or self._door.host.serves(partition)
 
     async def _later(self, handler: Handler, request: Request, began: float) -> Body:
         """As soon as it is sure that nobody else serves what this peer does. What a call waits
@@ -457,6 +468,8 @@ class Connection(asyncio.Protocol):
         self._send(0, Notice(text))
 
     def _answer_call(self, request: Request, body: Body, began: float) -> None:
+        if isinstance(body, Claimed) and isinstance(request.body, Claim):
+            self._door.on_claimed(request.body, body)
         if not self._answer(request.rid, body):
             assert self._session is not None
             self._door.unsent(self._session, request, body)

@@ -16,10 +16,10 @@ import msgspec
 
 from dataplane.errors import DataplaneError, RosterMismatch, StaleEpoch, Unavailable
 from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.failure_detector import FailureDetector
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.roster.silence import Silence
 from dataplane.peer.host import Host
-from dataplane.peer.net.links import refuses
+from dataplane.peer.membership.watching import Watching
 from dataplane.peer.net.mesh import Mesh
 from dataplane.transport.etcd import Etcd, Kept
 from dataplane.wire.peering import Beat, Rostered
@@ -27,8 +27,6 @@ from dataplane.wire.tables import Owner, RosterTable
 
 log = logging.getLogger(__name__)
 
-SUCCESSION_S = 3.0
-"""A new authority hears of a member so soon, or calls it lost."""
 ASK_S = 2.0
 """How long a new authority waits for what the members know."""
 TTL_S = 2
@@ -37,7 +35,7 @@ SURE_S = 1.6
 """An authority believes in its key for less, counted from when it asked for it."""
 LOOK_S = 0.4
 HURRY_S = 0.1
-"""The same while the authority cannot be reached."""
+"""The same where the authority's process is proven to have ended."""
 
 Commit = Callable[[Roster], Awaitable[bool]]
 
@@ -50,15 +48,19 @@ class Office:
     _keeper: SeedKeeper
     _depose: Callable[[], None]
     """ends this process's part in the plane, so that it returns as a new one"""
+    _watching: Watching
+    lost_after_s: float
 
     def __post_init__(self) -> None:
         self._authority: Authority | None = None
         self._published = (0, 0)
-        self._silence = Silence(self.host.address)
-        self._asked: set[Owner] = set()
+        self._detector = self._new_detector()
         self._wanted: dict[str, bool] = {}
         self._committing: asyncio.Task[None] | None = None
-        self.mesh.others.on_away.append(self._away)
+        self.mesh.on_heard = self._heard
+
+    def _new_detector(self) -> FailureDetector:
+        return FailureDetector(self.host.address, self._watching.contacts, self.lost_after_s)
 
     @property
     def is_open(self) -> bool:
@@ -78,26 +80,21 @@ class Office:
             told += [Roster.from_table(table) for table in tables if table is not None]
         made.go_on(told)
         self._authority = made
-        log.info("keeps the roster: %r", made)
-        self._silence = Silence(self.host.address)
-        gone = self.mesh.others.gone()
-        now = self.host.now()
-        for owner in made.roster.owners:  # of an authority before: who is there says so soon
-            if owner in gone:
-                self._silence.away(owner, now)
-            else:
-                self._silence.expect(owner, now, SUCCESSION_S)
-        self._judge()
+        log.info("peer %r is now the roster keeper: %r", self.host.name, made)
+        self._detector = self._new_detector()
+        self._watching.follow(everybody=True)
+        self.judge()
 
     def close(self) -> None:
         self._authority = None
+        self._watching.follow(everybody=False)
 
     def note(self, peer: Owner, body: Beat, epoch: tuple[int, int]) -> None:
         """A life sign; the office is open."""
         assert self._authority is not None
-        if peer.peer not in self._silence and peer.peer != self.host.address:
-            self.mesh.spawn(self.mesh.hello(peer.peer))  # a connection that breaks when it dies
-        self._silence.heard(peer, self.host.now())
+        if peer.peer != self.host.address:
+            self._detector.heard(peer, self.host.now())
+            self._detector.reported(peer, body.unreached)
         self._wanted[peer.peer] = body.wanted
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
@@ -110,37 +107,26 @@ class Office:
             self.close()
             self._depose()
         else:
-            self._judge()
+            self.judge()
 
     @property
     def wanted(self) -> bool:
         """Whether any member has said that it is."""
         return any(self._wanted.get(member) for member in self.host.roster.members)
 
-    def _away(self, peer: Owner) -> None:
+    def _heard(self, peer: Owner) -> None:
         if self._authority is not None:
-            self._silence.away(peer, self.host.now())
-            self._judge()
+            self._detector.heard(peer, self.host.now())
 
-    def _judge(self) -> None:
-        """Who is lost now, and which roster follows."""
-        assert self._authority is not None
-        for owner in self._silence.lost(self._authority.roster.owners, self.host.now()):
+    def judge(self) -> None:
+        """Who is lost now, and which roster follows. Nothing where this is not the keeper."""
+        if self._authority is None:
+            return
+        lost = self._detector.lost(self._authority.roster.owners, self.host.now())
+        for owner in lost:
             self._wanted.pop(owner.peer, None)
-            self._authority.lost(owner)
-        for owner in self._silence.doubted:
-            if owner not in self._asked:
-                self._asked.add(owner)
-                self.mesh.spawn(self._look_at(owner))
+            self._authority.lost(owner, self._watching.contacts.has_ended(owner))
         self._publish()
-
-    async def _look_at(self, owner: Owner) -> None:
-        """A host that can be reached and has nobody listening there leaves no doubt."""
-        try:
-            if await refuses(owner.peer):
-                self._silence.dead(owner)
-        finally:
-            self._asked.discard(owner)
 
     def _publish(self) -> None:
         """Tell all, and those that are members no more: one that was only stopped learns so."""
@@ -166,7 +152,7 @@ class Office:
         self._published = new.epoch
         told = {*self.host.roster.members, *new.members} - {self.host.address}
         self._adopt(new)
-        for address in sorted(a for a in told if a in self._silence):
+        for address in sorted(a for a in told if a in self._detector):
             self.mesh.spawn(self._push(address, new))
 
     async def _push(self, address: str, roster: Roster) -> None:
@@ -211,15 +197,16 @@ class EtcdKeeper(SeedKeeper):
     While etcd is away nobody is replaced, and all others go on.
 
     The key goes with its lease, 2 s to 2.5 s after the authority's last word. Where the authority's
-    process has ended for sure, whoever notices ends that lease at once.
+    process is proven to have ended, whoever notices ends that lease at once.
     """
 
     def __init__(
-        self, host: Host, endpoints: Sequence[str], is_away: Callable[[str], bool]
+        self, host: Host, endpoints: Sequence[str], has_ended: Callable[[str], bool]
     ) -> None:
+        """has_ended: whether the process that is the member at an address is proven to have."""
         super().__init__(host, "")
         self.commit = self._put
-        self._is_away = is_away
+        self._has_ended = has_ended
         self.etcd = Etcd(endpoints)
         prefix = f"/dataplane/{host.plane}/{host.founding[0]:x}"
         self._roster_key, self._authority_key = f"{prefix}/roster", f"{prefix}/authority"
@@ -257,7 +244,7 @@ class EtcdKeeper(SeedKeeper):
                 self._address = ""
             self._look_now.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HURRY_S if self._is_away(self._address) else LOOK_S):
+                async with asyncio.timeout(HURRY_S if self._has_ended(self._address) else LOOK_S):
                     await self._look_now.wait()
 
     async def _look(self, office: Office, began: float) -> None:
@@ -282,12 +269,12 @@ class EtcdKeeper(SeedKeeper):
         await office.open(roster, ask=False)
 
     async def _is_over(self, kept: Kept) -> bool:
-        """Whether the process that has the key is none any more; then the key is gone as well."""
+        """Whether the process that has the key is proven to have ended; then the key goes too."""
         address = kept.value.decode()
         if address == self.host.address:
             return False  # of a life before, or of a lease that was given up: it goes by itself
         self._address = address
-        if not self._is_away(address) or not await refuses(address):
+        if not self._has_ended(address):
             return False
         log.info("the authority's process at %s has ended", address)
         self._address = ""  # who asks it now would wait for one that is no member any more

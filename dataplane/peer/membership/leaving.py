@@ -34,9 +34,9 @@ LEAVE_S = 60.0
 """A peer that was told to leave ends after so long, whatever it still has."""
 QUIET_S = 5.0
 """Requests that were begun before are waited for so long."""
-FATE_S = 20.0
-"""It waits so long to hear whether members that it cannot reach are lost. By then they are called
-so, also where the authority is new or doubts it, or others reach them."""
+FATE_S = 30.0
+"""It waits so long to hear whether members that it cannot reach are lost. By then the keeper of the
+roster has called them so, even one that is new or doubts itself."""
 COPY_S = 20.0
 """So long are copies at a backup awaited of what will lie at its primary and nowhere else."""
 POLL_S = 0.1
@@ -103,7 +103,9 @@ class Leaving:
     async def _move_out(self) -> None:
         await self._calls_end()
         until = self.host.now() + FATE_S
+        greeting = self.mesh.spawn(self._greet_all())
         await _until(lambda: self._is_backed_up() and self._knows_who_lives(until))
+        greeting.cancel()
         self.membership.leave()
         await _until(self._may_move)
         copied: tuple[str | None, ...] = ()
@@ -163,8 +165,16 @@ class Leaving:
         """Whether no member may have died unnoticed. What lies here of one may be all that is left:
         second copies, which this peer's heir would make anew from the dead, and the copy of its
         shards. When it is called lost they become values and shards, which move out."""
-        members = self.host.roster.owners
-        return self.host.now() >= until or not any(map(self.mesh.others.may_be_dead, members))
+        others = [one for one in self.host.roster.owners if one != self.host.owner]
+        return self.host.now() >= until or all(map(self.mesh.is_linked, others))
+
+    async def _greet_all(self) -> None:
+        """Again and again: a member that lives answers."""
+        while True:
+            others = [one for one in self.host.roster.owners if not self.mesh.is_linked(one)]
+            greetings = (self.mesh.hello(one.peer) for one in others if one != self.host.owner)
+            await asyncio.gather(*greetings, return_exceptions=True)
+            await asyncio.sleep(POLL_S)
 
     async def _calls_end(self) -> None:
         """What its clients asked for is carried out: later their values would go to rows of peers

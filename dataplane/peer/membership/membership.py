@@ -24,11 +24,12 @@ from dataplane.errors import (
     Unavailable,
     VersionMismatch,
 )
+from dataplane.launch.settings import LOST_AFTER_S
 from dataplane.metadata.roster.authority import moved, newcomers
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.roster.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.membership.authority import Office, SeedKeeper
+from dataplane.peer.membership.watching import Watching
 from dataplane.peer.net.mesh import Mesh
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Beat, Rostered
@@ -42,6 +43,10 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.4
 LOG_EVERY_S = 5.0
 ASK_S = 2.0
+AWAY_S = 3.0
+"""A peer that leaves counts on a keeper no more that has answered no life sign for so long."""
+WANTED_S = 10.0
+"""What the keeper said of the plane's clients holds for so long."""
 
 
 @dataclass(eq=False, repr=False)
@@ -53,11 +58,21 @@ class Membership:
     """says of itself what each life sign has, and follows rosters"""
     begins_anew: bool = False
     """peers of a launch before may still be where others of this one will be"""
+    lost_after_s: float = LOST_AFTER_S
 
     def __post_init__(self) -> None:
         self.deposed = asyncio.Event()
         """the plane goes on without this process, which has left it, or may return as a new one"""
-        self.office = Office(self.host, self.mesh, self.adopt, self.keeper, self.deposed.set)
+        self.watching = Watching(self.host, self.mesh, self._evidence)
+        self.office = Office(
+            self.host,
+            self.mesh,
+            self.adopt,
+            self.keeper,
+            self.deposed.set,
+            self.watching,
+            self.lost_after_s,
+        )
         self._admitted = False
         self._leaving = False
         self._ending: set[Owner] = set()
@@ -112,6 +127,7 @@ class Membership:
     async def _say(self) -> None:
         leaving = self._leaving and self._is_ready() and self.host.progress.is_settled
         body = self.peer.says(leaving, self._spare())
+        body.unreached = self.watching.contacts.unreached()
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
         if self.office.is_open and self.keeper.sure():
@@ -156,7 +172,7 @@ class Membership:
         """Whether any peer of the plane has a client or waits for one, as the authority says; not
         where it has said nothing for long."""
         heard = self.host.serving.heard
-        return heard is not None and self.host.now() - heard < SILENT_S and self._plane_wanted
+        return heard is not None and self.host.now() - heard < WANTED_S and self._plane_wanted
 
     # leaving
 
@@ -169,8 +185,7 @@ class Membership:
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
             ending = filter(roster.has, self._ending)  # not who came back under such a name
-            ended = {owner.peer for owner in (*ending, *self.mesh.others.gone())}
-            staying -= ended | self._unreached
+            staying -= {owner.peer for owner in ending} | self._unreached | {self.keeper.apart}
         return staying
 
     @property
@@ -179,7 +194,11 @@ class Membership:
         return self.keeper.apart == self.host.address
 
     def keeper_is_away(self) -> bool:
-        return self.mesh.others.is_away(self.keeper.apart)
+        """Whether the first seed, where that is the keeper, has answered nothing for a while."""
+        heard = self.host.serving.heard
+        if not self.keeper.apart or self.keeps_the_roster or heard is None:
+            return False
+        return self.host.now() - heard > AWAY_S
 
     async def say_ending(self) -> None:
         """To all that this peer wants to leave, while the keeper, which would say so, is away: also
@@ -223,6 +242,18 @@ class Membership:
             return ", which no peer is known to run,"
 
     # the authority
+
+    def _evidence(self) -> None:
+        """Something was seen of a member that may be lost."""
+        if self.office.is_open:
+            self.office.judge()
+        else:
+            self.beat_now()
+
+    def has_ended(self, address: str) -> bool:
+        """Whether the member's process at this address is proven to have ended."""
+        owners = [owner for owner in self.host.roster.owners if owner.peer == address]
+        return any(map(self.watching.contacts.has_ended, owners))
 
     def _beat(self, caller: Caller, body: Beat) -> Body:
         if self.office.is_open and self.keeper.sure():
@@ -269,6 +300,7 @@ class Membership:
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)
         self.peer.turned(old, new)
+        self.watching.follow(everybody=self.office.is_open)
         for owner in gone:
             self.mesh.part(owner.peer)
         for owner in dict.fromkeys([*gone, *self.peer.replicas.lost_before()]):

@@ -1,9 +1,8 @@
 """Greetings: how peers meet, over zmq, before they call each other over streams; and who is let in.
 
 A peer that dials another greets it, once, and is answered; all else goes over a stream. The
-connection stays for libzmq's heartbeats, which a thread of its own answers while the loop works:
-they tell of a peer that stopped or is cut off. zmq would connect again and say nothing; here a
-connection that was made ends once, and whoever dialled is told.
+connection closes when it is answered, so libzmq's threads say nothing about who lives. Where it
+ends before that, zmq would connect again and lose the greeting: whoever dialled is told instead.
 
 Where the plane has a cluster token it is encrypted. CURVE key pairs are derived from the token: one
 for the side that is dialled, one for the side that dials. libzmq would let any client key in, so a
@@ -42,12 +41,12 @@ DOMAIN = "dataplane"
 DESK = "inproc://zeromq.zap.01"
 """Where libzmq asks whom to let in."""
 _ZAP_VERSION = b"1.0"
-HEARTBEAT_MS = 300
-SILENT_MS = 1_000
-"""A heartbeat that is not answered for so long ends the connection: the peer stopped, or is cut
-off. With `mesh.AWAY_S`, in which a new one may be made, at most 2.7 s: fail-over is promised in
-3 s. TCP repeats a lost packet after 0.2 s, and again after 0.4 s more."""
+CONNECT_MS = 1_500
+"""A connection that is not made by then is dialled anew. The kernel would repeat its first packet
+ever later, and find out late that a cut has healed."""
 HANDSHAKE_MS = 3_000
+KEEPALIVE_S, KEEPALIVES = 1, 7
+"""A host that answers none of these ends the connection, on which nothing else is on its way."""
 RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
 """Who is not there yet is dialled again after so long, then after twice that, and so on up to the
 second. libzmq has no jitter once there is a maximum: each socket draws its own, or all who lost a
@@ -129,14 +128,17 @@ def bindable(address: str) -> str:
 
 
 def tune(socket: zmq.Socket[Any], address: str) -> None:
-    """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
+    """libzmq's defaults: no size limit, infinite linger, the kernel's keepalive, no IPv6."""
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_HELLO_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVES)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*RECONNECT_MS))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*RECONNECT_MAX_MS))

@@ -1,10 +1,9 @@
-"""Other peers: who they are, which of them cannot be reached, and the link to each, from the first
-greeting to the moment in which it breaks.
+"""Other peers: who they are, and the link to each, from the first greeting until it breaks.
 
-Strangers are refused. A link is three connections: the one over which it greeted (`greetings`), a
-call stream and a control stream. It ends with any of them: its calls fail, and the next one makes a
-new link, which learns who is there now. A peer that cannot be reached is away; whether it is lost,
-and what becomes of its rows, only the roster says (`peer.membership.membership`).
+Strangers are refused. A link is two connections to a peer that was greeted (`greetings`): a call
+stream and a control stream. When either breaks its calls fail, and the next call makes a new link,
+which learns who is there now. A broken link says nothing about the peer: whether that is lost, and
+what becomes of its rows, only the roster says (`peer.membership.membership`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from dataplane.errors import (
     VersionMismatch,
     from_wire,
 )
-from dataplane.launch.values import parse_address
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
-from dataplane.peer.net.greetings import Dialled, Greetings
+from dataplane.peer.net.greetings import Greetings
 from dataplane.peer.net.peer_door import CONTROL
 from dataplane.peer.net.streams import Dial, Stream
 from dataplane.peer.tasks import in_time
@@ -38,8 +36,6 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-KNOCK_S = 1.0
-
 Bulk = Callable[[], tuple[str, str, str]]
 """Where this peer's bulk workers listen, the fingerprint of their certificate, and where its device
 workers do; see `PeerHello`."""
@@ -49,30 +45,11 @@ class Unreadable(LinkBroken):
     """What came on it is no answer. The way may have damaged it: asked once more it shows."""
 
 
-async def refuses(address: str) -> bool:
-    """Whether the host there says that nobody listens: that process has ended, for sure."""
-    host, port = parse_address(address)
-    try:
-        async with asyncio.timeout(KNOCK_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return False
-
-
 class Acquaintances:
     def __init__(self, host: Host, bulk: Bulk) -> None:
         self.host = host
-        self.on_away: list[Callable[[Owner], None]] = []
-        """called with a peer whose connection broke, and that did not answer for a while"""
-        self.looked_for: set[str] = set()
-        """whose connection broke, and who may answer yet"""
         self._bulk = bulk
         self._met: dict[str, PeerHello] = {}
-        self._away: set[str] = set()
 
     def name(self, address: str) -> str:
         """What the peer there is called, as far as that is known."""
@@ -98,37 +75,19 @@ class Acquaintances:
         """A peer said who it is. VersionMismatch, RosterMismatch, PeerNameTaken for a stranger."""
         self._check(hello)
         self._met[hello.address] = hello
-        self._away.discard(hello.address)
 
     def incarnation(self, address: str) -> int | None:
         """Of the peer that was met there last."""
         return self._met[address].incarnation if address in self._met else None
 
-    def away(self, address: str) -> None:
-        """Nobody answers there."""
-        log.warning("peer %s at %s cannot be reached", self.name(address), address)
-        self._away.add(address)
-        for tell in self.on_away:
-            tell(Owner(address, self._met[address].incarnation))
-
-    def is_away(self, address: str) -> bool:
-        """It was there, and cannot be reached."""
-        return address in self._away
-
-    def may_be_dead(self, owner: Owner) -> bool:
-        """This process does not answer there any more, or has to be looked for."""
-        there = self.incarnation(owner.peer) in (None, owner.incarnation)
-        return not there or owner.peer in self._away or owner.peer in self.looked_for
-
-    def gone(self) -> list[Owner]:
-        """All that were there and cannot be reached."""
-        return [Owner(address, self._met[address].incarnation) for address in sorted(self._away)]
+    def hello(self, owner: Owner) -> PeerHello | None:
+        """What this process said of itself, where it was met and no later one at its address."""
+        hello = self._met.get(owner.peer)
+        return hello if hello is not None and hello.incarnation == owner.incarnation else None
 
     def forget(self, address: str) -> None:
         """It is no member any more: its name is free."""
         self._met.pop(address, None)
-        self._away.discard(address)
-        self.looked_for.discard(address)
 
     def _check(self, hello: PeerHello) -> None:
         """Compare what must be equal; the first difference names both sides."""
@@ -165,20 +124,20 @@ class Link:
 
     broke: told when the connection breaks. bring: takes answers that bring operations of the peer
     there, whose backup this one is, and has them `answered` afterwards. stale: told when the peer
-    there works under another roster.
+    there works under another roster. heard: told whose process an answer came from.
     """
 
     address: str
     broke: Callable[[Link], None]
     bring: Callable[[Link, PeerReply, Append], None]
     stale: Callable[[], None]
+    heard: Callable[[Owner], None]
     hello: PeerHello | None = None
     calls: Stream | None = None
     control: Stream | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
-    _dialled: Dialled | None = None
 
     async def greet(
         self,
@@ -192,10 +151,11 @@ class Link:
         refuse it. LinkBroken where the connection ends before, or there is no descriptor left for
         it: one may be free a moment later. To be closed where this fails."""
         answer = self._expect(rid)
-        self._dialled = greetings.dial(
-            self.address, greeting, self.received, lambda: self.broke(self)
-        )
-        hello = await answer
+        dialled = greetings.dial(self.address, greeting, self.received, lambda: self.broke(self))
+        try:
+            hello = await answer
+        finally:
+            dialled.close()
         if not isinstance(hello, PeerHello):
             raise ProtocolError(f"{self.address} greets with a {type(hello).__name__}")
         meet(hello)
@@ -272,6 +232,7 @@ class Link:
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
             return  # of another process than was greeted: its ranges are others
+        self.heard(Owner(self.address, reply.incarnation))
         if reply.append is None:
             self.answered(reply)
         else:
@@ -295,8 +256,6 @@ class Link:
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`, unless it ended before."""
         self.ended = self.ended or why
-        if self._dialled is not None:
-            self._dialled.close()
         for stream in (self.calls, self.control):
             if stream is not None:
                 stream.close()

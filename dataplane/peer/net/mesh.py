@@ -32,10 +32,6 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 CALL_S = 30.0
-AWAY_S = 1.4
-"""A peer whose connection broke and that does not answer for so long is away."""
-REJOIN_S = 2.0
-"""How long a call to a peer that is away waits for its return."""
 RETRY_S = 0.5
 RECONNECT_S = 0.05
 
@@ -66,9 +62,11 @@ class Mesh:
         self._rids = itertools.count(1)
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
-        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
+        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, self._heard)
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
+        self.on_heard: Callable[[Owner], None] = lambda peer: None
+        """called with every process of which a message has come"""
         self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
         """how far this peer is in what it backs up for another one"""
 
@@ -119,7 +117,7 @@ class Mesh:
         """As `call` of another peer, for what is UNHELD: sent at once where a link is there that
         takes it. Where that breaks, the answer is LinkBroken."""
         asked = _Call(address, body, self.host.caller(), to)
-        answer = self._ask_now(asked, self._until(address, timeout_s))
+        answer = self._ask_now(asked, self._until(timeout_s))
         return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
 
     def here(
@@ -135,15 +133,13 @@ class Mesh:
         if epoch not in (None, self.host.roster.epoch):
             raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
 
-    def _until(self, address: str, timeout_s: float) -> float:
-        if self.others.is_away(address):
-            timeout_s = min(timeout_s, REJOIN_S)
+    def _until(self, timeout_s: float) -> float:
         return min(self.host.now() + timeout_s, call_deadline.get())
 
     async def _asked(self, asked: _Call, timeout_s: float) -> Any:
         """Once the backup has what the request may tell of; again on a new connection where the
-        one before broke, until the peer is away."""
-        until, kind = self._until(asked.address, timeout_s), type(asked.body)
+        one before broke, until the peer is no member any more."""
+        until, kind = self._until(timeout_s), type(asked.body)
         if kind not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.reached(until)
         broken: LinkBroken | None = None
@@ -236,7 +232,7 @@ class Mesh:
 
     async def hello(self, address: str) -> PeerHello:
         """Who answers at an address. Unavailable when nobody does in time."""
-        until = self._until(address, CALL_S)
+        until = self._until(CALL_S)
         link = await self._in_time(address, "a greeting", until, self._link(address))
         assert link.hello is not None
         return link.hello
@@ -262,36 +258,27 @@ class Mesh:
             raise again(outcome)
         return outcome
 
-    async def _reach(self, address: str, lost: bool = False) -> Link | DataplaneError:
-        """Make the link that all wait for who want one. lost: it broke, and the peer is away where
-        this takes too long."""
-        known, limit_s = self.others.incarnation(address), AWAY_S if lost else CALL_S
+    async def _reach(self, address: str) -> Link | DataplaneError:
+        """Make the link that all wait for who want one."""
         broken: LinkBroken | None = None
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(CALL_S):
                 while True:
                     try:
                         return await self._greet(address)
                     except LinkBroken as exc:
                         is_other = address not in self.host.roster.members
-                        in_vain = is_other or self.others.is_away(address)
-                        if not lost and (in_vain or type(exc) is type(broken) is Unreadable):
+                        if is_other or type(exc) is type(broken) is Unreadable:
                             return Unavailable(exc.message, **exc.details)
                         broken = exc
                     await asyncio.sleep(RECONNECT_S)
-        except (TimeoutError, DataplaneError) as exc:
-            if lost and self.others.incarnation(address) == known:
-                self.others.away(address)
-            if isinstance(exc, DataplaneError):
-                return exc
-            if lost:
-                return Unavailable(self._went_away(address), address=address)
-            return self._silent(address, "a greeting", limit_s)
-        finally:
-            self.others.looked_for.discard(address)
+        except TimeoutError:
+            return self._silent(address, "a greeting", CALL_S)
+        except DataplaneError as exc:
+            return exc
 
     async def _greet(self, address: str) -> Link:
-        link = Link(address, self._break, self._bring, lambda: self.on_stale())
+        link = Link(address, self._break, self._bring, lambda: self.on_stale(), self._heard)
         asked = _Call(address, self.others.introduction(), self.host.caller())
         rid, greeting = self._request(asked, CALL_S)
         try:
@@ -304,7 +291,7 @@ class Mesh:
         return link
 
     def _break(self, link: Link) -> None:
-        """The connection ended: calls under way fail; is the peer still there?"""
+        """The connection ended: calls under way fail, and those that may are sent again."""
         if self._tasks.closed:
             return
         why = self._went_away(link.address)
@@ -313,11 +300,19 @@ class Mesh:
             return  # it was being made
         del self._links[link.address]
         name = self.others.name(link.address)
-        log.warning("the connection to peer %s at %s broke", name, link.address)
-        if self.others.incarnation(link.address) is not None:
-            self.others.looked_for.add(link.address)
-            reaching = self.spawn(self._reach(link.address, lost=True))
-            self._reaching[link.address] = reaching
+        log.info("peer %s at %s: the connection broke", name, link.address)
+
+    def _heard(self, peer: Owner) -> None:
+        self.on_heard(peer)
+
+    def is_linked(self, owner: Owner) -> bool:
+        """Whether a connection to this very process is there."""
+        link = self._links.get(owner.peer)
+        return (
+            link is not None
+            and link.hello is not None
+            and link.hello.incarnation == owner.incarnation
+        )
 
     def _went_away(self, address: str) -> str:
         return (

@@ -35,6 +35,7 @@ from dataplane.wire.peering import (
     Append,
     Beat,
     CanFree,
+    Confirm,
     Duplicate,
     Identify,
     Inherited,
@@ -59,18 +60,22 @@ CONTROL_BYTES = 64 << 20
 it."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
-ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
-"""What a peer may say that is no member, or not yet."""
+ANYBODY = frozenset({PeerHello, Beat, Rostered, Confirm, Stats})
+"""What a peer may say that is no member, or not yet; its handler looks who it is."""
 ANY_EPOCH = frozenset({Inherited, Release, Sample, Identify, Pull, Settle})
 """What does not depend on who serves which shard."""
 OF_SHARDS = frozenset({Inherited, Release})
 """Of these what shards name. A peer that went on by itself, under a roster that nobody else got,
 has undone with its end what it did there: who takes its shards over goes on from before."""
 WHENEVER = ANYBODY | ANY_EPOCH
-UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Identify, Pull})
+UNHELD = frozenset(
+    {PeerHello, Beat, Rostered, Confirm, Append, Duplicate, Stats, Sample, Identify, Pull}
+)
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
-CONTROL = frozenset({Beat, Rostered, Append, Duplicate, Inherited, Release, Settle, CanFree, Pull})
+CONTROL = frozenset(
+    {Beat, Rostered, Confirm, Append, Duplicate, Inherited, Release, Settle, CanFree, Pull}
+)
 """What peers ask each other so that calls can be answered: it goes over the control stream. Pulls
 are among it because a shard may have to bring values before it answers."""
 
@@ -84,6 +89,8 @@ class PeerDoor:
     _hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]]
     """has them end with this peer"""
     _gate: Gate
+    _heard: Callable[[Owner], None]
+    """told whose process a request came from"""
 
     def __post_init__(self) -> None:
         self.streams = Streams(self._gate.encrypted, self._arrived)
@@ -136,6 +143,7 @@ class PeerDoor:
             return
         limit_s = request.deadline_ms / 1000
         sender = Owner(request.sender, request.incarnation)
+        self._heard(sender)
         if request.has is not None:
             self.heard(sender, *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
@@ -146,7 +154,7 @@ class PeerDoor:
                 self._check_control(stream, request)
             if type(request.body) is Pull and stream.is_full:
                 outcome = self._drained(stream, request, sender)
-            elif type(request.body) in ANYBODY or self._is_in_step(request, sender):
+            elif _is_for_anybody(request.body) or self._is_in_step(request, sender):
                 outcome = self._carry_out(request)
             else:
                 outcome = self._in_step(request, sender)
@@ -204,8 +212,11 @@ class PeerDoor:
             reply = failed(exc)
         if self._answers_now(stream, request, sender, reply):
             return
+        until = self.host.now() + request.deadline_ms / 1000
         try:
-            await self.host.progress.reached(self.host.now() + request.deadline_ms / 1000)
+            await self.host.progress.reached(until)
+            if _is_of_a_shard(request.body):
+                await self.host.serving.until_sure(until)
         except Exception as exc:
             reply = failed(exc)
         self._answer(stream, request, reply)
@@ -213,9 +224,12 @@ class PeerDoor:
     def _answers_now(
         self, stream: Stream, request: PeerRequest, sender: Owner, reply: Body
     ) -> bool:
-        """The answer goes out, unless the backup has yet to get what it may tell of."""
+        """The answer goes out, unless the backup has yet to get what it may tell of, or to confirm
+        that this peer still serves."""
         refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
         unheld = type(request.body) in UNHELD and not self._is_passed_on(request)
+        if _is_of_a_shard(request.body) and not (refused or self.host.serving.is_sure()):
+            return False  # it may be of the past: another peer may serve the shard by now
         append = None
         if not (unheld or refused or self.host.progress.is_settled):
             append = self.carry(sender, stream.id)
@@ -283,11 +297,14 @@ class PeerDoor:
     def _is_in_step(self, request: PeerRequest, sender: Owner) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""
         roster = self.host.roster
-        return request.epoch == roster.epoch and roster.has(sender) and self.host.serving.is_sure()
+        if request.epoch != roster.epoch or not roster.has(sender):
+            return False
+        return not _is_of_a_shard(request.body) or self.host.serving.is_sure()
 
     async def _catch_up(self, request: PeerRequest, sender: Owner) -> None:
         until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
-        await self.host.serving.until_sure(until)
+        if _is_of_a_shard(request.body):
+            await self.host.serving.until_sure(until)
         while request.epoch[1] > self.host.roster.epoch[1]:
             if not await self.host.another_roster(self.host.roster, until):
                 break
@@ -311,3 +328,15 @@ class PeerDoor:
             sender=sender,
             number=here[1],
         )
+
+
+def _is_for_anybody(body: Body) -> bool:
+    """Whether any peer may ask it, whatever roster it has."""
+    return type(body) in ANYBODY and not _is_of_a_shard(body)
+
+
+def _is_of_a_shard(body: Body) -> bool:
+    """Whether only the primary of a shard may answer it."""
+    if type(body) is Stats:
+        return bool(body.partition)
+    return type(body) not in UNHELD

@@ -1,12 +1,12 @@
 """Streams: what peers call each other on, TCP on the event loop itself.
 
-A link greets over zmq, whose thread tells of a peer that stopped while this one's loop works. With
-the answer comes where the other side accepts streams, and the secrets of two of them. The *call
-stream* carries what clients ask, and is paused while too much of it is unanswered. The *control
-stream* carries what peers ask each other to keep the plane going, and is never paused. On its way
-through libzmq a message would wake two more threads on either side. With a token a secret, which
-only the encrypted greeting carried, has a fresh key for each direction, and every frame is sealed
-(AES-256-GCM, numbered by its place); anything out of place ends the connection.
+A link greets over zmq. With the answer comes where the other side accepts streams, and the secrets
+of two of them. The *call stream* carries what clients ask, and is paused while too much of it is
+unanswered. The *control stream* carries what peers ask each other to keep the plane going, and is
+never paused. On its way through libzmq a message would wake two more threads on either side. With a
+token a secret, which only the encrypted greeting carried, has a fresh key for each direction, and
+every frame is sealed (AES-256-GCM, numbered by its place); anything out of place ends the
+connection.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ JOIN_S = 3.0
 """Within which a connection has to say it, and a dialled one to be made."""
 FULL_BYTES = 4 << 20
 """More than this waits to be sent: who can wait does, and who asked for it asks nothing more."""
-UNACKED_MS = 30_000
-"""After so long in which the other host takes nothing the connection ends. Longer than a call: who
-stopped is told by zmq's heartbeats within a second, and who is busy may be so for a while."""
+UNACKED_MS = 8_000
+"""A connection ends when the other host acknowledges nothing for this long, and the next call dials
+anew: after a cut the kernel repeats what was lost ever later, a new connection comes through at
+once. It says nothing about the peer."""
+KEEPALIVE_S = 1
 
 Take = Callable[["Stream", bytes | memoryview], None]
 Ended = Callable[["Stream", str], None]
@@ -121,7 +123,7 @@ class Stream(asyncio.Protocol):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_MS)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            raw.setsockopt(socket.IPPROTO_TCP, option, UNACKED_MS // 3_000)
+            raw.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S)
         if self._paused:
             self._transport.pause_reading()
 

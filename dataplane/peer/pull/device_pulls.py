@@ -46,7 +46,6 @@ class DevicePulls:
         self._choice = pulls.transport
         self.paths = Paths(pulls.sampling, STAGED, "values on devices")
         self._missing: dict[str, str] = {}
-        self.mesh.others.on_away.append(self._gone)
 
     @property
     def address(self) -> str:
@@ -198,7 +197,9 @@ class DevicePulls:
         self.pulls.brought[way].add(call_stage.get(), int(needed[here].sum()))
         return fresh
 
-    def _gone(self, owner: Owner) -> None:
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more."""
+        self.paths.gone(owner)
         for arena in self.host.space.devices:
             arena.space.copies.drop_owner(owner.incarnation)
 

@@ -118,7 +118,6 @@ class Paths:
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
         self._remotes: dict[Owner, Remote] = {}
-        self.mesh.others.on_away.append(self._gone)
 
     @property
     def required(self) -> bool:
@@ -224,7 +223,8 @@ class Paths:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _gone(self, owner: Owner) -> None:
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more."""
         self._paths.pop(owner, None)
         remote = self._remotes.pop(owner, None)
         if remote is not None and self.engine is not None:

@@ -64,6 +64,8 @@ appends and life signs."""
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
 AGAIN_S = 0.5
+PASSES_S = 10.0
+"""A rejected or broken transfer is repeated for this long, although the peer itself answers."""
 """An owner that could not be reached, and is no lost peer yet, is asked again so much later."""
 LOOK_S = 0.5
 """So long after a pull its owner is asked which copies here are of what it has freed."""
@@ -112,9 +114,10 @@ class Pulls:
             "peers": self.paths.shown(),
         }
 
-    async def close(self) -> None:
+    async def close(self, witnessed: bool = False) -> None:
+        """witnessed: others are to be told that this process has ended."""
         if self.engine is not None:
-            await self.engine.stop()
+            await self.engine.stop(witnessed)
 
     # reading from others
 
@@ -225,6 +228,7 @@ class Pulls:
     def gone(self, owner: Owner) -> None:
         """That process is no member any more."""
         self._turns.pop(owner.incarnation, None)
+        self.paths.gone(owner)
         if self.host.space.copies.drop_owner(owner.incarnation):
             self.room.pump()
 
@@ -232,12 +236,13 @@ class Pulls:
         sizes = padded(needed.astype(U8))
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.devices.read, remote))
-        until = self.host.now() + self.left_s()
+        began = self.host.now()
+        until = began + self.left_s()
         while True:
             try:
                 return await self._sent(owner, remote, sizes)
             except (Unavailable, TransferFailed):
-                if not await self._may_return(owner, until):
+                if not await self._is_to_be_asked_again(owner, began, until):
                     raise
 
     async def _sent(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Array:
@@ -308,16 +313,17 @@ class Pulls:
         while self.host.roster.has(owner):
             await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
 
-    async def _may_return(self, owner: Owner, until: float) -> bool:
-        """Whether an owner that could not be reached is to be asked again: it may be cut off for a
-        while. RowsLost where it is lost."""
-        doubtful = self.mesh.others.may_be_dead(owner)
-        if doubtful:
-            soon = min(until, self.host.now() + AGAIN_S)
-            await self.host.another_roster(self.host.roster, soon)
+    async def _is_to_be_asked_again(self, owner: Owner, began: float, until: float) -> bool:
+        """Whether an owner whose values did not come is asked again, after a pause: its host may
+        be cut off, or reject connections, for a while. Where the peer itself answers all along and
+        only its bulk worker does not, the caller hears so. RowsLost where the owner is lost."""
+        now = self.host.now()
+        again = now < until and (now < began + PASSES_S or not self.mesh.is_linked(owner))
+        if again:
+            await self.host.another_roster(self.host.roster, min(until, now + AGAIN_S))
         if not self.host.roster.has(owner):
             raise _went(owner)
-        return doubtful and self.host.now() < until
+        return again
 
     async def at_hand(
         self, ranges: Array, holder: int, reader: int = PULLER

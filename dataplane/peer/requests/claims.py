@@ -212,7 +212,7 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             raise
         if isinstance(resolved, tuple):
-            return self._claimed(one, granted, *resolved)
+            return _claimed(granted, *resolved)
         return self._pulled(one, granted, needed_bytes, resolved)
 
     async def _pulled(
@@ -238,7 +238,7 @@ class Claims:
             raise
         finally:
             self.room.back(one.number)
-        return self._claimed(one, granted, table, pin)
+        return _claimed(granted, table, pin)
 
     async def _has_room(self, one: _Claiming, needed_bytes: int) -> None:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
@@ -255,11 +255,15 @@ class Claims:
         finally:
             one.session.waiting -= 1
 
-    def _claimed(self, one: _Claiming, granted: Claimed, table: Table, pin: int) -> Claimed:
-        """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
-        if one.body.lease_ms:
-            self.leases.limit(granted.lease, self.host.now() + one.body.lease_ms / 1000)
-        return Claimed(granted.lease, pin, table, granted.plan)
+    def answered(self, asked: Claim, claimed: Claimed) -> None:
+        """The client gets its rows now. A hard limit begins: no wait before this counts."""
+        if asked.lease_ms:
+            self.leases.limit(claimed.lease, self.host.now() + asked.lease_ms / 1000)
+
+
+def _claimed(granted: Claimed, table: Table, pin: int) -> Claimed:
+    """The answer to the client."""
+    return Claimed(granted.lease, pin, table, granted.plan)
 
 
 def _check_fields(table: Table, asked: list[str]) -> None:

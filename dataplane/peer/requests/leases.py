@@ -80,7 +80,7 @@ class Leases:
         passed = []
         while self._deadlines and self._deadlines[0][0] <= now:
             lease = self._leases.get(heapq.heappop(self._deadlines)[1])
-            if lease is not None:
+            if lease is not None and lease.deadline is not None and lease.deadline <= now:
                 passed.append(lease)
         return passed
 

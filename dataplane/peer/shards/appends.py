@@ -6,7 +6,8 @@ meanwhile waits behind the dump (`_later`), so the stream has one order, and eac
 
 While the roster calls the backup in sync, no answer and no message leaves this peer before the
 backup has all that was done up to then: whoever hears of a change finds it again after this peer's
-death. Nor before a backup that is not in sync any more knows that: a new keeper of the roster may
+death. Nor before a backup that is not in sync any more knows that, unless it confirms nothing
+(`confirming`): a new keeper of the roster may
 hear of none but the one that it was in sync by, and have it take over what it has. What this peer
 has copies of goes along once their primary leaves: its shards move here, and then the backup has
 them already.
@@ -115,6 +116,8 @@ class Shipping:
         self._task: asyncio.Task[object] | None = None
         self._parting: asyncio.Task[object] | None = None
         """the backup, which was in sync, is told that it is not any more"""
+        self._is_overdue = False
+        """the backup has confirmed nothing for a while"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
         """copies of partitions that are this peer's soon"""
         self.on_whole: Callable[[], None] = lambda: None
@@ -247,15 +250,16 @@ class Shipping:
 
     def turned(self, new: Roster) -> None:
         """A new roster may name another backup, or call it in sync."""
-        address, _ = new.backup_of(self.host.address)
-        owner = next((o for o in new.owners if o.peer == address), None)
+        owner = self._backup_by(new)
         parted, self._parting = self._parting, None
         if parted is not None:
             parted.cancel()
         before, in_sync = self.backup, new.backup_of(self.host.address)[1]
         required = self.progress.required
         stays = owner == before and parted is None and (self.synced or in_sync or not required)
-        if not stays and before is not None and required and new.has(before):
+        stays |= owner == before and self._is_overdue  # it goes on from where it was, as a learner
+        is_told = before is not None and required and new.has(before) and not self._is_overdue
+        if before is not None and is_told and not stays:
             self._parting = self.mesh.spawn(self._part(before, owner))
         elif not stays:
             self._change_to(owner)
@@ -275,8 +279,34 @@ class Shipping:
         self._parting = None
         self._change_to(owner)
 
+    def unconfirmed(self) -> None:
+        """The backup has confirmed nothing for a while: it is to leave the in-sync set, so that
+        calls go on without it. When it has everything again it is in sync again."""
+        if self._is_overdue:
+            return
+        self._is_overdue = True
+        if self._parting is not None:
+            self._parting.cancel()
+            self._parting = None
+            self._change_to(self._backup_by(self.host.roster))
+        elif self.synced and self.backup is not None:
+            log.warning("backup %s: confirms nothing, leaves the in-sync set", self.backup.peer)
+            self.synced = False
+            if not self._under_way:
+                self._under_way = True
+                self._task = self.mesh.spawn(self._insist(self.backup, *self._next()))
+            self.on_whole()
+
+    def confirmed(self) -> None:
+        """The backup confirmed what it was asked just now."""
+        self._is_overdue = False
+
+    def _backup_by(self, roster: Roster) -> Owner | None:
+        address, _ = roster.backup_of(self.host.address)
+        return next((o for o in roster.owners if o.peer == address), None)
+
     def _change_to(self, owner: Owner | None) -> None:
-        self.backup, self._in_vain = owner, 0
+        self.backup, self._in_vain, self._is_overdue = owner, 0, False
         self._stop()
         self._begin()
 

@@ -31,7 +31,7 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Begun, Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done, Dropped
-from dataplane.wire.peering import Append, Duplicate, Inherited, Shipment
+from dataplane.wire.peering import Append, Confirm, Duplicate, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import Owner
 
@@ -73,10 +73,13 @@ class Replicas:
     def __post_init__(self) -> None:
         self.copying = self.shipping.copying
         self._origins: dict[Owner, _Origin] = {}
+        self._confirmed: dict[Owner, float] = {}
+        """when this peer confirmed last that it takes over from nobody whom it backs up"""
         self._named: set[Owner] = set()
         """peers whose values or changes the shards know that were taken over just now"""
         self.mesh.handlers[Append] = self._append
         self.mesh.handlers[Duplicate] = self._duplicate
+        self.mesh.handlers[Confirm] = self._confirm
         self.mesh.has = self.has
         self.mesh.handlers[Inherited] = self.references.inherited
 
@@ -92,6 +95,14 @@ class Replicas:
             if owner.peer == address and not origin.valued and not self._passes_on(address):
                 return origin.stream, origin.next
         return None
+
+    def _confirm(self, caller: Caller, body: Confirm) -> Body:
+        """StaleEpoch unless this peer backs the sender up, as far as it knows."""
+        roster = self.host.roster
+        if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
+            raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
+        self._confirmed[caller.owner] = self.host.now()
+        return Done()
 
     # replaying
 
@@ -291,6 +302,9 @@ class Replicas:
                 origin = self._origins.pop(owner, None)
                 if origin is None and owner in whole:  # broken, and the authority had yet to hear
                     self.host.lose(old.shards_of(owner.peer).tolist())
+                ended = owner in last and last[owner].ended
+                if owner in self._confirmed and not ended:
+                    self.host.serving.succeed(self._confirmed[owner])
                 self._take_over(owner, origin or _Origin(0), old)
             else:
                 self._forget(owner)
@@ -299,6 +313,7 @@ class Replicas:
                 self._forget(owner)
             else:
                 self._pass_on(owner, origin)
+        self._confirmed = {one: at for one, at in self._confirmed.items() if new.has(one)}
 
     def _is_spoken_for(self, owner: Owner, old: Roster) -> bool:
         """Whether one that had its shards meanwhile, unknown to this peer, was lost after it: what

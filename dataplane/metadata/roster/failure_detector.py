@@ -1,0 +1,217 @@
+"""Which members are lost: judged on evidence of their death, never on lateness alone.
+
+Sans-I/O: evidence and times in, lost members out. `Contacts` keeps what one peer finds out itself
+about the processes and hosts that it watches. `FailureDetector` belongs to the roster keeper. It
+joins the keeper's own contacts with the messages it hears and with what other members report.
+
+A member is lost on one of four grounds:
+
+- process gone: its own host says so (`Contacts.ended`);
+- all processes gone: every port of it is refused for REFUSED_S without a break;
+- host gone: its kernel answers neither the keeper nor one more member for UNREACHED_S;
+- silent: it sends no message for `lost_after_s`.
+
+Except for the first ground, a keeper that hears under half of the members doubts itself first.
+Time in which the keeper itself did not run counts against nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+HEARD_S = 3.0
+"""The keeper hears a member while the last message from it is younger than this."""
+REFUSED_S = 5.0
+UNREACHED_S = 7.0
+GAP_S = 2.0
+"""A streak of refusals, or of silence, breaks where two looks are further apart."""
+DOUBT_S = 5.0
+"""How much longer a keeper waits that hears under half of the members."""
+ALONE_S = 60.0
+"""A keeper with two or more other members that hears none of them for less than this loses none."""
+RECENT_S = 60.0
+"""Members lost in this time, and not proven dead, count among the silent."""
+RETURN_S = 5.0
+"""After a doubt, every member has this long to be heard again."""
+STALL_S = 1.2
+"""A keeper that did not run for longer than this heard nobody meanwhile."""
+
+
+@dataclass(slots=True)
+class _Streak:
+    """Looks with one outcome, without a break."""
+
+    since: float
+    last: float
+
+    def go_on(self, since: float, now: float) -> None:
+        if since - self.last > GAP_S:
+            self.since = since
+        self.last = now
+
+
+class Contacts:
+    """What one peer finds out itself about the processes that it watches."""
+
+    def __init__(self) -> None:
+        self._ended: set[Owner] = set()
+        self._refused: dict[Owner, _Streak] = {}
+        self._unreached: dict[Owner, _Streak] = {}
+
+    # evidence
+
+    def ended(self, peer: Owner) -> None:
+        """Its own host says that the process has ended."""
+        self._ended.add(peer)
+
+    def answered(self, peer: Owner) -> None:
+        """Its kernel answered, and something listens at one of its ports."""
+        self._refused.pop(peer, None)
+        self._unreached.pop(peer, None)
+
+    def refused(self, peer: Owner, now: float) -> None:
+        """Every port of the process was refused just now."""
+        self._unreached.pop(peer, None)
+        self._refused.setdefault(peer, _Streak(now, now)).go_on(now, now)
+
+    def unanswered(self, peer: Owner, since: float, now: float) -> None:
+        """Its kernel answered nothing from `since` until now."""
+        self._refused.pop(peer, None)
+        streak = self._unreached.setdefault(peer, _Streak(since, now))
+        streak.since = min(streak.since, since)
+        streak.go_on(since, now)
+
+    def forget(self, peer: Owner) -> None:
+        self.answered(peer)
+        self._ended.discard(peer)
+
+    # what follows from it
+
+    def has_ended(self, peer: Owner) -> bool:
+        return peer in self._ended
+
+    def is_refused(self, peer: Owner) -> bool:
+        """Whether all its ports have been refused for REFUSED_S."""
+        streak = self._refused.get(peer)
+        return streak is not None and streak.last - streak.since >= REFUSED_S
+
+    def is_unreached(self, peer: Owner) -> bool:
+        """Whether its kernel has answered nothing for UNREACHED_S."""
+        streak = self._unreached.get(peer)
+        return streak is not None and streak.last - streak.since >= UNREACHED_S
+
+    def unreached(self) -> list[Owner]:
+        """All of those, as a member reports them to the keeper."""
+        return [peer for peer in self._unreached if self.is_unreached(peer)]
+
+
+class FailureDetector:
+    """me: address of the keeper. contacts: its own."""
+
+    def __init__(self, me: str, contacts: Contacts, lost_after_s: float) -> None:
+        self._me = me
+        self._contacts = contacts
+        self._lost_after_s = lost_after_s
+        self._heard: dict[Owner, float] = {}
+        self._reports: dict[Owner, frozenset[Owner]] = {}
+        self._recent: dict[Owner, float] = {}
+        """members lost without proof, and when"""
+        self._ran_at = 0.0
+        self._any_heard_at = 0.0
+        self._doubts_since: float | None = None
+        self._sure_at = 0.0
+
+    def __contains__(self, address: str) -> bool:
+        return any(owner.peer == address for owner in self._heard)
+
+    # evidence
+
+    def heard(self, peer: Owner, now: float) -> None:
+        """A message of this process arrived."""
+        self._run(now)
+        self._heard[peer] = self._any_heard_at = now
+
+    def reported(self, by: Owner, unreached: Iterable[Owner]) -> None:
+        """Whose kernels a member cannot reach now; replaces what it reported before."""
+        self._reports[by] = frozenset(unreached)
+
+    # what follows from it
+
+    def lost(self, members: Sequence[Owner], now: float) -> list[Owner]:
+        """The members that are lost, which are forgotten here. members: the processes that were
+        seen; one that was not heard yet counts as heard now."""
+        self._run(now)
+        others = [owner for owner in members if owner.peer != self._me]
+        for one in others:
+            if one not in self._heard:
+                self._heard[one] = self._any_heard_at = now
+        ended = [one for one in others if self._contacts.has_ended(one)]
+        alive = [one for one in others if one not in ended]
+        due = [one for one in alive if self._is_due(one, alive, now)]
+        if not self._may_lose(due, alive, now):
+            due = []
+        for one in due:
+            self._recent[one] = now
+        lost = [*due, *ended]
+        self._keep({*others} - {*lost}, now)
+        return lost
+
+    def _hears(self, one: Owner, now: float) -> bool:
+        return now - self._heard[one] <= HEARD_S
+
+    def _is_due(self, one: Owner, alive: list[Owner], now: float) -> bool:
+        silent_s = now - self._heard[one]
+        if silent_s >= self._lost_after_s:
+            return True
+        if silent_s >= REFUSED_S and self._contacts.is_refused(one):
+            return True
+        if silent_s < HEARD_S or not self._contacts.is_unreached(one):
+            return False
+        others = [other for other in alive if other != one and self._hears(other, now)]
+        return not others or any(one in self._reports.get(other, ()) for other in others)
+
+    def _may_lose(self, due: list[Owner], alive: list[Owner], now: float) -> bool:
+        """Whether it is the members that are gone, as far as the keeper can tell, and not its own
+        network. Where the plane has one other member, the grounds alone decide."""
+        heard = sum(self._hears(one, now) for one in alive)
+        back = {one.peer for one in alive}
+        total = len(alive) + sum(one.peer not in back for one in self._recent)
+        if total < 2 or 2 * heard >= total:
+            if self._doubts_since is not None:
+                log.info("roster keeper: hears %d of %d members again", heard, total)
+                self._doubts_since, self._sure_at = None, now + RETURN_S
+            return now >= self._sure_at
+        if self._doubts_since is None:
+            if not due:
+                return True
+            log.warning(
+                "roster keeper: hears %d of %d members, so its own network may have failed: "
+                "calls nobody lost for now",
+                heard,
+                total,
+            )
+            self._doubts_since = now
+        if not heard and now - self._any_heard_at < ALONE_S:
+            return False
+        return now - self._doubts_since >= DOUBT_S
+
+    def _run(self, now: float) -> None:
+        """A keeper that did not run heard nobody: for it, no time has passed."""
+        missed_s = now - self._ran_at
+        self._ran_at = now
+        if missed_s > STALL_S:
+            self._heard = {owner: at + missed_s for owner, at in self._heard.items()}
+            self._any_heard_at += missed_s
+            if self._doubts_since is not None:
+                self._doubts_since += missed_s
+
+    def _keep(self, owners: set[Owner], now: float) -> None:
+        self._heard = {owner: at for owner, at in self._heard.items() if owner in owners}
+        self._reports = {one: told for one, told in self._reports.items() if one in owners}
+        self._recent = {one: at for one, at in self._recent.items() if now - at < RECENT_S}

@@ -1,0 +1,278 @@
+"""The witness of a peer's process, and how other peers watch that process.
+
+A bulk worker leaves a witness behind as it starts: a child without the arena, which waits for the
+end of the peer. From then on it answers at the worker's port, for LINGER_S, that this process has
+ended. So other peers know at once that a process is gone, and need not guess from its silence.
+
+A watch is one idle connection to that port. While the peer lives its bulk worker answers there, and
+TCP's keepalive finds out whether the host is there: no data are on their way on it, so a loaded
+link does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import hmac
+import os
+import secrets
+import select
+import socket
+import ssl
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.transport.bulk_frames import (
+    CHALLENGE_BYTES,
+    MAX_JOIN_FRAME_BYTES,
+    Configure,
+    FromOwner,
+    Greeting,
+    Join,
+    Joined,
+    Refused,
+    Watch,
+    Watched,
+    decode_from_owner,
+    encode,
+)
+from dataplane.transport.owner import RangeServer
+from dataplane.transport.seam import PinDesk, Pinned, Records, Region
+from dataplane.transport.secure_stream import door, reading_context
+from dataplane.transport.stream import BulkStream, split_address
+from dataplane.transport.tickets import fingerprint_of, nonce_of, proof, watched_mac
+from dataplane.wire.frames import HEADER_BYTES, body_length
+from dataplane.wire.limits import PROTOCOL_VERSION
+from dataplane.wire.tables import Owner
+
+LINGER_S = 15.0
+"""Longer than a cut that loses nobody, so that a death during one is proven after it."""
+WORKER_FIRST_S = 1.0
+"""A worker that ends with its peer may be seen to end first, by this much."""
+DIAL_S = 1.0
+EXCHANGE_S = 5.0
+KEEPALIVE_S, KEEPALIVES = 1, 7
+"""A host that answers none of these is gone, or cut off."""
+_NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+# the witness
+
+
+def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence[int]) -> None:
+    """Fork it. To be called before there are threads, and before the arena is mapped.
+
+    keeps_not: descriptors that the witness must not hold.
+    """
+    peer = os.pidfd_open(os.getppid())
+    worker = os.pidfd_open(os.getpid())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's own threads are idle
+        if os.fork():
+            os.close(peer)
+            os.close(worker)
+            return
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # whoever reads the worker's output does not wait for this
+            os.dup2(nothing, descriptor)
+        for descriptor in keeps_not:
+            os.close(descriptor)
+        if _outlives(peer, worker, listener):
+            stream_of = door(first.tls) if first.tls else BulkStream
+            RangeServer(
+                listener, first.owner, first.key, Region(0, 0), _Nothing(), {}, stream_of, True
+            ).start()
+            time.sleep(LINGER_S)
+    finally:
+        os._exit(0)
+
+
+class _Nothing(PinDesk):
+    def pin(self, ranges: Records, deadline: float) -> Pinned:
+        raise ProtocolError("a witness has no ranges")
+
+    def unpin(self, ask: int, nbytes: int) -> None:
+        raise ProtocolError("a witness has no ranges")
+
+
+def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:
+    """Wait for the end of the peer. False where only the worker has ended, which gets another
+    witness as it starts again; or where the port was closed in order."""
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+    poll.register(worker, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    poll.unregister(worker)
+    until = time.monotonic() + WORKER_FIRST_S
+    while peer not in ready and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if time.monotonic() >= until:
+            return False
+        ready = {fd for fd, _ in poll.poll(50)}
+    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+# the watch
+
+
+class Look(enum.Enum):
+    """What one look at a process showed."""
+
+    ANSWERED = enum.auto()
+    """Its host answers, and something listens there."""
+    ENDED = enum.auto()
+    """Its host says that the process has ended."""
+    REFUSED = enum.auto()
+    """Its host refuses every port that the process had."""
+    UNANSWERED = enum.auto()
+    """Its host answers nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process to watch. bulk: `host:port` of its bulk worker, "" where it is not known.
+    fingerprint: see `seam.Remote`. ports: `host:port` of the others that it has."""
+
+    owner: Owner
+    bulk: str
+    fingerprint: str
+    ports: tuple[str, ...]
+
+
+Tell = Callable[[Look, float], None]
+"""What was seen, and since when it has been so (monotonic)."""
+
+
+async def watch(
+    process: Process, key: bytes, tell: Tell, silent_since: float | None
+) -> float | None:
+    """Look at a process, and watch it for as long as the connection lasts.
+
+    silent_since: what the watch before returned: when its host stopped answering, None where it did
+    not.
+    """
+    began = time.monotonic()
+    try:
+        sock = await _dial(process.bulk or process.ports[0])
+    except ConnectionRefusedError:
+        others = process.ports if process.bulk else process.ports[1:]
+        if all(await asyncio.gather(*map(_is_refused, others))):
+            tell(Look.REFUSED, began)
+        return None
+    except OSError as exc:
+        if not isinstance(exc, TimeoutError) and exc.errno not in _NO_ANSWER:
+            return None
+        since = began if silent_since is None else silent_since
+        tell(Look.UNANSWERED, since)
+        return since
+    tell(Look.ANSWERED, began)
+    if not process.bulk:
+        sock.close()
+        return None
+    return await _stay(process, key, tell, sock)
+
+
+async def _dial(address: str) -> socket.socket:
+    """TimeoutError where nothing answers, other OSErrors where something does."""
+    host, port = split_address(address)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+            (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+            (socket.TCP_KEEPCNT, KEEPALIVES),
+        ):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        async with asyncio.timeout(DIAL_S):
+            await asyncio.get_running_loop().sock_connect(sock, (host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _is_refused(address: str) -> bool:
+    try:
+        (await _dial(address)).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+async def _stay(process: Process, key: bytes, tell: Tell, sock: socket.socket) -> float | None:
+    """Ask at the port, then wait for the connection to end."""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(EXCHANGE_S):
+            reader, writer = await _opened(process, sock)
+            if await _has_ended(process.owner, key, reader, writer):
+                tell(Look.ENDED, time.monotonic())
+                return None
+        await reader.read(1)
+    except OSError as exc:
+        if exc.errno in _NO_ANSWER:
+            return time.monotonic() - KEEPALIVE_S * KEEPALIVES
+    except (DataplaneError, EOFError):
+        pass  # it is not the worker of that process, or it is ending; the next look shows
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+        else:
+            sock.close()
+    return None
+
+
+async def _opened(
+    process: Process, sock: socket.socket
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if not process.fingerprint:
+        return await asyncio.open_connection(sock=sock)
+    context = reading_context()
+    reader, writer = await asyncio.open_connection(sock=sock, ssl=context, server_hostname="")
+    tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
+    shown = fingerprint_of(tls.getpeercert(binary_form=True) or b"")
+    if not hmac.compare_digest(shown.encode(), process.fingerprint.encode()):
+        writer.transport.abort()
+        raise ProtocolError(f"{process.bulk} shows another certificate than its peer told of")
+    return reader, writer
+
+
+async def _has_ended(
+    owner: Owner, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> bool:
+    """What the port says, proven on both sides as for a pull. ProtocolError, EOFError."""
+    greeting, mine = await _frame(reader), secrets.token_bytes(CHALLENGE_BYTES)
+    if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
+        raise ProtocolError("this is no bulk worker")
+    writer.write(
+        encode(Join(PROTOCOL_VERSION, mine, proof(key, "reader", greeting.challenge, mine)))
+    )
+    joined = await _frame(reader)
+    expected = proof(key, "owner", greeting.challenge, mine)
+    if not isinstance(joined, Joined) or not hmac.compare_digest(joined.proof, expected):
+        raise ProtocolError("this bulk worker is of another plane")
+    writer.write(encode(Watch(owner)))
+    watched = await _frame(reader)
+    if not isinstance(watched, Watched):
+        raise ProtocolError("this bulk worker does not say whether its peer has ended")
+    expected = watched_mac(key, nonce_of(greeting.challenge, 0), owner, watched.ended)
+    if not hmac.compare_digest(watched.mac, expected):
+        raise ProtocolError("it is not the bulk worker that says whether its peer has ended")
+    return watched.ended
+
+
+async def _frame(reader: asyncio.StreamReader) -> FromOwner:
+    header = await reader.readexactly(HEADER_BYTES)
+    body = await reader.readexactly(body_length(header, MAX_JOIN_FRAME_BYTES))
+    frame = decode_from_owner(body)
+    if isinstance(frame, Refused):
+        raise frame.error()
+    return frame

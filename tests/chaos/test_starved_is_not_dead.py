@@ -1,0 +1,182 @@
+"""Who is called lost, and how soon; and who is not, however its host or its links stall.
+
+Four hosts, of which "a" keeps the roster and "b" has 80 rows that lie nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dataplane import DataplaneError
+from tests.chaos.hosts import Hosts
+from tests.chaos.network import FAIR, Weather
+from tests.end_to_end.conftest import until
+
+NAMES = "abcd"
+ROWS, GROUP, WORDS = 80, 4, 2_000
+SLACK = 2.0
+"""A busy machine notices later than is promised, by this factor at most."""
+CALL_S = 60.0
+pytestmark = [pytest.mark.needs("ip"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with _running() as running:
+        yield running
+
+
+@contextmanager
+def _running() -> Iterator[Hosts]:
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_RUN_DIR", folder)
+        patch.setenv("DATAPLANE_TOKEN_FILE", "")
+        running = Hosts(Path(folder))
+        try:
+            running.start_all(NAMES)
+            _put(running, "first")
+            _all_there(running, "first")  # what connections and threads there will be there are
+            yield running
+        except PermissionError as exc:
+            pytest.skip(str(exc))
+        finally:
+            running.stop()
+
+
+def _put(hosts: Hosts, name: str) -> None:
+    part = hosts.planes["b"].partition(name, {"s": ["x"]}, group_size=GROUP, free="drop")
+    for group in range(ROWS // GROUP):
+        keys = [f"{group}-{row}" for row in range(GROUP)]
+        values = [np.full(WORDS, group * GROUP + row) for row in range(GROUP)]
+        part.put({"x": values}, key=keys, group=str(group))
+
+
+def _lives(hosts: Hosts) -> dict[str, int]:
+    return {name: plane.stats()["incarnation"] for name, plane in hosts.planes.items()}
+
+
+def _all_there(hosts: Hosts, name: str) -> None:
+    keys = [f"{group}-{row}" for group in range(ROWS // GROUP) for row in range(GROUP)]
+    for reader in "acd":
+        rows = hosts.planes[reader].partition(name).get(keys=keys, timeout=CALL_S)
+        assert [int(value[0]) for value in rows["x"]] == list(range(ROWS))
+
+
+class _Caller(threading.Thread):
+    """Puts a row and reads it, over and over, from one host."""
+
+    def __init__(self, hosts: Hosts, host: str, name: str) -> None:
+        super().__init__()
+        self.part = hosts.planes[host].partition(name, {"s": ["x"]}, free="drop")
+        self.done, self.failed = 0, list[str]()
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        while not self._end.is_set():
+            key = f"row {self.done}"
+            try:
+                self.part.put({"x": [np.arange(100)]}, key=[key], timeout=CALL_S)
+                self.part.get(keys=[key], timeout=CALL_S)
+            except DataplaneError as exc:
+                self.failed.append(repr(exc))
+                return
+            self.done += 1
+            self._end.wait(0.05)
+
+    def end(self) -> None:
+        self._end.set()
+        self.join()
+
+
+def _weather(name: str, weather: Weather, seconds: float) -> Callable[[Hosts], None]:
+    def act(hosts: Hosts) -> None:
+        hosts.switch.set(hosts.address(name), weather)
+        time.sleep(seconds)
+        hosts.switch.set(hosts.address(name), FAIR)
+
+    return act
+
+
+def _stop(seconds: float) -> Callable[[Hosts], None]:
+    def act(hosts: Hosts) -> None:
+        os.kill(hosts.peers["b"].pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(hosts.peers["b"].pid, signal.SIGCONT)
+
+    return act
+
+
+CALM: dict[str, Callable[[Hosts], None]] = {
+    "stopped for 15 s": _stop(15.0),
+    "cut off for 5 s": _weather("b", Weather(cut=True), 5.0),
+    "rejects what comes for 4 s": _weather("b", Weather(rejects="to"), 4.0),
+    "rejects what goes for 4 s": _weather("b", Weather(rejects="from"), 4.0),
+    "resets everything for 4 s": _weather("b", Weather(rejects="both"), 4.0),
+    "100 kbit/s": _weather("b", Weather(bytes_per_s=12_500), 15.0),
+    "keeper rejects what it sends for 4 s": _weather("a", Weather(rejects="from"), 4.0),
+    "keeper cut off for 30 s": _weather("a", Weather(cut=True), 30.0),
+}
+
+
+@pytest.mark.parametrize("what", CALM, ids=lambda text: text.replace(" ", "-"))
+def test_nobody_is_lost_and_calls_go_on(hosts: Hosts, what: str) -> None:
+    _put(hosts, f"rows {what}")
+    until(hosts.protected, "backups are in sync", 60)
+    before, members = _lives(hosts), hosts.members()
+    callers = [_Caller(hosts, host, f"calls from {host} {what}") for host in "cd"]
+    for caller in callers:
+        caller.start()
+    CALM[what](hosts)
+    began = [caller.done for caller in callers]
+    until(lambda: all(c.failed or c.done > n for c, n in zip(callers, began, strict=True)), "calls")
+    for caller in callers:
+        caller.end()
+    assert [caller.failed for caller in callers] == [[], []]
+    _all_there(hosts, f"rows {what}")
+    assert (_lives(hosts), hosts.members()) == (before, members)
+    until(hosts.protected, "backups are in sync", 60)
+
+
+def _kill(hosts: Hosts) -> None:
+    hosts.peers["b"].kill()
+
+
+def _kill_all(hosts: Hosts) -> None:
+    peer = psutil.Process(hosts.peers["b"].pid)
+    processes = [*peer.children(recursive=True), peer]
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+
+
+def _pull_the_plug(hosts: Hosts) -> None:
+    hosts.switch.set(hosts.address("b"), Weather(cut=True))
+
+
+@pytest.mark.parametrize(
+    ("kill", "within_s"),
+    [(_kill, 2.0), (_kill_all, 7.0), (_pull_the_plug, 10.0)],
+    ids=["one process", "all processes", "the host"],
+)
+def test_a_death_is_noticed_in_time(kill: Callable[[Hosts], None], within_s: float) -> None:
+    with _running() as hosts:
+        gone = hosts.address("b")
+        kill(hosts)
+        began = time.monotonic()
+        until(lambda: gone not in hosts.members(), "b is called lost", within_s * SLACK)
+        print(f"noticed after {time.monotonic() - began:.2f} s")
+        part = hosts.planes["c"].partition("after", {"s": ["x"]})
+        part.put({"x": [np.arange(10)]}, key=["k"], timeout=CALL_S)
+        hosts.switch.set(gone, FAIR)

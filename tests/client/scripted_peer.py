@@ -94,6 +94,9 @@ class ScriptedPeer:
     def bodies(self, *kinds: type[Body]) -> list[Any]:
         return [r.body for r in self.requests if isinstance(r.body, kinds)]
 
+    def requests_of(self, *kinds: type[Body]) -> list[Any]:
+        return [r for r in self.requests if isinstance(r.body, kinds)]
+
     def await_body(self, kind: type[Body], count: int = 1) -> Any:
         """The count-th request of this kind; waits for it, for at most 10 s."""
         with self._changed:

@@ -28,7 +28,7 @@ from dataplane.wire.messages import (
     Reply,
     Request,
 )
-from dataplane.wire.records import EXTENT, U4, VALUE, column
+from dataplane.wire.records import EXTENT, RANGE, U4, VALUE, column
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
@@ -220,6 +220,58 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
     batch.add(reward=[1, 2, 3, 4])
     batch.ack()
     assert [c.field for c in peer.bodies(Finish)[-1].columns] == ["reward"]
+
+
+def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    kept = np.array([(7, 1), (8, 1), (9, 1), (10, 1)], RANGE)
+    batch.add(reward=[np.zeros(5000)] * 4)
+    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "hm", {"ranges": kept.tobytes()})
+    with pytest.raises(dataplane.Unavailable) as told:
+        batch.ack()
+    assert not told.value.details
+    del peer.scripts[Finish]
+    batch.ack()
+    first, second = peer.requests_of(Finish)
+    assert first.op != second.op
+    assert len(column(first.body.ranges, EXTENT)) == 4 and not second.body.ranges
+    assert column(second.body.shared, RANGE).tolist() == kept.tolist()
+    assert second.body.columns == first.body.columns
+    assert batch.state == "acked"
+
+
+@pytest.mark.parametrize("then", ["ack", "add", "release"])
+def test_an_ack_without_an_answer_is_asked_again_under_its_number(
+    peer: ScriptedPeer, batch: Batch, then: str
+) -> None:
+    batch.add(reward=[np.zeros(5000)] * 4)
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    with pytest.raises(dataplane.DeadlineExceeded):
+        batch.ack(timeout=0.1)
+    assert batch.state == "leased"
+    del peer.scripts[Finish]
+    if then == "add":
+        with pytest.raises(dataplane.LeaseExpired, match="this batch was acked"):
+            batch.add(other=[1, 2, 3, 4])
+    else:
+        getattr(batch, then)()
+    first, second = peer.requests_of(Finish)
+    assert (first.op, first.body) == (second.op, second.body)
+    assert batch.state == "acked"
+
+
+def test_what_the_peer_did_not_look_at_is_still_the_batchs(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    batch.add(reward=[np.zeros(5000)] * 4)
+    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "not sure yet", {"unheard": True})
+    with pytest.raises(dataplane.Unavailable):
+        batch.ack()
+    del peer.scripts[Finish]
+    batch.ack()
+    first, second = peer.bodies(Finish)
+    assert (first.ranges, first.columns) == (second.ranges, second.columns)
 
 
 def test_a_claim_carries_its_demand(peer: ScriptedPeer, put: Put, part: Partition) -> None:

@@ -63,6 +63,20 @@ def test_room_granted_ahead_makes_the_next_put_one_message(
     assert len({column(p.ranges, EXTENT)["offset"].item() for p in puts}) == 4
 
 
+def test_room_that_no_message_named_serves_the_next_put(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    put = {"a": [np.arange(900)]}
+    peer.scripts[Put] = lambda r, b: Failed("Unavailable", "not sure yet", {"unheard": True})
+    with pytest.raises(dataplane.Unavailable):
+        part.put(put)
+    peer.scripts[Put] = lambda r, b: PutDone()
+    part.put(put)
+    assert len(peer.bodies(Reserve)) == 1
+    first, second = peer.bodies(Put)
+    assert first.ranges == second.ranges
+
+
 def test_minted_keys_carry_the_session_and_count_on(peer: ScriptedPeer, part: Partition) -> None:
     first, second = part.put({"a": [1, 2]}), part.put({"a": [3]})
     assert first.keys == [f"~{77:016x}{0:016x}", f"~{77:016x}{1:016x}"]

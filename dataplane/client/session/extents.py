@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.placement import fitting
+from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT
 
 MAX_LEFTOVERS = 16
@@ -84,12 +85,16 @@ class Leftovers:
         return None
 
     def keep(self, extents: Extents) -> Extents:
-        """Keep unwritten extents for the next put; returns those that must go back now."""
+        """Keep extents that no message has named for the next put; returns those that must go back
+        now. Each comes with the padding that belongs to its value."""
         if not len(extents):
             return extents
         with self._lock:
             self._touched = time.monotonic()
-            more: list[tuple[int, int]] = extents.tolist()
+            more = [
+                (at, max(many + -many % ALIGNMENT_BYTES, ALIGNMENT_BYTES))
+                for at, many in extents.tolist()
+            ]
             if len(more) == 1 and self._stands_alone(*more[0]):
                 self._extents += more
                 return extents[:0]

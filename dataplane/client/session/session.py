@@ -24,6 +24,7 @@ from dataplane.client.session.direct import DirectCopies
 from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted
+from dataplane.memory.extents import padded
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many
 from dataplane.wire.messages import (
@@ -262,7 +263,9 @@ class Session:
         self.due.put(lease)
         for part in extents:
             if len(part):
-                self.due.put(GiveBack(part.tobytes()))
+                whole = part.copy()
+                whole["length"] = padded(part["length"])
+                self.due.put(GiveBack(whole.tobytes()))
         self.bell.ring()
 
     def _orphaned(self, connection: Connection) -> None:

@@ -15,16 +15,20 @@ import msgspec
 
 from dataplane.client import arguments
 from dataplane.client.session.outgoing import Call
-from dataplane.client.session.session import Session
+from dataplane.client.session.session import Session, caller
 from dataplane.client.write import schema
 from dataplane.client.write.rows import name_list
 from dataplane.errors import (
     ClientClosed,
+    DataplaneError,
     DeadlineExceeded,
     InvalidCall,
     PartitionGone,
+    PartitionSealed,
     PeerLost,
     ProtocolError,
+    PutIncomplete,
+    RowsDropped,
     Unavailable,
 )
 from dataplane.metadata.tables.where import Where
@@ -131,6 +135,8 @@ class Handle(msgspec.Struct, eq=False):
     name: str
     defined: Defined | None = None
     full_until: float = 0.0
+    producers: set[int] = set()
+    """threads and tasks in the body of a loop over `producing`"""
 
     def takes_inline(self) -> bool:
         """Whether the shard may have room for small values: it said nothing else of late."""
@@ -161,6 +167,29 @@ class Handle(msgspec.Struct, eq=False):
     def define(self, definition: Definition | None, deadline: Deadline) -> Operation[None]:
         doing = f"attaching to partition {self.name!r}"
         self.defined = yield from ask(Define(self.name, definition), Defined, deadline, doing)
+
+    def takes_rows(self) -> Operation[bool]:
+        """Whether new rows may still be put: it is neither sealed nor dropped."""
+        yield from self.attach_to_wait(None)
+        body = Define(self.name, None, generation=self.generation)
+        try:
+            now = yield from ask(body, Defined, Deadline(DEFAULT_TIMEOUT_S))
+        except PartitionGone as exc:
+            if exc.details.get("reason") == "lost":
+                raise
+            return False
+        return now.phase == "open"
+
+    def comes_too_late(self, exc: DataplaneError) -> Operation[bool]:
+        """Whether a call of a loop over `producing` failed because the partition takes no new rows
+        any more, which ends the loop and is no error."""
+        if caller() not in self.producers:
+            return False
+        if isinstance(exc, PartitionSealed):
+            return True
+        if isinstance(exc, PartitionGone | RowsDropped | PutIncomplete):
+            return not (yield from self.takes_rows())
+        return False
 
     @property
     def definition(self) -> Definition:
@@ -232,17 +261,26 @@ def reset(handle: Handle, stage: str, timeout: float | None) -> Operation[None]:
 
 def wait(
     handle: Handle,
-    stage: str,
+    stage: str | None,
     rows: int | None,
     groups: int | None,
     below: int | None,
     unit: str | None,
     where: Where | None,
+    key: Name | None,
     timeout: float | None,
 ) -> Operation[None]:
-    """Until so many rows or groups are ready, or fewer than `below` are not yet done."""
-    if sum(n is not None for n in (rows, groups, below)) != 1:
-        raise InvalidCall("wait(stage, …) takes exactly one of rows=, groups=, below=")
+    """Until so many rows or groups are ready, or fewer than `below` are not yet done, or there is a
+    row with this key."""
+    if key is not None:
+        if any(a is not None for a in (stage, rows, groups, below, unit, where)):
+            raise InvalidCall("wait(key=…) waits for a row, and takes only timeout= beside it")
+        yield from _wait_for_key(handle, key, timeout)
+        return
+    if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
+        raise InvalidCall(
+            "wait takes a stage and exactly one of rows=, groups=, below=, or only key="
+        )
     if unit not in (None, "rows", "groups"):
         raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
     if below is None:
@@ -264,6 +302,15 @@ def wait(
         timeout_ms=milliseconds(timeout),
         where=arguments.filter_of(where),
     )
+    yield from wait_for(body, Done, timeout)
+
+
+def _wait_for_key(handle: Handle, key: Name, timeout: float | None) -> Operation[None]:
+    timeout = arguments.seconds(timeout, "timeout")
+    (name,) = name_list([key], "key")
+    generation = yield from handle.attach_to_wait(timeout)
+    timeout_ms = milliseconds(timeout)
+    body = Wait(handle.name, generation, "", "rows", timeout_ms=timeout_ms, key=name)
     yield from wait_for(body, Done, timeout)
 
 

@@ -93,11 +93,15 @@ class HelloDone(Body, tag=3):
 
 
 class Define(Body, tag=10):
-    """Declare a partition, or attach to it where `definition` is None (waits for one so long)."""
+    """Declare a partition, or attach to it where `definition` is None (waits for one so long).
+
+    generation: of a partition that the client has attached to. Asks for its phase and waits for
+    nothing; PartitionGone where that generation is no more."""
 
     partition: str
     definition: Definition | None
     wait_ms: int = 0
+    generation: int = 0
 
 
 class Defined(Body, tag=11):
@@ -385,7 +389,8 @@ class Finish(Body, tag=44):
 class Wait(Body, tag=45):
     """Until `count` units are ready for the stage, or fewer than `below` are not yet done.
 
-    where: of those that match; what is leased or not ready yet counts until it is known."""
+    where: of those that match; what is leased or not ready yet counts until it is known. key: until
+    there is a row with this key instead, whatever stages need; `stage` is "" then."""
 
     partition: str
     generation: int
@@ -395,6 +400,7 @@ class Wait(Body, tag=45):
     below: int = 0
     timeout_ms: int = -1
     where: Where | None = None
+    key: Name | None = None
 
 
 class Losses(Body, tag=46):

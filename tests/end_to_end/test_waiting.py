@@ -245,3 +245,41 @@ def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(
                 call.result(30)
         finally:
             cluster.peers["a"].send_signal(signal.SIGCONT)
+
+
+def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a")
+    producer = (
+        "import dataplane, sys\n"
+        "with dataplane.connect('a', run=sys.argv[1]) as plane:\n"
+        "    plane.partition('p').put({'x': [1]})\n"
+        "    print('put', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", stages={"s": ["x"]})
+
+        def why() -> str:
+            with pytest.raises(dataplane.ClaimTimeout) as caught:
+                part.claim("s", rows=1, timeout=0.2)
+            return caught.value.message
+
+        assert "no row was ever put into it: start its producer" in why()
+        piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        other = subprocess.Popen([sys.executable, "-c", producer, PLANE], **piped)  # type: ignore[call-overload]
+        assert other.stdout.readline() == b"put\n"
+        part.claim("s", rows=1, timeout=20).ack()
+        assert f"by pid {other.pid} on host a, `" in why()
+        assert "(connected): call part.seal() if these are all" in why()
+        other.kill()
+        other.communicate()
+        until(lambda: "(disconnected" in why(), "the peer has seen it end")
+        assert "no producer is connected, so start one again" in why()
+        run = cluster.run_dir / "other"
+        with dataplane.connect(run=run.name) as elsewhere:
+            elsewhere.partition("q", stages={"s": ["x"]})
+            part = plane.partition("q", stages={"s": ["x"]})
+            until(lambda: "is also in run 'other'" in why(), "its card names the partition")
+            assert "give both sides the same run" in why()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,10 @@ from dataplane.client import arguments, core
 from dataplane.client.aio.batch import Batch, Rows
 from dataplane.client.aio.driver import Run
 from dataplane.client.aio.plan import Micro, Plan
-from dataplane.client.aio.stream import Admission, Loader, Lost, Stream
+from dataplane.client.aio.stream import Admission, Loader, Lost, Producer, Stream
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.operations import changes, reads
-from dataplane.client.operations.changes import Dropped
+from dataplane.client.operations.changes import Dropped, T
 from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
 from dataplane.client.operations.put import put
@@ -271,11 +271,12 @@ class Partition:
 
     async def wait(
         self,
-        stage: str,
+        stage: str | None = None,
         *,
         rows: int | None = None,
         groups: int | None = None,
         below: int | None = None,
+        key: Name | None = None,
         unit: str | None = None,
         where: Where | None = None,
         timeout: float | None = None,
@@ -284,8 +285,15 @@ class Partition:
         (groups where the partition has a group_size) are not yet done: back-pressure by count.
 
         where: of those that match. Rows that are leased, or not ready yet, count whatever their
-        tags: they may match when they are ready."""
-        await self._run(core.wait(self._handle, stage, rows, groups, below, unit, where, timeout))
+        tags: they may match when they are ready.
+
+        key: until there is a row with this key, without a stage: `part.wait(key="version-7")`.
+
+        Raises ClaimTimeout, and StreamEnd where the partition is sealed and what is waited for
+        cannot come; RowsGone and RowsDropped for a key whose row went."""
+        await self._run(
+            core.wait(self._handle, stage, rows, groups, below, unit, where, key, timeout)
+        )
 
     def admit(
         self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
@@ -310,6 +318,17 @@ class Partition:
         begun in place of those that it has finished. Ack what it has trained on before. The same
         version again is nothing; InvalidCall for an older one."""
         await self._run(changes.advance(self._handle, version, timeout))
+
+    def producing(self, items: Iterable[T]) -> Producer[T]:
+        """`async for prompt in part.producing(prompts):` gives one item after the other, and ends
+        without an error when there are no more, and when the partition takes no new rows: it was
+        sealed, also by its `groups=` having closed, or dropped.
+
+        In the body, the same thread or task puts the item's rows by this partition object. Where
+        they come too late, the put puts nothing and returns a Ref of no rows; `admit` lets the
+        body begin and has `n` 0. Outside of such a loop both are errors.
+        """
+        return Producer(self._run, self._handle, items)
 
     def lost(self, timeout: float | None = None) -> Lost:
         """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from dataplane.client.aio.batch import Batch
 from dataplane.client.aio.driver import Prefetch, Run
 from dataplane.client.core import Deadline, Handle
-from dataplane.client.operations.changes import Admitting, Losing
+from dataplane.client.operations.changes import Admitting, Losing, Producing, T
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
 from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
@@ -168,6 +168,20 @@ class Lost(Losing, AsyncIterator[list[Name]]):
         self._run = run
 
     async def __anext__(self) -> list[Name]:
+        try:
+            return await self._run(self._next())
+        except StreamEnd:
+            raise StopAsyncIteration from None
+
+
+class Producer(Producing[T], AsyncIterator[T]):
+    """The items of `part.producing(…)`, for as long as the partition takes new rows."""
+
+    def __init__(self, run: Run, handle: Handle, items: Iterable[T]) -> None:
+        super().__init__(handle, items)
+        self._run = run
+
+    async def __anext__(self) -> T:
         try:
             return await self._run(self._next())
         except StreamEnd:

@@ -6,8 +6,8 @@ shard leaves to those that are open what was used of theirs in its place, and ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from dataplane.client.core import (
     milliseconds,
     wait_for,
 )
+from dataplane.client.session.session import caller
 from dataplane.client.write.rows import (
     Index,
     Names,
@@ -31,7 +32,7 @@ from dataplane.client.write.rows import (
     tag_columns,
     take_tags,
 )
-from dataplane.errors import InvalidCall, PartitionGone, StreamEnd, counted
+from dataplane.errors import InvalidCall, PartitionGone, PartitionSealed, StreamEnd, counted
 from dataplane.metadata.tables.where import Where
 from dataplane.wire import messages
 from dataplane.wire.messages import (
@@ -46,6 +47,8 @@ from dataplane.wire.messages import (
     Withdraw,
 )
 from dataplane.wire.tables import Name, Scalar
+
+T = TypeVar("T")
 
 
 class Dropped(NamedTuple):
@@ -128,6 +131,14 @@ class Admitting:
     def _admit(self) -> Operation[None]:
         if self._held is not None:
             raise InvalidCall("these permits are in use: call admit(…) for each `with`")
+        try:
+            yield from self._admitted()
+        except (PartitionSealed, PartitionGone) as exc:
+            if not (yield from self._handle.comes_too_late(exc)):
+                raise
+            self.n = 0  # the loop over `producing` ends when its body does
+
+    def _admitted(self) -> Operation[None]:
         generation = yield from self._handle.attach_to_wait(self._timeout)
         name, limit_ms = self._handle.name, milliseconds(self._timeout)
         permits = self._handle.session.permits
@@ -147,7 +158,8 @@ class Admitting:
 
     def _give_back(self) -> Operation[None]:
         held, self._held = self._held, None
-        assert held is not None
+        if held is None:
+            return
         self._handle.session.permits.discard(held.numbers[0])
         yield from ask(held, Done, Deadline(limit_beside(self._timeout)))
 
@@ -160,6 +172,40 @@ def advance(handle: Handle, version: int, timeout: float | None) -> Operation[No
     deadline, version = Deadline(timeout), arguments.whole(version, "version")
     generation = yield from handle.attach(deadline)
     yield from ask(Advance(handle.name, generation, version), Done, deadline)
+
+
+class Producing(Generic[T]):
+    """Items, one after the other, for as long as the partition takes new rows."""
+
+    def __init__(self, handle: Handle, items: Iterable[T]) -> None:
+        self._caller: int | None = None
+        """the thread or task that has an item in hand"""
+        self._handle = handle
+        self._items = iter(items)
+        self._over = False
+
+    def _next(self) -> Operation[T]:
+        """The next item; StreamEnd where there is none, or new rows are not taken any more."""
+        self._leave()
+        if not self._over and (yield from self._handle.takes_rows()):
+            for item in self._items:
+                self._caller = caller()
+                self._handle.producers.add(self._caller)
+                return item
+        self._over = True
+        raise StreamEnd("no more items, or the partition takes no new rows")
+
+    def _leave(self) -> None:
+        if self._caller is not None:
+            self._handle.producers.discard(self._caller)
+            self._caller = None
+
+    def __del__(self) -> None:
+        self._leave()  # left by break, return or an exception
+
+    def __repr__(self) -> str:
+        state = "ended" if self._over else "goes on"
+        return f"<Producing for {self._handle.name!r}: {state}>"
 
 
 class Losing:

@@ -32,7 +32,7 @@ from dataplane.client.write.rows import (
     tag_columns,
 )
 from dataplane.client.write.values import Prepared, by_name, prepare
-from dataplane.errors import FieldExists, RowsGone, counted
+from dataplane.errors import DataplaneError, FieldExists, RowsGone, counted
 from dataplane.wire.tables import Name
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,29 @@ SHOWN_NAMES = 8
 
 
 def put(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    key: Names | None,
+    group: Names | Sequence[Name | None] | None,
+    tags: TagValues | None,
+    dedup: Collection[str],
+    replace: bool,
+    reuse: bool,
+    timeout: float | None,
+) -> Operation[Ref]:
+    """Write rows. In the body of a loop over `producing`, a put of new rows that comes too late
+    puts nothing, and its Ref is of no rows."""
+    try:
+        return (yield from _put(handle, columns, key, group, tags, dedup, replace, reuse, timeout))
+    except DataplaneError as exc:
+        if not (yield from handle.comes_too_late(exc)):
+            raise
+        log.info("partition %r: a put came too late: %s", handle.name, exc.message)
+    session = handle.session
+    return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
+
+
+def _put(
     handle: Handle,
     columns: Mapping[str, Any],
     key: Names | None,

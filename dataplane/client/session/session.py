@@ -401,7 +401,7 @@ class InHand:
         self._hands: dict[tuple[str, int], int] = {}
 
     def add(self, number: int, partition: str) -> None:
-        hand = partition, _caller()
+        hand = partition, caller()
         with self._lock:
             self._taken[number] = hand
             self._hands[hand] = self._hands.get(hand, 0) + 1
@@ -436,11 +436,12 @@ class InHand:
         """Whether who calls has some of this partition. but: one that does not count."""
         if not self._hands:
             return False
-        hand = partition, _caller()
+        hand = partition, caller()
         return self._hands.get(hand, 0) > (but is not None and self._taken.get(but) == hand)
 
 
-def _caller() -> int:
+def caller() -> int:
+    """The thread or task that calls, as a number."""
     # `current_task` raises where no loop runs, as in most threads: that costs more than asking
     task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return threading.get_ident() if task is None else id(task)

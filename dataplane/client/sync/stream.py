@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dataplane.client.core import Deadline, Handle
-from dataplane.client.operations.changes import Admitting, Losing
+from dataplane.client.operations.changes import Admitting, Losing, Producing, T
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
 from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
@@ -171,6 +171,20 @@ class Lost(Losing, Iterator[list[Name]]):
         self._run = run
 
     def __next__(self) -> list[Name]:
+        try:
+            return self._run(self._next())
+        except StreamEnd:
+            raise StopIteration from None
+
+
+class Producer(Producing[T], Iterator[T]):
+    """The items of `part.producing(…)`, for as long as the partition takes new rows."""
+
+    def __init__(self, run: Run, handle: Handle, items: Iterable[T]) -> None:
+        super().__init__(handle, items)
+        self._run = run
+
+    def __next__(self) -> T:
         try:
             return self._run(self._next())
         except StreamEnd:

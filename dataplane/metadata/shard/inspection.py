@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from dataplane.errors import nearest
+from dataplane.errors import (
+    MAX_COMPARED,
+    DataplaneError,
+    RowsDropped,
+    RowsGone,
+    StreamEnd,
+    nearest,
+)
 from dataplane.metadata.shard import weights
 from dataplane.metadata.shard.blocks import LEASED, READY, Block, Group
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables.names import hash_name
 from dataplane.metadata.tables.values import by_tables
 from dataplane.metadata.tables.where import tags_of
-from dataplane.wire.tables import INLINE, Where
+from dataplane.wire.messages import Done
+from dataplane.wire.tables import INLINE, Name, Where
 
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
@@ -148,6 +158,33 @@ def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
         "of": 0 if group.closed else group.expected,
         "lacks": lacks,
         "idle": idle(state, now, pending),
+    }
+
+
+def key_there(state: State, name: Name) -> Done | DataplaneError | None:
+    """Whether there is a row with this key: `Done`; why there never will be; None: not yet."""
+    key = hash_name(name)
+    if key in state.index:
+        return Done()
+    row = f"row {name!r} of partition {state.partition!r}"
+    if state.tombstones.freed(key):
+        return RowsGone(f"{row} was put and every stage has had it: it is gone", keys=[name])
+    if state.tombstones.dropped(key):
+        return RowsDropped(f"{row} was dropped, so nobody puts it any more", keys=[name])
+    if state.sealed:
+        return StreamEnd(f"partition {state.partition!r} is sealed and has no row {name!r}")
+    return None
+
+
+def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
+    """What there is of a key that is waited for: parts of `reasons.of_key` by name."""
+    blocks = itertools.islice(reversed(state.blocks.values()), MAX_COMPARED)
+    names = [str(one) for block in blocks for one in block.names or ()]
+    latest = state.producers.latest(now)
+    return {
+        "put_rows": state.producers.rows,
+        "idle_s": latest[0][2] if latest else None,
+        "near": nearest(str(name), names),
     }
 
 

@@ -254,6 +254,17 @@ def _advice(facts: Facts) -> str:
     return "call part.seal() if these are all"
 
 
+def of_key(key: object, put_rows: int, idle_s: float | None, near: str) -> str:
+    """Why a call waits for a row with this key, and nothing else."""
+    said = f"no row has the key {key!r}"
+    if near:
+        return f"{said}, but one has {near!r}: is one of the keys misspelt?"
+    if not put_rows:
+        return f"{said}; no row was ever put into the partition: start its producer"
+    last = "" if idle_s is None else f", the last {duration(idle_s)} ago"
+    return f"{said}; {counted(put_rows, 'row was', 'rows were')} put so far{last}"
+
+
 class Kept(NamedTuple):
     """Rows of a partition that take room at a host. idle: see `inspection.Idle`. leases: [(who,
     stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay until

@@ -68,6 +68,9 @@ class Answers:
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
         wait_s = request.deadline_ms / 1000
+        if body.generation:
+            looked: m.Defined = await self.peer.router.ask(body)
+            return looked
         if body.definition is not None:
             return await self.peer.partitions.define(body.partition, body.definition, wait_s)
         name, directory = body.partition, self.peer.directory

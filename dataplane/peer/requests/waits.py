@@ -87,7 +87,7 @@ class Waits:
         self, session: Session, body: Claim | Wait | Admit, said: DataplaneError, since_s: float
     ) -> Why:
         """ "509 of 512 groups ready; 3 rows lack `reward`, leased by pid 7 on host b for 90 s"."""
-        if isinstance(body, Admit):
+        if isinstance(body, Admit) or (isinstance(body, Wait) and body.key is not None):
             return said.message, said.details
         unit = body.want.unit if isinstance(body, Claim) else body.unit
         if isinstance(said, ClaimTimeout):
@@ -108,7 +108,8 @@ class Waits:
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
-        what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
+        of = f"stage {body.stage!r}" if body.key is None else f"row {body.key!r}"
+        what = f"wait for {of} of partition {body.partition!r}"
         done: Body = await self.until_met(session, what, body)
         return done
 
@@ -166,7 +167,8 @@ def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
         limits = body.generation, body.max_lag, body.per_version
         return reasons.Subject("admit", body.partition, "", limits)
     kind, want = ("claim", body.want) if isinstance(body, Claim) else ("wait", body)
-    among = body.generation, want.unit, str(want.where)
+    key = body.key if isinstance(body, Wait) else None
+    among = body.generation, want.unit, str(want.where), key
     return reasons.Subject(kind, body.partition, body.stage, among)
 
 

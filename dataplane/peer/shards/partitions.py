@@ -103,6 +103,9 @@ class Partitions:
     # at the shard
 
     async def _define(self, caller: Caller, body: Define) -> Body:
+        if body.generation:
+            store = self.host.shard(body.partition, body.generation).store
+            return Defined(store.generation, store.definition, store.phase)
         if body.definition is None and body.wait_ms:
             until = self.host.now() + waits_s(body.wait_ms)
             while body.partition not in self.host.entries and self.host.now() < until:

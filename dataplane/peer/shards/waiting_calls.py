@@ -343,6 +343,8 @@ class WaitingCalls:
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
         entry = self.host.shard(body.partition, body.generation)
+        if body.key is not None:
+            return self._wait_for_key(entry, body)
         stage = self._stage(entry, body.stage)
         units = entry.store.stage(body.stage).units(body.unit)
         units.want(body.where, True)  # ProtocolError for no filter, before others are looked at too
@@ -361,7 +363,23 @@ class WaitingCalls:
         in_time(answer, until, lambda: self._late(stage, body))
         return answer
 
+    def _wait_for_key(self, entry: Entry, body: Wait) -> Answer:
+        """Until there is such a row: among the waits that are looked at with every change."""
+        stage = self._stage(entry, ADMISSION)
+        answer: Answer = asyncio.get_running_loop().create_future()
+        stage.waits[answer] = body
+        answer.add_done_callback(stage.waits.pop)
+        _look_at_wait(entry, answer, body)
+        until = self.host.now() + waits_s(body.timeout_ms)
+        in_time(answer, until, lambda: self._no_key(entry, body))
+        return answer
+
     # why
+
+    def _no_key(self, entry: Entry, body: Wait) -> ClaimTimeout:
+        assert body.key is not None
+        told = inspection.around_key(entry.store, body.key, self.host.now())
+        return ClaimTimeout(reasons.of_key(body.key, **told), **told)
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
@@ -445,6 +463,14 @@ class WaitingCalls:
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
+    if body.key is not None:
+        if (found := inspection.key_there(entry.store, body.key)) is None:
+            return
+        if isinstance(found, Done):
+            answer.set_result(found)
+        else:
+            fail(answer, found)
+        return
     counts = entry.store.counts(body.stage, body.unit, body.where)
     enough = body.count and counts.ready >= body.count
     if enough or (body.below and counts.outstanding < body.below):

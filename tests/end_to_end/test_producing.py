@@ -1,0 +1,120 @@
+"""Loops that produce rows end with the partition, and a row can be waited for by its key."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import dataplane
+from dataplane import Plane, aio
+from tests.end_to_end.conftest import PLANE, Cluster, until
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[Plane]:
+    cluster.start("a")
+    with cluster.connect("a") as connected:
+        yield connected
+
+
+def test_producers_end_without_an_error_when_enough_groups_have_closed(plane: Plane) -> None:
+    part = plane.partition("p", {"train": ["x"]}, group_size=2, groups=4)
+    together, sizes = threading.Barrier(3, timeout=30), list[int]()
+
+    def produce(worker: int) -> None:
+        for prompt in part.producing(range(100 * worker, 100 * worker + 2)):
+            together.wait()  # all of them have a prompt in hand: of six groups two are surplus
+            sizes.append(len(part.put({"x": [1, 2]}, group=prompt)))
+
+    workers = [threading.Thread(target=produce, args=(worker,)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert sorted(sizes) == [0, 0, 2, 2, 2, 2]
+    assert part.stats()["closed_groups"] == 4
+    assert list(part.producing(range(9))) == []
+    with pytest.raises(dataplane.PartitionSealed):  # who is in no such loop is told
+        part.put({"x": [1, 2]}, group="late")
+
+
+def test_a_producer_that_waits_to_be_admitted_ends_with_the_seal(plane: Plane) -> None:
+    part = plane.partition("p", {"train": ["x"]}, group_size=1)
+    came = list[tuple[int, int]]()
+
+    def produce() -> None:
+        for prompt in part.producing(range(100)):
+            with part.admit(1, max_lag=0, per_version=2) as permits:
+                came.append((permits.n, len(part.put({"x": [1]}, group=prompt))))
+
+    worker = threading.Thread(target=produce)
+    worker.start()
+    until(lambda: len(came) == 2, "the third waits to be admitted")
+    part.seal()
+    worker.join(30)
+    assert came == [(1, 1), (1, 1), (0, 0)]
+
+
+def test_a_producer_ends_where_its_partition_is_dropped_or_its_items_are_used_up(
+    plane: Plane,
+) -> None:
+    part = plane.partition("p", {"train": ["x"]})
+    came = []
+    for prompt in part.producing(range(9)):
+        part.put({"x": [prompt]})
+        came.append(prompt)
+        if prompt == 3:
+            part.drop()
+    assert came == [0, 1, 2, 3]
+    again = plane.partition("p", {"train": ["x"]})
+    assert list(again.producing("ab")) == ["a", "b"]
+    for _ in again.producing("ab"):
+        break  # what is put behind the loop is in no loop
+    again.seal()
+    with pytest.raises(dataplane.PartitionSealed):
+        again.put({"x": [1]})
+
+
+def test_a_task_produces_as_a_thread_does(plane: Plane) -> None:
+    plane.partition("p", {"train": ["x"]}, group_size=1, groups=3)
+
+    async def main() -> int:
+        async with aio.connect("a", run=PLANE) as other:
+            part = await other.partition("p")
+            puts = 0
+            async for prompt in part.producing(range(9)):
+                await part.put({"x": [prompt]}, group=prompt)
+                puts += 1
+            await part.wait("train", groups=3, timeout=20)
+            with pytest.raises(dataplane.StreamEnd, match="is sealed and has no row 'none'"):
+                await part.wait(key="none")
+            return puts
+
+    assert asyncio.run(main()) == 3
+
+
+def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
+    part = plane.partition("weights", free="drop")
+    waits = threading.Thread(target=part.wait, kwargs={"key": "version-7", "timeout": 30})
+    waits.start()
+    with pytest.raises(dataplane.ClaimTimeout, match="no row was ever put into the partition"):
+        part.wait(key="version-7", timeout=0.2)
+    assert waits.is_alive()
+    part.put({"path": ["/checkpoints/7"]}, key="version-7")
+    waits.join(30)
+    assert not waits.is_alive()
+    part.wait(key="version-7", timeout=0)  # it is there
+    with pytest.raises(dataplane.ClaimTimeout) as caught:
+        part.wait(key="verison-7", timeout=0.2)
+    assert caught.value.message == (
+        "wait for row 'verison-7' of partition 'weights' was not met within 0.2 s: no row has the "
+        "key 'verison-7', but one has 'version-7': is one of the keys misspelt?"
+    )
+    part.drop(["version-7"])
+    with pytest.raises(dataplane.RowsDropped):
+        part.wait(key="version-7")
+    with pytest.raises(dataplane.InvalidCall, match="takes only timeout="):
+        part.wait("train", key="version-7")

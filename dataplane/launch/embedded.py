@@ -36,6 +36,7 @@ from dataplane.errors import (
     RunMissing,
     counted,
     few,
+    nearest,
 )
 from dataplane.launch import discovery, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
@@ -165,6 +166,13 @@ class Attached:
                 f"DATAPLANE_RUN names {self.run.over!r}, an unnamed run whose processes have ended "
                 "or are on another host; for one run on several hosts set a name of your own"
             )
+        if self.run.said_by in ("hand", "variable"):
+            named = {one.name: one for one in rundir.living_runs(self.living.folder.parent)}
+            if near := nearest(self.run.name, named):
+                remarks.append(
+                    f"this host also has {_introduced(named[near])}, whose name is similar: if "
+                    f"that run was meant, connect(run={near!r}) joins it"
+                )
         if self.run.said_by != "launch":
             return remarks
         relatives = runs.relatives(self.run.name)

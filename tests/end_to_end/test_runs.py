@@ -599,3 +599,17 @@ def test_a_killed_peer_is_replaced_within_its_run(launch: Launch) -> None:
     os.kill(living()[name], signal.SIGKILL)
     again = launch(of=name)
     assert line(again).startswith(f"began run {name!r}") and line(again).split()[0] == name
+
+
+def test_a_run_whose_name_is_near_another_ones_says_so(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dataplane.connect(run="grpo-math"):
+        with dataplane.connect(run="grpo-maths"):
+            pass
+        (said,) = [one.message for one in caplog.records if "whose name is similar" in one.message]
+        assert "began run 'grpo-maths'" in said and "connect(run='grpo-math') joins it" in said
+        caplog.clear()
+        with dataplane.connect(run="grpo-math-2"), dataplane.connect(run="grpo-math-3"):
+            pass
+        assert "connect(run='grpo-math-2')" not in caplog.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -102,10 +103,50 @@ async def _final(outcome: Awaitable[Body]) -> Body:
 ReplyT = TypeVar("ReplyT")
 
 
+class Spans:
+    """A set of numbers that mostly follow each other."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        """How many spans there are."""
+        return len(self._starts)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number)
+        return at > 0 and number < self._ends[at - 1]
+
+    def add(self, number: int) -> None:
+        """A number that is not here."""
+        at = bisect_right(self._starts, number)
+        follows = at > 0 and self._ends[at - 1] == number
+        leads = at < len(self._starts) and self._starts[at] == number + 1
+        if follows and leads:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._starts[at]
+        elif follows:
+            self._ends[at - 1] = number + 1
+        elif leads:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._ends.insert(at, number + 1)
+
+    def forget(self, below: int) -> None:
+        """Spans that end below this number."""
+        gone = bisect_right(self._ends, below)
+        del self._starts[:gone], self._ends[:gone]
+
+
 @dataclass(slots=True)
 class _Session(Generic[ReplyT]):
     floor: int = 0
-    forgotten: int = -1  # the highest operation whose answer was pushed out before its time
+    forgotten: Spans = field(default_factory=Spans)
+    """operations whose answers were pushed out before their time"""
     answers: OrderedDict[int, ReplyT] = field(default_factory=OrderedDict)
 
 
@@ -132,7 +173,7 @@ class Operations(Generic[ReplyT]):
         known.answers[op] = reply
         if len(known.answers) > MAX_ANSWERS_PER_SESSION:
             oldest, _ = known.answers.popitem(last=False)
-            known.forgotten = max(known.forgotten, oldest)
+            known.forgotten.add(oldest)
 
     def recall(self, session: Hashable, op: int) -> ReplyT | None:
         """The answer to `op`, None where it is new.
@@ -143,10 +184,10 @@ class Operations(Generic[ReplyT]):
         if known is None:
             return None
         reply = known.answers.get(op)
-        if reply is None and (op < known.floor or op <= known.forgotten):
+        if reply is None and (op < known.floor or op in known.forgotten):
             raise ProtocolError(
-                f"operation {op} of session {session} was answered and forgotten; operations below "
-                f"{max(known.floor, known.forgotten + 1)} cannot be repeated",
+                f"operation {op} of session {session} was answered, and the answer is forgotten: "
+                "the call took effect or failed; look at the rows, then make a new call",
                 op=op,
                 floor=known.floor,
             )
@@ -166,5 +207,6 @@ class Operations(Generic[ReplyT]):
         if floor <= known.floor:
             return
         known.floor = floor
+        known.forgotten.forget(floor)
         while known.answers and (oldest := next(iter(known.answers))) < floor:
             del known.answers[oldest]

@@ -90,7 +90,9 @@ class Answers:
                 "stopped asking for it, and changed nothing now",
                 number=change.number,
             )
-        above = sum([number >= change.floor for number in caller.given])
+        above = len(caller.given)
+        if change.floor > caller.floor:
+            above = sum([number >= change.floor for number in caller.given])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.given:
             raise LimitExceeded(
                 f"peer {change.caller.peer} has {above} changes above its floor, the limit is "

@@ -18,8 +18,9 @@ import numpy as np
 import psutil
 import pytest
 
-from dataplane import DataplaneError
-from tests.chaos.hosts import Hosts
+from dataplane import DataplaneError, InternalError, RowsGone
+from dataplane.metadata.roster.roster import Roster
+from tests.chaos.hosts import PORT, Hosts
 from tests.chaos.network import FAIR, Weather
 from tests.end_to_end.conftest import until
 
@@ -180,3 +181,32 @@ def test_a_death_is_noticed_in_time(kill: Callable[[Hosts], None], within_s: flo
         part = hosts.planes["c"].partition("after", {"s": ["x"]})
         part.put({"x": [np.arange(10)]}, key=["k"], timeout=CALL_S)
         hosts.switch.set(gone, FAIR)
+
+
+def test_a_primary_that_is_cut_off_answers_nothing_from_the_past() -> None:
+    with _running() as hosts:
+        address = f"tcp://{hosts.address('b')}:{PORT}"
+        roster = Roster.from_seeds([f"tcp://{hosts.address(name)}:{PORT}" for name in NAMES])
+        name = next(n for n in (f"p{i}" for i in range(10_000)) if roster.home(n) == address)
+        here = hosts.planes["b"].partition(name, {"s": ["x"]}, free="drop")
+        here.put({"x": [1]}, key=["k"])
+        until(hosts.protected, "backups are in sync", 60)
+        hosts.switch.set(hosts.address("b"), Weather(cut=True))
+        time.sleep(1.5)
+        there = hosts.planes["c"].partition(name)
+        changed = False
+        began = time.monotonic()
+        while time.monotonic() - began < 12.0:
+            for ask in (
+                lambda: here.get(keys=["k"], timeout=0.5),
+                lambda: here.stats(),
+                lambda: here.wait("s", below=5, timeout=0.5),
+            ):
+                with pytest.raises(DataplaneError) as caught:
+                    ask()
+                assert not isinstance(caught.value, RowsGone | InternalError), caught.value
+            if not changed and hosts.address("b") not in hosts.members():
+                there.tag(["k"], {"n": 1}, timeout=CALL_S)
+                changed = True
+        assert changed
+        hosts.switch.set(hosts.address("b"), FAIR)

@@ -111,3 +111,17 @@ def test_rows_are_not_kept_for_a_worker_that_ended_while_it_waited(
         worker.wait()
         assert worker.stdout is not None
         worker.stdout.close()
+
+
+def test_who_waits_hears_of_the_producers_of_all_hosts_and_whether_they_live(hosts: Hosts) -> None:
+    for name in "pq":  # of one the shard is here, of the other there, or not
+        near, far = halves(hosts, name)
+        put(near, 1)
+        put(far, 1)
+        far.claim("train", rows=2, timeout=20).ack()
+        for part in (near, far):
+            with pytest.raises(dataplane.ClaimTimeout) as caught:
+                part.claim("train", rows=1, timeout=0.3)
+            said = caught.value.message
+            assert "2 rows were put so far" in said and said.count("(connected)") == 2
+            assert "on host a, `" in said and "on host b, `" in said

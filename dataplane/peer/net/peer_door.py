@@ -52,9 +52,11 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-REQUEST_BYTES = 4_096
-"""A request that waits counts as at least this, which bounds their number (65,536) as well."""
-STREAM_BYTES = 64 << 20
+REQUEST_BYTES = 2_048
+"""A request that waits counts as at least this, which bounds their number as well: 8,192 of a
+stream, 131,072 of all."""
+STREAM_BYTES = 16 << 20
+"""Enough to keep a link busy; with more, what backups confirm waits longer for its share of it."""
 CONTROL_BYTES = 64 << 20
 """A backup has one message of its primary at a time, of some 12 MiB at most, and repetitions of
 it."""

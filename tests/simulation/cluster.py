@@ -232,6 +232,12 @@ class Cluster:
         anew = not last.has(peer.host.owner) and mine.epoch[1] < last.epoch[1]
         return peer.host.owner not in self.gone and not anew
 
+    def is_alive(self, owner: Owner) -> bool:
+        """Whether this process is there, stopped or not."""
+        return any(
+            place.peer is not None and place.peer.host.owner == owner for place in self.places
+        )
+
     def freeze(self, place: Place) -> None:
         place.machine.frozen = True
 

@@ -14,6 +14,8 @@ from tests.simulation.network import DELAY_S
 MAX_PLACES = 6
 STRIKE_S = 8.0
 """How long a backup is awaited that is to be made."""
+STALLS_S = (0.3, 1.5, 4.0, 13.0, 24.0)
+"""How long a process is stopped or links are cut, about: the last is longer than `--lost-after`."""
 QUIET_S = 8.0
 """In gentle runs, from fault to fault: time to be noticed, and for copies to be made anew."""
 
@@ -43,6 +45,8 @@ class Faults:
         ]
         self._kinds = rng.sample(kinds, rng.randint(1, 4))
         self.heirs = random.Random(f"heirs of {rng.random()}")
+        self._stalls: list[tuple[float, float]] = []
+        """when processes were stopped or links cut, and for how long"""
 
     def note(self, what: str) -> None:
         self.story.append(f"{self.cluster.loop.now - 1000:.2f} {what}")
@@ -136,10 +140,22 @@ class Faults:
         machine = place.machine
         self.note(f"{place.name} is frozen")
         self.cluster.freeze(place)
-        await asyncio.sleep(self.rng.choice((0.3, 1.5, 4.0, 13.0)) * self.rng.uniform(0.5, 1.5))
+        await asyncio.sleep(self._stall_s())
         if place.machine is machine:
             self.note(f"{place.name} goes on")
             self.cluster.thaw(place)
+
+    def _stall_s(self) -> float:
+        """How long the next one lasts."""
+        seconds = self.rng.choice(STALLS_S) * self.rng.uniform(0.5, 1.5)
+        self._stalls.append((self.cluster.loop.now, seconds))
+        return seconds
+
+    def stalled_s(self, within_s: float) -> float:
+        """How long processes were stopped or links cut, of the last so many seconds."""
+        now = self.cluster.loop.now
+        began = now - within_s
+        return sum(max(0.0, min(now, at + s) - max(began, at)) for at, s in self._stalls)
 
     async def _cut(self, one: Place | None = None) -> None:
         one = one or self._place()
@@ -156,7 +172,7 @@ class Faults:
         for there in others:
             if there is not one:
                 self.cluster.network.cut(one.machine, there.machine)
-        await asyncio.sleep(self.rng.choice((0.3, 1.5, 4.0, 13.0)) * self.rng.uniform(0.5, 1.5))
+        await asyncio.sleep(self._stall_s())
         self.note("cuts heal")
         self.cluster.network.heal()
 

@@ -50,6 +50,8 @@ ENDS_S = 240.0
 SETTLES_S = 10.0
 """How long after the last fault two planes are one again."""
 TIDY_S = 30.0
+PASSES_S = 6.5
+"""Stops and cuts that last no longer than this, all together, lose nobody."""
 MAX_STEPS = 3_000_000
 
 
@@ -171,6 +173,8 @@ class Run:
                 if left
                 else f"{address[-4:]} is removed, {'' if in_sync else 'not '}in sync"
             )
+            if not left and run.cluster.is_alive(owner) and run.faults.stalled_s(60.0) < PASSES_S:
+                run.wrong(f"{address[-4:]} lives, is not cut off for long, and is called lost")
             if not left:  # who leaves in order takes nothing along
                 hosts = {one for one in roster.owners if one.peer in roster.hosts} - {owner}
                 stay = {one for one in roster.owners if one.peer not in roster.leaving} - {owner}

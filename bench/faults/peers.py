@@ -89,7 +89,9 @@ class Peers:
         said = {
             match[1]: name
             for name in self.processes
-            for match in re.finditer(r"^(\S+ \S+) .*keeps the roster", self._log(name), re.M)
+            for match in re.finditer(
+                r"^(\S+ \S+) .*is now the roster keeper", self._log(name), re.M
+            )
         }
         return said[max(said)]
 

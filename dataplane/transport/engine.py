@@ -150,7 +150,7 @@ class BulkEngine:
             await self._link.stop()
             self._link = None
         if self._listener is not None:
-            if not witnessed:
+            if not witnessed and self._listener.fileno() >= 0:
                 self._listener.shutdown(socket.SHUT_RDWR)  # also for the witness, which then ends
             self._listener.close()
 

@@ -63,14 +63,14 @@ class Kept(Addressed):
             self._await(name)
 
     def terms(self) -> int:
-        return sum(self.log(name).count("keeps the roster") for name in self.peers)
+        return sum(self.log(name).count("is now the roster keeper") for name in self.peers)
 
     def authority(self) -> str:
         """Who opened the office last."""
         found = {
             match[1]: name
             for name in self.peers
-            for match in re.finditer(r"^(\S+ \S+) .*keeps the roster", self.log(name), re.M)
+            for match in re.finditer(r"^(\S+ \S+) .*is now the roster keeper", self.log(name), re.M)
         }
         return found[max(found)] if found else ""
 

@@ -164,4 +164,4 @@ def test_a_tag_has_one_value_a_row_or_one_for_all() -> None:
     assert tags.items(range(4)) == [("t", [5, 5, 5, MISSING])]
     assert [tags.get("t", row) for row in range(4)] == [5, 5, 5, MISSING]
     tags.set([1], {"t": ["word"]})
-    assert [tags.number("t", row) for row in range(3)] == [5, 0, 5]
+    assert [tags.get("t", row) for row in range(3)] == [5, "word", 5]

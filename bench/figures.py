@@ -42,6 +42,14 @@ def own_cost(done: Said, memory_sampling_s: float) -> dict[str, float]:
     return cost
 
 
+def others_cores(run: Mapping[str, Any]) -> float:
+    """Cores that programs beside the run took of this machine in its timed part, on average."""
+    told = run["cpu_seconds"]
+    ours = sum(sum(worker["cpu_seconds"].values()) for worker in run["workers"].values())
+    ours += sum(seconds for name, seconds in told.items() if name != "machine")
+    return float(max(0.0, (told["machine"] - ours) / run["seconds"]))
+
+
 def _percentiles(values: list[float]) -> dict[str, float]:
     p50, p90, p99, most = np.percentile(values, (50, 90, 99, 100)).tolist()
     return {"p50": p50, "p90": p90, "p99": p99, "max": most, "times": len(values)}

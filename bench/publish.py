@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
 
-from bench import outputs
+from bench import figures, outputs
 from bench.headline import CALLED
 from bench.page import document
 from bench.page.runs import Report, Run, gib, switch
@@ -51,10 +52,10 @@ def _perform(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def publish(root: Path, told: Report) -> list[Path]:
+def publish(root: Path, whole: Report) -> list[Path]:
     """Write report, pictures and blocks below `root`; returns what was written."""
-    kept = root / KEPT
-    outputs.write(kept, json.dumps(trimmed(told), separators=(",", ":")) + "\n")
+    kept, told = root / KEPT, trimmed(whole)
+    outputs.write(kept, json.dumps(told, separators=(",", ":")) + "\n")
     drawn = document.pictures(kept.parent, document.chosen([told], _PICTURES))
     made = blocks(told)
     for name in _PAGES:
@@ -69,6 +70,8 @@ def trimmed(told: Report) -> dict[str, Any]:
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
         runs.append({name: value for name, value in run.items() if name not in unseen})
+        if "machine" in run.get("cpu_seconds", {}):
+            runs[-1]["others_cores"] = round(figures.others_cores(run), 2)
         if curve := runs[-1].get("memory_curve"):
             runs[-1]["memory_curve"] = {**curve, "processes": {}}
     return {**told, "runs": runs}
@@ -140,10 +143,12 @@ def _memory(runs: Sequence[Run]) -> str:
 def _made(told: Report) -> str:
     machine = told["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    others = [run["others_cores"] for run in told["runs"] if "others_cores" in run]
+    busy = f" Other programs took {mean(others):.1f} cores meanwhile." if others else ""
     return (
         f"`{told['command']}` on {machine['date']}, commit {machine['commit']}: "
         f"{machine['cores']} cores ({machine['cpu']}), {gib(machine['memory_bytes'])}, "
-        f"{machine['system']}, Python {machine['python']}, {packages}.\n"
+        f"{machine['system']}, Python {machine['python']}, {packages}.{busy}\n"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from bench import figures
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.row_way import BY_THE_CLOCK
@@ -59,11 +60,7 @@ class Seen:
 
     def others_cores(self) -> float:
         """Cores that strangers of this machine took meanwhile, on average."""
-        workers = self.run["workers"].values()
-        told = self.run["cpu_seconds"]
-        ours = sum(sum(worker["cpu_seconds"].values()) for worker in workers)
-        ours += sum(seconds for name, seconds in told.items() if name != "machine")
-        return float(max(0.0, (told["machine"] - ours) / self.run["seconds"]))
+        return figures.others_cores(self.run)
 
     def messages(self) -> float:
         """That peers sent each other, but for those sent by the clock."""

@@ -63,12 +63,16 @@ def restored(store: Store, nbytes: int = ALL, ops: list[Op] | None = None) -> St
 
 
 def seen(store: Store) -> dict[str, Any]:
-    """What a checkpoint keeps: not which rows are leased, nor in which order they became ready."""
+    """What a checkpoint keeps: not which rows are or were leased, nor in which order they became
+    ready."""
     found = observed(store)
     kept = {name: found[name] for name in ("rows", "groups", "holdings")}
     kept["closed_groups"] = store.closed_groups
     kept["stages"] = {
-        name: {unit: stage[unit] for unit in ("rows", "groups")}
+        name: {
+            "rows": {key: flags[:-1] for key, flags in stage["rows"].items()},
+            "groups": stage["groups"],
+        }
         for name, stage in found["stages"].items()
     }
     return kept

@@ -274,7 +274,9 @@ def wait(
     row with this key."""
     if key is not None:
         if any(a is not None for a in (stage, rows, groups, below, unit, where)):
-            raise InvalidCall("wait(key=…) waits for a row, and takes only timeout= beside it")
+            raise InvalidCall(
+                "wait(key=…) waits for a row, and takes no other argument but timeout="
+            )
         yield from _wait_for_key(handle, key, timeout)
         return
     if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:

@@ -146,13 +146,15 @@ class Attached:
         anew = starter is not None and not self.run.unnamed
         fresh = "connect(fresh=True) ends it first" if anew else ""
         if found.rows:
-            there = f"it has {counted(found.rows, 'row')} and no client"
-            by = f" since `{found.left_by}` left" if found.left_by else ""
-            said = f"{there}{by} {runs.age(found.left_s)} ago"
-            return [f"{said}: if they are not meant for this process, {fresh}" if fresh else said]
+            last = f" (`{found.left_by}`)" if found.left_by else ""
+            said = (
+                f"it has {counted(found.rows, 'row')} and no clients: the last one{last} left "
+                f"{runs.age(found.left_s)} ago"
+            )
+            return [f"{said}. If this process should not use the rows, {fresh}" if fresh else said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if named and starter is not None and not runs.is_of_launch(starter):
-            return [f"another launch began it and no client of it is left: {fresh}"]
+            return [f"another launch began it and has no clients any more. To start anew, {fresh}"]
         return []
 
     def _of_beginning(self) -> list[str]:
@@ -163,8 +165,8 @@ class Attached:
             remarks += [_ended(min(left, key=lambda one: one.age_s))] if left else []
         if self.run.over:
             remarks.append(
-                f"DATAPLANE_RUN names {self.run.over!r}, an unnamed run whose processes have ended "
-                "or are on another host; for one run on several hosts set a name of your own"
+                f"DATAPLANE_RUN is {self.run.over!r}, an unnamed run whose processes have ended or "
+                "are on another host; for one run on several hosts set a name of your own"
             )
         if self.run.said_by in ("hand", "variable"):
             named = {one.name: one for one in rundir.living_runs(self.living.folder.parent)}
@@ -181,15 +183,15 @@ class Attached:
         if (parent := runs.parent_of_multiprocessing()) is not None:
             remarks.append(
                 f"`{processes.command(parent)}` (pid {parent}), which started this process, has "
-                f"not connected before: {_SHARE}"
+                f"not connected: {_SHARE}"
             )
         living = [one for one in rundir.living_runs() if not runs.has_ended(one.name)]
         others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
         if others:
             remarks.append(
-                f"on this host there is also {few(others, SHOWN_RUNS)}: programs of several "
-                "terminals, or of several lines of a script, share a name, connect(run=…) or "
-                "DATAPLANE_RUN"
+                f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs of "
+                "several terminals, or of several lines of a script, give them one run name, "
+                "connect(run=…) or DATAPLANE_RUN"
             )
         return remarks
 
@@ -200,8 +202,8 @@ class Attached:
 
 
 _SHARE = (
-    "they share no rows with this process. They would if their common parent called connect() "
-    "before it starts them, or all had one name, connect(run=…) or DATAPLANE_RUN"
+    "no rows are shared with this process. To share them, call connect() in the common parent "
+    "before it starts the processes, or give all one run name, connect(run=…) or DATAPLANE_RUN"
 )
 
 
@@ -210,18 +212,18 @@ def _gone(dead: rundir.DeadPeer) -> str:
     card = dead.card
     how = card.ended or f"it was killed, see {log_path(dead.folder, card.name)}.old"
     return (
-        f"it starts empty: its peer {card.name!r} (pid {card.pid}) had "
-        f"{counted(card.rows, 'row')} and went {runs.age(dead.age_s)} ago ({how})"
+        f"it starts empty: its last peer {card.name!r} (pid {card.pid}) ended "
+        f"{runs.age(dead.age_s)} ago with {counted(card.rows, 'row')} ({how})"
     )
 
 
 def _ended(dead: rundir.DeadPeer) -> str:
     """What went with an unnamed run that somebody perhaps meant for this process."""
     card = dead.card
-    who = f"`{card.starter.command}`, which has the same parent" if card.starter else "another"
+    who = f" of `{card.starter.command}`, which has the same parent," if card.starter else ""
     return (
-        f"the unnamed run of {who}, ended {runs.age(dead.age_s)} ago, and "
-        f"{counted(card.rows, 'row')} with it: programs that hand rows on share a name, "
+        f"an unnamed run{who} ended {runs.age(dead.age_s)} ago, and {counted(card.rows, 'row')} "
+        "with it: to hand rows from one program to the next, give both one run name, "
         "connect(run=…) or DATAPLANE_RUN"
     )
 
@@ -296,15 +298,15 @@ class _Anew:
         several = bool(discovery.find_seeds(run, environ))
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
-                f"fresh=True cannot tell this launch of run {run!r} from the one before on its "
-                "other hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) says an id that "
-                "is alike on all hosts and new each time; give the new launch another name, "
-                "DATAPLANE_RUN"
+                f"fresh=True cannot tell this launch of run {run!r} from the one before on other "
+                "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id that "
+                "all hosts share and that each launch changes; give the new launch another run "
+                "name (DATAPLANE_RUN)"
             )
         if peer_name is not None:
             raise InvalidCall(
-                f"fresh=True begins a run with a peer of its own, and peer {peer_name!r} is asked "
-                "for: leave one of them out (DATAPLANE_PEER too)"
+                f"fresh=True begins the run with a new peer, so no peer can be named "
+                f"(here {peer_name!r}): leave one of them out, and unset DATAPLANE_PEER"
             )
         with _start_lock(self.folder, deadline):
             for peer in rundir.living_peers(self.folder):
@@ -315,15 +317,15 @@ class _Anew:
         starter = peer.card.starter if peer.card else None
         if starter is None:
             raise InvalidCall(
-                f"peer {peer.name!r} of run {self.run!r} was started by hand: stop it there, "
-                f"dataplane clean --run {self.run} --force does it, and fresh=True begins the run"
+                f"peer {peer.name!r} of run {self.run!r} was started by hand, and fresh=True does "
+                f"not end such a peer: stop it first (dataplane clean --run {self.run} --force)"
             )
         mine = runs.is_of_launch(starter)
         if several and mine and not starter.fresh:
             raise InvalidCall(
                 f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
-                f"{self.run!r} without fresh=True: where a run has several hosts, all processes "
-                "of a launch say so or none does"
+                f"{self.run!r} without fresh=True: in a run of several hosts, either all processes "
+                "of a launch pass fresh=True or none does"
             )
         return not mine or (starter.process == self.me.process and not several)
 
@@ -332,9 +334,9 @@ class _Anew:
         if clients and self.fresh != "force":
             raise RunInUse(
                 f"run {self.run!r} has {counted(len(clients), 'client')}, "
-                f"{few([str(one) for one in clients], SHOWN_RUNS)}: connect(fresh=True) ends no "
-                "run that is in use. End them first, give this launch another name, or say "
-                'connect(fresh="force"), which ends the run with its rows under them',
+                f"{few([str(one) for one in clients], SHOWN_RUNS)}: connect(fresh=True) does "
+                "not end a run in use. End them first, give this launch another run name, or call "
+                'connect(fresh="force"), which ends the run and its rows under them',
                 run=self.run,
                 clients=[
                     {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
@@ -344,7 +346,7 @@ class _Anew:
         how = 'connect(fresh="force")' if self.fresh == "force" else "connect(fresh=True)"
         if not end(peer, f"`{self.me.command}` (pid {self.me.pid}) by {how}"):
             raise ConnectError(
-                f"peer {peer.name!r} of run {self.run!r} does not end: {not_ended(peer)}",
+                f"could not end peer {peer.name!r} of run {self.run!r}: {not_ended(peer)}",
                 peer=peer.name,
             )
         under = f" under {few([str(one) for one in clients], SHOWN_RUNS)}" if clients else ""
@@ -358,8 +360,8 @@ class _Anew:
             if self.fresh == "force":
                 return []
             raise RunInUse(
-                f"peer {peer.name!r} of run {self.run!r} does not say who its clients are "
-                f'({exc.message}): connect(fresh="force") ends it all the same',
+                f"peer {peer.name!r} of run {self.run!r} did not tell which clients it has "
+                f'({exc.message}); connect(fresh="force") ends it anyway',
                 run=self.run,
                 clients=[],
             ) from exc
@@ -396,8 +398,8 @@ def not_ended(peer: rundir.LivingPeer) -> str:
     """Why `end` could not end a peer, and what to do."""
     pid = rundir.holder(peer.socket.parent, peer.name)
     if pid:
-        return f"pid {pid} was sent SIGKILL and lives, see its state in /proc/{pid}/status"
-    return "its process is in another container, or shows its pid to nobody here; end it there"
+        return f"pid {pid} is still alive after SIGKILL, see its state in /proc/{pid}/status"
+    return "its process is in another container, or its pid is not visible here; end it there"
 
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
@@ -560,9 +562,9 @@ def _start_once(
             if time.monotonic() > deadline:
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
-                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) lives, its files in "
-                    f"{folder} were removed, and it does not put them back: is it stopped? End it, "
-                    "or take another name for the run",
+                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
+                    f"files in {folder} were removed and it does not put them back, as if it were "
+                    "suspended: end it, or use another run name",
                     run=config.run,
                     pid=pid,
                 )

@@ -323,8 +323,8 @@ def _try_name(folder: Path, name: str) -> tuple[int, socket.socket | None] | Non
 def _taken(folder: Path, name: str) -> PeerNameTaken:
     pid = holder(folder, name)
     return PeerNameTaken(
-        f"a living peer{f' (pid {pid})' if pid else ''} of this run is named {name!r} on this "
-        "host: stop it, or choose another --name or --run",
+        f"this host already has a live peer named {name!r}{f' (pid {pid})' if pid else ''} in this "
+        "run: stop it, or choose another --name or --run",
         name=name,
         pid=pid,
     )

@@ -129,12 +129,12 @@ def relatives(run: str) -> list[str]:
         if starter.process in above:
             how = "which started this process"
         elif common is not None and processes.is_python(common):
-            how = f"which `{processes.command(common)}` (pid {common}) started as well"
+            how = f"which `{processes.command(common)}` (pid {common}) also started"
         elif theirs is not None and me in processes.ancestors(theirs):
             how = "which this process started before it connected"
         else:
             continue
-        found.append(f"`{starter.command}` (pid {starter.pid}), {how}, is of run {other.name!r}")
+        found.append(f"`{starter.command}` (pid {starter.pid}), {how}, is in run {other.name!r}")
     return found
 
 

@@ -186,8 +186,8 @@ TABLE = (
         "lost-after",
         "SECONDS",
         "20",
-        "how long a peer may say nothing, though its host answers, before it is called lost; below "
-        "the 30 s of a call, as the roster keeper sets it",
+        "how long a peer may stay silent, while its host answers, before it is declared lost; less "
+        "than the 30 s timeout of a call; the roster keeper's value applies",
         values.parse_lost_after,
         field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",

@@ -66,8 +66,8 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is not a time after which a silent peer may be called lost: write 1 to 29 "
-            "seconds; calls wait 30 s for an answer, and have to go on at its backup before that"
+            f"{text!r} is no valid time after which to declare a silent peer lost: a call times "
+            "out after 30 s and must reach the backup before that, so write 1 to 29 seconds"
         )
     return seconds
 

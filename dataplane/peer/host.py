@@ -298,7 +298,7 @@ class Host:
         ):
             return
         raise StaleEpoch(
-            f"the roster changed while a change of partition {entry.name!r} waited: call again"
+            f"the roster changed while a change of partition {entry.name!r} waited: repeat the call"
         )
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
@@ -433,9 +433,9 @@ class Serving:
                     await asyncio.sleep(POLL_S)
         except TimeoutError as exc:
             raise Unavailable(
-                f"peer {self.host.name!r} may not answer: {self._why()}, so another peer may serve "
-                "its partitions by now. Repeat the call; if that goes on, check the network "
-                "between the two"
+                f"peer {self.host.name!r} must not answer now: {self._why()}, so another peer may "
+                "already serve its partitions. Repeat the call; if this persists, check the "
+                "network between the two"
             ) from exc
         finally:
             self.waiting -= 1
@@ -443,7 +443,7 @@ class Serving:
     def _why(self) -> str:
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
-            return f"the backup of its partitions at {backup} confirms nothing"
+            return f"the backup of its partitions at {backup} does not confirm"
         return (
             f"its partitions have no backup in sync, and the roster keeper{self.authority} does "
             "not answer"

@@ -102,7 +102,7 @@ async def _serve(
                 metrics.hide()
         if not again:
             return str(why.details["why"]) if why is not None else ""
-        log.warning("peer %r returns as an empty new one", config.name)
+        log.warning("peer %r: restarting empty, as a new peer", config.name)
 
 
 def _end(peer: Peer, who: str) -> PeerEnded | None:
@@ -111,7 +111,7 @@ def _end(peer: Peer, who: str) -> PeerEnded | None:
     host, clients = peer.host, len(peer.sessions)
     if not host.rows and not clients:
         return None
-    why = f"ended by {who}" if who else "ended on its own, as no client was left"
+    why = f"ended by {who}" if who else "shut down because no clients were left"
     left = f"{counted(host.rows, 'row')} and {counted(clients, 'client')}"
     message = f"peer {host.name!r} of run {host.plane!r} (pid {os.getpid()}) {why}, with {left}"
     log.warning("%s", message)
@@ -134,11 +134,11 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
             lock.note(peer.host.rows, peer.directory.declared())
         except (OSError, DataplaneError) as exc:
             if str(exc) != failed:
-                log.warning("peer %r cannot put its files back: %s", lock.name, exc)
+                log.warning("peer %r: could not restore its removed files: %s", lock.name, exc)
             failed = str(exc)
             continue
         if missing:
-            log.warning("peer %r put back what was removed: %s", lock.name, ", ".join(missing))
+            log.warning("peer %r: restored its removed files: %s", lock.name, ", ".join(missing))
         failed = ""
 
 

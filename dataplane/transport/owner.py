@@ -294,8 +294,8 @@ class RangeServer:
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
             raise TicketRefused(
-                f"this is peer {self._owner.peer!r} in life {self._owner.incarnation}, and not "
-                f"{asked.owner.peer!r} in life {asked.owner.incarnation}",
+                f"this is incarnation {self._owner.incarnation} of peer {self._owner.peer!r}, not "
+                f"incarnation {asked.owner.incarnation} of peer {asked.owner.peer!r}",
                 peer=self._owner.peer,
                 incarnation=self._owner.incarnation,
             )

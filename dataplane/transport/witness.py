@@ -241,7 +241,7 @@ async def _opened(
     shown = fingerprint_of(tls.getpeercert(binary_form=True) or b"")
     if not hmac.compare_digest(shown.encode(), process.fingerprint.encode()):
         writer.transport.abort()
-        raise ProtocolError(f"{process.bulk} shows another certificate than its peer told of")
+        raise ProtocolError(f"{process.bulk} has another certificate than its peer announced")
     return reader, writer
 
 
@@ -251,21 +251,23 @@ async def _has_ended(
     """What the port says, proven on both sides as for a pull. ProtocolError, EOFError."""
     greeting, mine = await _frame(reader), secrets.token_bytes(CHALLENGE_BYTES)
     if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-        raise ProtocolError("this is no bulk worker")
+        raise ProtocolError("this is not a bulk worker: it sent no valid Greeting")
     writer.write(
         encode(Join(PROTOCOL_VERSION, mine, proof(key, "reader", greeting.challenge, mine)))
     )
     joined = await _frame(reader)
     expected = proof(key, "owner", greeting.challenge, mine)
     if not isinstance(joined, Joined) or not hmac.compare_digest(joined.proof, expected):
-        raise ProtocolError("this bulk worker is of another plane")
+        raise ProtocolError(
+            "this bulk worker belongs to another plane: its proof does not fit our key"
+        )
     writer.write(encode(Watch(owner)))
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
         raise ProtocolError("this bulk worker does not say whether its peer has ended")
     expected = watched_mac(key, nonce_of(greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
-        raise ProtocolError("it is not the bulk worker that says whether its peer has ended")
+        raise ProtocolError("the answer about the end of the peer is not signed by its bulk worker")
     return watched.ended
 
 

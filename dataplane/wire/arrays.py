@@ -131,7 +131,7 @@ def as_array(value: object) -> Array | None:
         raise
     except Exception as exc:  # the code of another library, or of the user
         raise InvalidValue(
-            f"{kind_of(value)} does not become a numpy array: {type(exc).__name__}: {exc}"
+            f"{kind_of(value)} cannot be converted to a numpy array: {type(exc).__name__}: {exc}"
         ) from exc
     if array is None:
         return None
@@ -237,7 +237,7 @@ def _foreign(value: object) -> Array | None:
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
     if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
-        raise InvalidValue("an image of PIL would lose its palette; give .convert('RGB')")
+        raise InvalidValue("a PIL image would lose its palette; give .convert('RGB')")
     if hasattr(value, "__cuda_array_interface__"):
         # cupy refuses silent copies to the host; `get` is its word for an intended one
         return np.asarray(value.get() if hasattr(value, "get") else value)
@@ -268,7 +268,9 @@ def _check_columnar(column: Any) -> None:
 
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
-        raise InvalidValue("a nested tensor of strided layout; give the list of its .unbind()")
+        raise InvalidValue(
+            "a nested tensor with strided layout cannot travel; give .unbind() as a list"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise InvalidValue("a sparse, quantized or meta tensor has no plain bytes; make it dense")
     tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -299,7 +299,7 @@ def test_a_run_whose_files_are_removed_is_still_one_run(
         (peer,) = rundir.living_peers(folder)
         assert peer.card is not None and peer.card.pid == plane.stats()["pid"]
         log = (folder / "embedded.log").read_text()
-        assert "put back what was removed" in log and "embedded.lock" in log
+        assert "restored its removed files" in log and "embedded.lock" in log
 
 
 def test_a_stopped_peer_whose_files_are_removed_is_not_replaced(
@@ -311,7 +311,9 @@ def test_a_stopped_peer_whose_files_are_removed_is_not_replaced(
         os.kill(pid, signal.SIGSTOP)
         try:
             shutil.rmtree(folder)
-            with pytest.raises(dataplane.ConnectError, match=rf"\(pid {pid}\) lives, its files in"):
+            with pytest.raises(
+                dataplane.ConnectError, match=rf"\(pid {pid}\) is alive, but its files in"
+            ):
                 dataplane.connect()
         finally:
             os.kill(pid, signal.SIGCONT)

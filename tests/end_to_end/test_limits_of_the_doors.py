@@ -260,7 +260,7 @@ def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
     with cluster.connect("a") as plane:
         plane.stats()  # has its connection now
         crowd = [knock() for _ in range(80)]
-        until(lambda: "nobody can be let in" in cluster.log("a"), "the limit is reached")
+        until(lambda: "no new client can be accepted" in cluster.log("a"), "the limit is reached")
         assert plane.stats()["refused"]
         for guest in crowd:
             guest.sock.close()

@@ -133,7 +133,7 @@ def test_experiments_of_one_script_never_train_on_each_others_rows(
     until(lambda: not living(), "all peers left")
     if "&" not in script:  # whoever comes after a run with rows hears of it, and whoever does not
         told = [one for one in lines if one.startswith("warning")]
-        assert "ended" in told[0] and "and 1 row with it: programs that hand rows on" in told[0]
+        assert "ended" in told[0] and "and 1 row with it: to hand rows from" in told[0]
 
 
 def test_a_script_runs_the_same_step_twice(launch: Launch, run_dir: Path) -> None:
@@ -197,8 +197,8 @@ def test_workers_of_a_process_that_has_not_connected_are_told_that_they_are_alon
     assert len({one for one in lines if one.startswith("met")}) == 2
     assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [2]"]
     told = [one for one in lines if one.startswith("warning began")]
-    assert "which started this process, has not connected before" in told[0]
-    assert "if their common parent called connect() before it starts them" in told[0]
+    assert "which started this process, has not connected: no" in told[0]
+    assert "call connect() in the common parent before it starts the processes" in told[0]
 
 
 def test_processes_that_one_program_started_and_that_do_not_meet_are_told(launch: Launch) -> None:
@@ -207,8 +207,8 @@ def test_processes_that_one_program_started_and_that_do_not_meet_are_told(launch
     line(first)
     name = line(first).split()[0]
     said = line(launch())
-    assert f"(pid {os.getpid()}) started as well, is of run {name!r}" in said
-    assert "or all had one name, connect(run=…) or DATAPLANE_RUN" in said
+    assert f"(pid {os.getpid()}) also started, is in run {name!r}" in said
+    assert "or give all one run name, connect(run=…) or DATAPLANE_RUN" in said
 
 
 @pytest.mark.usefixtures("launch")
@@ -289,7 +289,7 @@ def test_an_unnamed_run_lives_as_long_as_one_of_its_processes(launch: Launch) ->
     until(lambda: name not in living(), "its peer left", 30)
     own = launch("leave=1", of=name)
     said = line(own)
-    assert f"DATAPLANE_RUN names {name!r}, an unnamed run whose processes have ended" in said
+    assert f"DATAPLANE_RUN is {name!r}, an unnamed run whose processes have ended" in said
     told = line(own).split()
     assert told[0] == told[1] != name and told[2] == "0"
 
@@ -312,7 +312,7 @@ def test_rows_that_nobody_is_there_for_are_told_to_whoever_joins(launch: Launch)
     again = launch("run=grpo", "leave=1")
     said = line(again)
     assert said.startswith("joined run 'grpo', begun by `python") and " s ago: " in said
-    assert "it has 2 rows and no client since `python" in said
+    assert "it has 2 rows and no clients: the last one (`python" in said
     assert "connect(fresh=True) ends it first" in said
     assert line(again).endswith(" 2")
 
@@ -347,7 +347,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
     assert client["pid"] == step.pid and client["command"].startswith("python -c")
     assert client["age_s"] >= 0 and f"(pid {step.pid}, " in refused.value.message
     assert 'connect(fresh="force")' in refused.value.message
-    with pytest.raises(dataplane.InvalidCall, match="fresh='yes' is none of"):
+    with pytest.raises(dataplane.InvalidCall, match="fresh='yes': it is False"):
         dataplane.connect(run="grpo", fresh="yes")  # type: ignore[arg-type]
 
     with dataplane.connect(run="grpo", fresh="force") as plane:
@@ -355,7 +355,9 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
         who = f'(pid {os.getpid()}) by connect(fresh="force"), with 2 rows and 1 client'
         assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
         assert "ended run 'grpo', begun " in caplog.text and f"(pid {step.pid}, " in caplog.text
-        assert "it starts empty: its peer 'embedded'" in caplog.text and "2 rows" in caplog.text
+        assert (
+            "it starts empty: its last peer 'embedded'" in caplog.text and "2 rows" in caplog.text
+        )
         told = step.communicate("\n")[0]
         assert not told.startswith("read")
     assert step.returncode == 1
@@ -391,8 +393,8 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
     with dataplane.connect(run="grpo"):
         said = caplog.records[-1]
         assert said.levelname == "WARNING"
-        assert "it starts empty: its peer 'embedded'" in said.getMessage()
-        assert "had 3 rows" in said.getMessage() and "it was killed, see" in said.getMessage()
+        assert "it starts empty: its last peer 'embedded'" in said.getMessage()
+        assert "with 3 rows" in said.getMessage() and "it was killed, see" in said.getMessage()
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 
 
@@ -489,7 +491,7 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
         assert say(second, "rows") == "['new']"
         assert line(step(hosts[1], 2, "fresh")) == "['new']"  # once a launch
         assert "InvalidCall" in (told := line(step(hosts[0], None, "fresh")))
-        assert "give the new launch another name, DATAPLANE_RUN" in told
+        assert "give the new launch another run name (DATAPLANE_RUN)" in told
 
 
 def test_ranks_of_mpirun_are_of_one_run(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +518,7 @@ def test_peers_by_hand_are_met_by_name_and_never_by_chance(
     with dataplane.connect() as own:
         assert own.name != "test" and own.peer == "embedded"
         (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-        assert "there is also run 'test' (a, " in warning and "connect(run=…)" in warning
+        assert "this host also has run 'test' (a, " in warning and "connect(run=…)" in warning
         with dataplane.connect("a") as by_hand:
             assert by_hand.name == "test"
         assert "joined run 'test', begun by hand" in caplog.text

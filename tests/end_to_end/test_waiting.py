@@ -272,14 +272,14 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
         assert other.stdout.readline() == b"put\n"
         part.claim("s", rows=1, timeout=20).ack()
         assert f"by pid {other.pid} on host a, `" in why()
-        assert "(connected): call part.seal() if these are all" in why()
+        assert "(connected): call part.seal() if no more rows will come" in why()
         other.kill()
         other.communicate()
         until(lambda: "(disconnected" in why(), "the peer has seen it end")
-        assert "no producer is connected, so start one again" in why()
+        assert "no producer is connected, so restart one" in why()
         run = cluster.run_dir / "other"
         with dataplane.connect(run=run.name) as elsewhere:
             elsewhere.partition("q", stages={"s": ["x"]})
             part = plane.partition("q", stages={"s": ["x"]})
             until(lambda: "is also in run 'other'" in why(), "its card names the partition")
-            assert "give both sides the same run" in why()
+            assert "connect both sides to the same run" in why()

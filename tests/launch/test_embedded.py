@@ -204,7 +204,7 @@ def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
     shown = ", ".join(f"run 'r{n}' (a, 0 s old)" for n in (4, 3, 2))
     level, line = began.line(embedded.Found())
     assert level == logging.WARNING
-    assert f"there is also {shown} and 2 more: programs of several" in line
+    assert f"this host also has {shown} and 2 more: to share rows" in line
     for lock in locks:
         lock.release()
 

@@ -190,7 +190,7 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     assert shard.claim(1, budget(50.0)) == []
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
-    assert "1 row has no number of 0 or more as tag 'length', by which budget=" in why.message
+    assert "1 row has no valid weight in the tag 'length', by which budget=" in why.message
     assert f"row 2 has {bad!r}" in why.message
     assert why.details["keys"] == [2]
     assert shard.claim(2, budget(20.0)) == [(2, [0, 1])]  # what comes before it is not in its way

@@ -13,6 +13,7 @@ from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
     MOST_S,
+    SEAL,
     Facts,
     FullArena,
     Kept,
@@ -55,21 +56,20 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "the run's name is misspelt": (
         {"elsewhere": ["run 'grpo-7' (`python rollout.py`, 3 min old)"]},
         "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it; a "
-        "partition of this name is also in run 'grpo-7' (`python rollout.py`, 3 min old): give "
-        "both sides the same run, connect(run=…)",
+        "partition of this name is also in run 'grpo-7' (`python rollout.py`, 3 min old): "
+        "connect both sides to the same run, connect(run=…)",
     ),
-    "nobody sealed": (PUT, f"no row ready, 4 wanted; {FROM}: call part.seal() if these are all"),
+    "nobody sealed": (PUT, f"no row ready, 4 wanted; {FROM}: {SEAL}"),
     "every producer died": (
         {"put_rows": 4, "producers": [GONE]},
         "no row ready, 4 wanted; the partition is not sealed; 4 rows were put so far, the last "
         "5 min ago, by pid 8 on host b, `python rollout.py` (disconnected 5 min ago): no producer "
-        "is connected, so start one again, or call part.seal() if these are all",
+        f"is connected, so restart one, or {SEAL}",
     ),
     "some producers are forgotten": (
         {"put_rows": 9, "producers": [Producer("a client of peer 'b'", 4, None)]},
         "no row ready, 4 wanted; the partition is not sealed; 9 rows were put so far, by a client "
-        "of peer 'b', and by clients that are not known any more: call part.seal() if these are "
-        "all",
+        f"of peer 'b', and by clients that are no longer known: {SEAL}",
     ),
     "a group is short, and its producer died": (
         {
@@ -83,8 +83,8 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         "0 of 2 groups ready, 4 wanted; 2 groups are still open: 'p7' has 3 of 4 rows, 'p9' has 1 "
         "row, and part.close() has not said how many it gets; the partition is not sealed; 4 rows "
         "were put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
-        "(disconnected 5 min ago): no producer is connected, so start one again that completes "
-        "the open groups",
+        "(disconnected 5 min ago): no producer is connected, so restart one to complete the open "
+        "groups",
     ),
     "rows are leased": (
         {"leased": 4, "leases": [(OTHER, "s", 4, 90.2)], **PUT},
@@ -115,7 +115,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "nobody runs the stage before": (
         {"units": 4, "missing": {"reward": 4}, "idle": [("judge", 4, None)], **PUT},
         "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, a field of 's'; 4 rows are ready for "
-        f"stage 'judge', which nobody ever claimed; {FROM}",
+        f"stage 'judge', which nobody has ever claimed; {FROM}",
     ),
     "the stage before has stopped": (
         {"units": 4, "missing": {"reward": 1}, "idle": [("judge", 1, 240.0)], **PUT},
@@ -138,19 +138,18 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
-        "2 of 2 rows ready, 4 wanted; 1 claim of its kind waits before it; 2 puts wait for room; "
-        f"{FROM}: call part.seal() if these are all",
+        "2 of 2 rows ready, 4 wanted; 1 claim of the same kind waits ahead of it; 2 puts wait for "
+        f"room; {FROM}: {SEAL}",
     ),
     "nothing that is left matches": (
         {"sealed": True, "units": 1},
-        "0 of 1 rows ready, 4 wanted; the partition is sealed, and nothing that is left can come "
-        "to this call",
+        "0 of 1 rows ready, 4 wanted; the partition is sealed, and none of its remaining rows can "
+        "satisfy this call",
     ),
     "a plan waits for the seal": (
         {"plan": "the partition is not sealed yet", "units": 4, "ready": 4, **PUT},
         "4 of 4 rows ready, 4 wanted; the partition is not sealed yet; 4 rows were put so far, the "
-        "last 5 min ago, by pid 7 on host b, `python rollout.py` (connected): call part.seal() if "
-        "these are all",
+        f"last 5 min ago, by pid 7 on host b, `python rollout.py` (connected): {SEAL}",
     ),
     "its shard's peer does not answer": (
         {"silent": "b at tcp://b:1"},
@@ -191,7 +190,9 @@ def test_misspelt_names_are_seen_by_the_shard() -> None:
     one = store()
     put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
     assert "`rewrad`, which no stage needs: is it a misspelt `reward`?" in told(one, "train")
-    assert "2 rows are ready for stage 'reward', which nobody ever claimed" in told(one, "train")
+    assert "2 rows are ready for stage 'reward', which nobody has ever claimed" in told(
+        one, "train"
+    )
     assert "no row has the tag 'verison' of the filter: did you mean 'version'?" in told(
         one, "reward", where=["not", ["ge", "verison", 2]]
     )
@@ -249,7 +250,7 @@ ADMISSION = {
     "before": 0,
 }
 HELD = (
-    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups that were begun "
+    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups begun "
     "at version 2 are not complete yet; "
 )
 
@@ -260,7 +261,7 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     slow = unfinished(one, next(iter(one.groups.values())), 100.0)
     assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
         "group 'g' has all its rows and lacks `reward`, a field of 'train'; 2 rows are ready for "
-        "stage 'reward', which nobody ever claimed"
+        "stage 'reward', which nobody has ever claimed"
     )
     slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
@@ -269,7 +270,7 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     put(one, ["c"], ["h"])
     slow = unfinished(one, list(one.groups.values())[-1], 100.0)
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).startswith(
-        HELD + "group 'h' has 1 of 2 rows: put the others, or drop the group"
+        HELD + "group 'h' has 1 of 2 rows: put the missing rows, or drop the group"
     )
 
 
@@ -277,8 +278,8 @@ def test_admit_says_that_the_trainer_has_to_go_on() -> None:
     told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
     assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (
         f"1 of 4 places wanted; taken: 1 group unfinished, 1 permitted to this process ({ME}), 2 "
-        f"permitted to {OTHER}, 3 finished at version 3; 1 call waits before it; finished groups "
-        "give their places back at the next part.advance(version)"
+        f"permitted to {OTHER}, 3 finished at version 3; 1 call waits ahead of it; finished groups "
+        "free their places at the next part.advance(version)"
     )
 
 
@@ -286,7 +287,7 @@ def test_admit_says_that_the_trainer_has_to_go_on() -> None:
 
 FULL = FullArena("a", "a put of new rows", 6 << 20, 2 << 20, 60 << 20, 64 << 20)
 NEEDS = (
-    "a put of new rows needs 6.0 MiB, and the arena of peer 'a' has 2.0 MiB left for that (60.0 "
+    "a put of new rows needs 6.0 MiB, and the arena of peer 'a' has 2.0 MiB left for it (60.0 "
     "MiB of 64.0 MiB are used); "
 )
 LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE"
@@ -298,15 +299,15 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
         ({}, "", "Consume or drop rows"),
         (
             {"kept": [Kept("step-1", 5, [("judge", 5, None)])]},
-            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which nobody ever "
-            "claimed",
+            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which nobody has "
+            "ever claimed",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (
             {"kept": [Kept("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
             f"partition 'step-1' has 5 rows: 5 rows are leased by {OTHER} for stage 'train' for "
             "90 s",
-            "Give claims that wait for more rows than fit a smaller count, or min=",
+            "Lower the count of claims that wait for more rows than fit, or give them min=",
         ),
         (
             {
@@ -328,7 +329,7 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
             {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},
             f"3 values here belong to partitions that other peers keep; {OTHER} has 40.0 MiB "
             "reserved or in view",
-            "Let go of batches and arrays that were read",
+            "Delete batches and arrays that you no longer read",
         ),
     ],
 )
@@ -336,8 +337,8 @@ def test_a_full_arena_says_who_has_the_room_and_what_to_do(
     changes: dict[str, Any], says: str, do: str
 ) -> None:
     full = dataclasses.replace(FULL, **changes)
-    clauses = "; ".join(filter(None, ("none came free within 30 s", says)))
-    assert of_full_arena(full, "none came free within 30 s") == (
+    clauses = "; ".join(filter(None, ("none was freed within 30 s", says)))
+    assert of_full_arena(full, "none was freed within 30 s") == (
         f"{NEEDS}{clauses}. {do}; or {LARGER}"
     )
 

@@ -57,7 +57,9 @@ def test_rows_that_are_there_are_passed_over_whole_and_the_missing_ones_enter() 
     s = Store("p", Definition(free="drop"), 1)
     put(s, ["a", "b"])
     columns = [Column("x", values(4)), Column("y", values(4, first=4))]
-    with pytest.raises(FieldExists, match="'x' already and lacks others of this put, such as 'a'"):
+    with pytest.raises(
+        FieldExists, match="field 'x' but not all fields of this put, such as row 'a'"
+    ):
         s.put(wrote(named(["a", "b", "c", "d"]), columns, SPECS, OWNERS))
     outcome = put(s, ["c", "a", "d", "b"])
     assert (outcome.there, outcome.gone, len(s), freed(s)) == (2, 0, 4, 2)

@@ -73,7 +73,7 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
     held = [space.reserve(1, Admission.PULL, pages(1))[1] for _ in range(16)]
     for extents in held[::2]:
         space.give_back(1, extents)
-    with pytest.raises(BackPressure, match="in pieces: one value has 16.0 KiB") as caught:
+    with pytest.raises(BackPressure, match="fragmented: one value needs 16.0 KiB") as caught:
         await room.reserve(2, Admission.PULL, pages(4), 0.01)
     kept = [f"partition 'step-{n}' has {n} rows and keeps them until they are" for n in (5, 4, 3)]
     assert all(one in caught.value.message for one in kept)

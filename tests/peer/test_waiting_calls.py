@@ -254,7 +254,7 @@ async def test_a_call_whose_serving_fails_is_served_soon_and_those_before_it_at_
     async with asyncio.timeout(2 * SWEEP_S):
         assert shard.keys(await second) == [2]
     (line,) = caplog.records
-    assert "serving its calls failed" in line.message and line.exc_info is not None
+    assert "serving its waiting calls failed" in line.message and line.exc_info is not None
 
 
 async def test_claims_that_are_over_are_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

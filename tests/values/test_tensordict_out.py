@@ -233,8 +233,8 @@ MIXED = [np.zeros(2, np.float32), np.zeros(3, np.float32), np.zeros(2)]
 @pytest.mark.parametrize("layout", ["dense", "padded", "jagged"])
 def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: Any) -> None:
     says = (
-        r"field 'logp': row 2 is float64 \[2\] and row 0 float32 \[2\], which are of two dtypes, "
-        rf"so they make no {layout} tensor: put all rows in one dtype; "
+        r"field 'logp': row 2 is float64 \[2\] and row 0 float32 \[2\], which differ in dtype, "
+        rf"so they do not form a {layout} tensor: put all rows in one dtype; "
         r"fields={'logp': 'float32\[\*\]'} .*layout='list'"
     )
     for call in (

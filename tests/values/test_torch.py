@@ -103,7 +103,7 @@ def test_rows_are_padded_behind(arena: Any) -> None:
     halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 2)]
     padded = to_torch(arena.view(halves), "padded", padding=Padding(0.5))
     assert padded.dtype == torch.bfloat16 and padded.tolist() == [[1, 0.5], [1, 1]]
-    with pytest.raises(InvalidValue, match="padding=-1 is no value of uint8"):
+    with pytest.raises(InvalidValue, match="padding=-1 does not fit uint8"):
         to_torch(arena.view(images), "padded", padding=Padding(-1))
     with pytest.raises(InvalidValue, match=r"row 1 is float64 \[2, 2\] and row 0 float64 \[2\]"):
         to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
@@ -139,7 +139,7 @@ def test_views_lie_in_the_arena_and_keep_it_pinned(arena: Any) -> None:
         del first
         gc.collect()
         assert gone() is None
-    with pytest.raises(InvalidValue, match="do not lie as a padded tensor"):
+    with pytest.raises(InvalidValue, match="are not stored as a padded tensor"):
         to_torch(arena.view([np.ones(2), np.ones(3)]), "padded", view=True)
 
 

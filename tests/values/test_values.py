@@ -133,7 +133,9 @@ def test_arrays_of_other_libraries_are_taken(arena: Any) -> None:
     assert put["y"][0].tolist() == [1, 2] and put["y"][0].dtype == np.float32
     dense = arena.put({"x": Interface(array), "y": OverDlpack(array)})
     assert [int(value) for value in dense["x"]] == [0, 1, 2, 3]
-    with pytest.raises(InvalidValue, match=r"x\[0\]: .*Refusing does not become .* another device"):
+    with pytest.raises(
+        InvalidValue, match=r"x\[0\]: .*Refusing cannot be converted .* another device"
+    ):
         arena.put({"x": [Refusing()]})
 
 

@@ -82,7 +82,7 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
             body = Drop(handle.name, handle.generation)
             yield from ask(body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r} stays behind, in part: {exc}; drop it"
+            said = f"partition {handle.name!r} is left partly restored: {exc}; drop it"
             failure.add_note(said)
             log.warning("restore: %s", said)
 

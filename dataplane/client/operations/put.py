@@ -59,7 +59,9 @@ def put(
     except DataplaneError as exc:
         if not (yield from handle.comes_too_late(exc)):
             raise
-        log.info("partition %r: a put came too late: %s", handle.name, exc.message)
+        log.info(
+            "partition %r: put arrived too late, nothing was stored: %s", handle.name, exc.message
+        )
     session = handle.session
     return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
 
@@ -120,19 +122,20 @@ def _put(
     session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
     if work.there and work.there + work.gone == n:
-        freed = f" or were there and have been freed ({work.gone} rows)" if work.gone else ""
+        freed = f" ({work.gone} of them freed since)" if work.gone else ""
         keys = row_names(identity.wire(None))[:SHOWN_NAMES]
         raise FieldExists(
-            f"all {counted(n, 'row')} of this put are in partition {handle.name!r} already with "
-            f"these fields{freed}, such as {keys[0]!r}: nothing was put. Where this repeats a put, "
-            "all of it is in; fields are written once, replace=True writes a new value",
+            f"nothing was put: partition {handle.name!r} already has all "
+            f"{counted(n, 'row')} of this put with these fields{freed}, such as {keys[0]!r}. If "
+            "this repeats a put, that put is complete; fields are written once, so pass "
+            "replace=True to write new values",
             field=str(next(iter(columns), "")),
             keys=keys,
         )
     if work.there:
         log.warning(
-            "partition %r: %d of %d rows of a put are there already with these fields, and keep "
-            "their values (ref.kept); the others were put",
+            "partition %r: %d of %d rows of a put already exist with these fields and keep their "
+            "values (ref.kept); the others were put",
             handle.name,
             work.there,
             n,
@@ -144,8 +147,8 @@ def _put(
         which += ", …" if len(groups or keys) > 1 else ""
         raise RowsGone(
             f"nothing was put into partition {handle.name!r}: all {counted(n, 'row')} of this put "
-            f"({which}) were put before, and every stage has had them; a producer that was "
-            "restarted goes on with its next rows. If these are new rows under old names, pass "
+            f"({which}) were put before and acked by every stage. A restarted producer continues "
+            "with its next rows. If these are new rows under old names, pass "
             "reuse=True",
             keys=keys,
             groups=groups,

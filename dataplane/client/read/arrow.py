@@ -37,7 +37,7 @@ def from_field(name: str, values: Array | list[Any]) -> pa.Array:
 
 def from_keys(keys: list[object]) -> pa.Array:
     """Keys as an Arrow array, with the same errors."""
-    instead = "read rows with str keys and rows with int keys by two calls, part.get(keys)"
+    instead = "read rows with str keys and rows with int keys in two calls, part.get(keys)"
     return _exact("key", keys, _of_objects, instead)
 
 
@@ -110,7 +110,7 @@ def _times(array: Array) -> Array:
         return array
     known = array[~np.isnat(array)]
     if known.size and (unit == "generic" or dtype.kind == "m" and unit in ("Y", "M")):
-        raise InvalidValue(f"a {dtype.name} is no fixed number of seconds")
+        raise InvalidValue(f"a {dtype.name} is not a fixed number of seconds")
     made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
     if (made[~np.isnat(array)].astype(dtype) != known).any():
         raise InvalidValue(f"Arrow's {made.dtype.name} does not hold every {dtype.name} exactly")

@@ -146,9 +146,9 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
         except (OverflowError, ValueError, TypeError):
             pass
     raise InvalidValue(
-        f"field {field!r}: padding={padding.value!r:.40} is no value of {dtype.name}, the dtype of "
-        f"its rows; give one that is, for several fields a mapping such as padding={{{field!r}: "
-        f"{False if dtype == np.bool_ else 0}}}",
+        f"field {field!r}: padding={padding.value!r:.40} does not fit {dtype.name}, the dtype of "
+        "its rows: give a value that does or, for several fields, a mapping such as "
+        f"padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
         field=field,
     )
 
@@ -170,8 +170,8 @@ def _holds(made: Any, given: Any) -> bool:
 def no_view(field: str, layout: str) -> InvalidValue:
     """The error of view=True for rows that would have to be moved."""
     return InvalidValue(
-        f"field {field!r}: these rows do not lie as a {layout} tensor, so view=True cannot give "
-        f"one: leave view=True out, or use layout='list' for a view per row",
+        f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True cannot "
+        "give one: leave view=True out, or use layout='list' for a view per row",
         field=field,
     )
 
@@ -185,13 +185,13 @@ def unlike(
     for differs, why, instead in (
         (
             lambda one: one[0] != first[0],
-            "which are of two dtypes",
+            "which differ in dtype",
             f"put all rows in one dtype; fields={{{field!r}: {_form_text(first)!r}}} in the "
             "partition's declaration refuses others at the put",
         ),
         (
             lambda one: len(one[1]) != len(first[1]),
-            "which have different numbers of dimensions",
+            "which differ in rank",
             f"put rows of one rank; fields={{{field!r}: {_form_text(first)!r}}} in the "
             "partition's declaration refuses others at the put",
         ),
@@ -205,14 +205,14 @@ def unlike(
         if row is not None:
             return InvalidValue(
                 f"field {field!r}: row {row} is {_shown(forms[row])} and row 0 {_shown(first)}, "
-                f"{why}, so they make no {layout} tensor: {instead}, or use layout='list' for a "
-                "tensor per row",
+                f"{why}, so they do not form a {layout} tensor: {instead}, or use layout='list' "
+                "for a tensor per row",
                 field=field,
                 row=row,
             )
     return InvalidValue(
-        f"field {field!r}: each row is {_shown(first)}, a single number, which makes no {layout} "
-        "tensor: use layout='dense'",
+        f"field {field!r}: each row is {_shown(first)}, a single number, which does not form a "
+        f"{layout} tensor: use layout='dense'",
         field=field,
         row=0,
     )

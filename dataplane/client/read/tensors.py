@@ -328,7 +328,7 @@ def _tell_once(field: str, reason: str) -> None:
     if field in _told or len(_told) >= _MOST_TOLD:
         return
     _told.add(field)
-    log.warning("tensordict(): field %r is a NonTensorStack, no tensor: %s", field, reason)
+    log.warning("tensordict(): field %r is a NonTensorStack, not a tensor: %s", field, reason)
 
 
 # making tensors

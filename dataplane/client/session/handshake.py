@@ -132,7 +132,7 @@ def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
         "begins the run again, empty"
         if welcome.alone
         else "rows whose only bytes were on this host are gone, unless the peer handed them over: "
-        "part.lost() names them. Others can be read through dataplane.connect()"
+        "part.lost() names them. The other rows can be read through dataplane.connect()"
     )
     log = f"; its log is {welcome.log}, or {welcome.log}.old after that" if welcome.log else ""
     return PeerLost(

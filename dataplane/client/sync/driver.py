@@ -60,7 +60,7 @@ def _warn_of_loop() -> None:
         (one for one in reversed(traceback.extract_stack()) if not is_ours(one.filename)), None
     )
     log.warning(
-        "a blocking call of dataplane%s runs inside an event loop, which stops until the call "
+        "a blocking dataplane call%s runs inside an event loop and blocks the loop until it "
         "returns: use dataplane.aio and await it, or asyncio.to_thread",
         f" ({caller.filename}:{caller.lineno}: {caller.line})" if caller else "",
     )

@@ -192,7 +192,7 @@ class FailureDetector:
                 return True
             log.warning(
                 "roster keeper: hears %d of %d members, so its own network may have failed: "
-                "calls nobody lost for now",
+                "declares no peer lost for now",
                 heard,
                 total,
             )

@@ -103,7 +103,9 @@ class ClaimQueue:
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
         if want.budget_tag is not None and not want.budget > 0:
-            raise ProtocolError(f"a claim by a budget of {want.budget} asks for nothing")
+            raise ProtocolError(
+                f"a claim with a budget of {want.budget} asks for nothing; give a budget above 0"
+            )
         before = self._claims.get(claim.number)
         if before is not None and before.lane != claim.lane:
             self.withdraw(claim.number)

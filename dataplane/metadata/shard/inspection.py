@@ -168,9 +168,9 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
         return Done()
     row = f"row {name!r} of partition {state.partition!r}"
     if state.tombstones.freed(key):
-        return RowsGone(f"{row} was put and every stage has had it: it is gone", keys=[name])
+        return RowsGone(f"{row} was put, acked by every stage, and freed", keys=[name])
     if state.tombstones.dropped(key):
-        return RowsDropped(f"{row} was dropped, so nobody puts it any more", keys=[name])
+        return RowsDropped(f"{row} was dropped, so a wait for it cannot succeed", keys=[name])
     if state.sealed:
         return StreamEnd(f"partition {state.partition!r} is sealed and has no row {name!r}")
     return None

@@ -276,10 +276,10 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             groups = sorted({rows.group[i] for i in new if rows.group[i] >= 0})
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
-            f"partition {state.partition!r} is sealed and takes no new rows; "
-            f"{len(new)} of this put are new: put them into another partition (new fields of rows "
-            "that are in are welcome). Where the same program ran before under this run's name, it "
-            "finds what it left: connect(fresh=True) ends that first, where no client is left",
+            f"partition {state.partition!r} is sealed and takes no new rows, and "
+            f"{counted(len(new), 'row')} of this put would be new: put them into another partition "
+            "(existing rows still take new fields). If an earlier launch under this run's name "
+            "left the partition and has no clients any more, connect(fresh=True) ends that first",
             partition=state.partition,
             rows=len(new),
         )
@@ -304,9 +304,9 @@ def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[
         name = partly[0][1]
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
-            f"{counted(len(partly), 'row has', 'rows have')} a field {name!r} already and lacks "
-            f"others of this put, such as {keys[0]!r}: nothing of this call was stored. Fields are "
-            "written once, replace=True writes a new value",
+            f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} "
+            f"but not all fields of this put, such as row {keys[0]!r}: nothing of this call was "
+            "stored. Fields are written once; pass replace=True to write a new value",
             field=name,
             keys=keys,
         )

@@ -111,14 +111,14 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     if facts.plan:
         parts.append(facts.plan)
     if facts.before:
-        one, many = "claim of its kind waits", "claims of its kind wait"
-        parts.append(f"{counted(facts.before, one, many)} before it")
+        one, many = "claim of the same kind waits", "claims of the same kind wait"
+        parts.append(f"{counted(facts.before, one, many)} ahead of it")
     parts += _filtered(facts)
     if facts.weightless:
         rows, tag, such = facts.weightless
         parts.append(
-            f"{counted(rows, 'row has', 'rows have')} no number of 0 or more as tag `{tag}`, such "
-            f"as {such!r}"
+            f"{counted(rows, 'row has', 'rows have')} no valid weight in the tag `{tag}` (a number "
+            f"of 0 or more), such as {such!r}"
         )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
     parts += [_nobody_claims(*one) for one in facts.idle]
@@ -168,7 +168,7 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
 
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
-    when = "ever claimed" if asked_s is None else f"has claimed for {duration(asked_s)}"
+    when = "has ever claimed" if asked_s is None else f"has claimed for {duration(asked_s)}"
     return f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}, which nobody {when}"
 
 
@@ -197,7 +197,7 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
         return [
             "the partition is sealed, so no new row comes"
             if facts.ready + len(facts.leases) + len(facts.missing)
-            else "the partition is sealed, and nothing that is left can come to this call"
+            else "the partition is sealed, and none of its remaining rows can satisfy this call"
         ]
     if not for_rows:
         return []
@@ -213,7 +213,7 @@ def _elsewhere(facts: Facts) -> str:
         said += f"; this run also has the partition {names}: is one of the names misspelt?"
     elif facts.elsewhere:
         said += f"; a partition of this name is also in {few(facts.elsewhere, SHOWN_OTHERS)}"
-        said += ": give both sides the same run, connect(run=…)"
+        said += ": connect both sides to the same run, connect(run=…)"
     else:
         said += ": start its producer, in this run and with this partition name"
     return said
@@ -230,7 +230,7 @@ def _produced(facts: Facts) -> list[str]:
         more = len(known) - len(shown)
         said += f", by {', '.join(shown)}{f', and {more} more' if more > 0 else ''}"
     if facts.put_rows > sum([one.rows for one in known]):
-        said += ", and by clients that are not known any more" if known else ""
+        said += ", and by clients that are no longer known" if known else ""
     advice = _advice(facts)
     return [f"{said}: {advice}" if advice else said]
 
@@ -242,16 +242,19 @@ def _producer(one: Producer) -> str:
     return f"{one.who} ({state})"
 
 
+SEAL = "call part.seal() if no more rows will come"
+
+
 def _advice(facts: Facts) -> str:
     """What to do where only new rows, or the seal, can end the wait."""
     gone = bool(facts.producers) and all(one.gone_s for one in facts.producers)
     if gone and facts.open_groups and facts.unit == "groups":
-        return "no producer is connected, so start one again that completes the open groups"
+        return "no producer is connected, so restart one to complete the open groups"
     if facts.reasons_here:
         return ""
     if gone:
-        return "no producer is connected, so start one again, or call part.seal() if these are all"
-    return "call part.seal() if these are all"
+        return f"no producer is connected, so restart one, or {SEAL}"
+    return SEAL
 
 
 def of_key(key: object, put_rows: int, idle_s: float | None, near: str) -> str:
@@ -303,7 +306,7 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
     """What is needed, what is there, who has it, and what to do. why: what ended the wait."""
     parts = [
         f"{full.doing} needs {sized(full.needed_bytes)}, and the arena of peer {full.peer!r} has "
-        f"{sized(full.free_bytes)} left for that ({sized(full.used_bytes)} of "
+        f"{sized(full.free_bytes)} left for it ({sized(full.used_bytes)} of "
         f"{sized(full.size_bytes)} are used)"
     ]
     parts += [why] if why else []
@@ -352,9 +355,9 @@ def _make_room(full: FullArena) -> str:
     if any(one.until_dropped for one in full.kept):
         said.append("drop rows that nobody needs any more (part.drop)")
     if full.claims:
-        said.append("give claims that wait for more rows than fit a smaller count, or min=")
+        said.append("lower the count of claims that wait for more rows than fit, or give them min=")
     if sum(nbytes for _, nbytes in full.holders) > full.used_bytes // 2:
-        said.append("let go of batches and arrays that were read")
+        said.append("delete batches and arrays that you no longer read")
     said = said or ["consume or drop rows"]
     said.append("give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE")
     text = "; or ".join(said)
@@ -383,15 +386,15 @@ def of_admission(
         taken += f", {told['held_groups']} finished before it"
     parts = [f"{wanted} of {counted(told['places'], 'place')} wanted; taken: {taken}"]
     if told["before"]:
-        parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} before it")
+        parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of it")
     if told["held_groups"]:
         begun = version - told["lag"]
-        parts.append(f"groups that were begun at version {begun} are not complete yet")
+        parts.append(f"groups begun at version {begun} are not complete yet")
     parts += [_slow(one) for one in slow]
     nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
     parts += [_nobody_claims(*one) for one in nobody.values()]
     if told["finished_groups"]:
-        parts.append("finished groups give their places back at the next part.advance(version)")
+        parts.append("finished groups free their places at the next part.advance(version)")
     if told.get("only_own"):
         parts.append(OWN_PERMITS)
     return "; ".join(parts)
@@ -404,7 +407,7 @@ def _slow(group: Mapping[str, Any]) -> str:
         return f"{name} has {counted(group['rows'], 'row')} and is not closed: close it, or drop it"
     if group["of"]:
         size = f"{group['rows']} of {counted(group['of'], 'row')}"
-        return f"{name} has {size}: put the others, or drop the group"
+        return f"{name} has {size}: put the missing rows, or drop the group"
     lacks = [
         f"`{field}`, a field of {stage!r}" + (f" that stage {by!r} adds" if by else "")
         for field, (stage, by) in group["lacks"].items()

@@ -86,8 +86,8 @@ class Answers:
         caller = self._callers.get(change.caller) or _Caller()
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} came after the peer had "
-                "stopped asking for it, and changed nothing now",
+                f"change {change.number} of peer {change.caller.peer} arrived after the peer had "
+                "stopped waiting for it, so it was not carried out this time",
                 number=change.number,
             )
         above = len(caller.given)
@@ -95,8 +95,8 @@ class Answers:
             above = sum([number >= change.floor for number in caller.given])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.given:
             raise LimitExceeded(
-                f"peer {change.caller.peer} has {above} changes above its floor, the limit is "
-                f"{MAX_CHANGES_ABOVE_FLOOR}: it has to wait until the lowest is answered",
+                f"peer {change.caller.peer} has {above} changes above its floor, and the limit "
+                f"is {MAX_CHANGES_ABOVE_FLOOR}: it must wait until the lowest is answered",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

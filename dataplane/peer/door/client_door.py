@@ -151,7 +151,7 @@ class Door:
     def _wait_for_room(self, why: str) -> None:
         """Accept nobody for a while: the listener would stay readable all the time."""
         assert self._listener is not None
-        self.refusals.count(f"nobody can be let in: {why}")
+        self.refusals.count(f"no new client can be accepted: {why}")
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.fileno())
         loop.call_later(FULL_S, self._admit)
@@ -172,7 +172,7 @@ class Door:
         if taken + (each if session is None else 1) > self._room:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
-                f"this peer cannot serve one more {what}: it has {len(self.sessions)} clients, and "
+                f"this peer cannot serve another {what}: it has {len(self.sessions)} clients, and "
                 f"may open {descriptors.limit()} file descriptors. Raise its limit (ulimit -n) and "
                 "start it again, or close clients that are not needed",
                 limit=descriptors.limit(),

@@ -85,7 +85,7 @@ class Answers:
                 return await self.peer.partitions.define(name, None, wait_s)
         except PartitionUndefined as exc:
             await directory.learn_names()
-            said = f"partition {name!r} is not there: {directory.undeclared(name)}"
+            said = f"partition {name!r} does not exist: {directory.undeclared(name)}"
             raise PartitionUndefined(said, **exc.details) from exc
         finally:
             learning.cancel()

@@ -176,11 +176,11 @@ class PeerDoor:
     def _check_control(self, stream: Stream, request: PeerRequest) -> None:
         """ProtocolError, Unavailable for a request that the control stream does not take."""
         if type(request.body) not in CONTROL:
-            raise ProtocolError(f"{type(request.body).__name__} goes over the call stream")
+            raise ProtocolError(f"{type(request.body).__name__} must go over the call stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
                 f"{stream.unanswered_bytes} bytes of requests of {request.sender} are unanswered "
-                f"here, the limit is {self.control_bytes}: repeat the request later"
+                f"here, and the limit is {self.control_bytes}: repeat the request later"
             )
 
     async def _drained(self, stream: Stream, request: PeerRequest, sender: Owner) -> Body:

@@ -155,8 +155,8 @@ class Directory:
         if similar := self.similar(partition):
             said += f", which has {similar[0]!r}: is one of the names misspelt?"
         elif elsewhere := self.other_runs(partition):
-            said += f", but {few(elsewhere, SHOWN)} has a partition of this name: give both sides "
-            said += "the same run, connect(run=…)"
+            said += f", but {few(elsewhere, SHOWN)} has a partition of this name: connect both "
+            said += "sides to the same run, connect(run=…)"
         else:
             known = few([repr(name) for name in self.names()], SHOWN) or "none"
             said += f" (partitions of this run: {known}): one process must declare it, "

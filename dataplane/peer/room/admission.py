@@ -129,7 +129,7 @@ class Room:
                 self.pump()
             if isinstance(exc, TimeoutError):
                 raise self._back_pressure(
-                    waiter, f"none came free within {timeout_s:.3g} s"
+                    waiter, f"none was freed within {timeout_s:.3g} s"
                 ) from exc
             raise
         finally:
@@ -202,9 +202,7 @@ class Room:
         for waiter in writers:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    self._back_pressure(
-                        waiter, "no client is left that could free any: all of them wait"
-                    )
+                    self._back_pressure(waiter, "no client can free any: all of them wait")
                 )
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
@@ -223,12 +221,12 @@ class Room:
         ]
         remarks, free = [], stats["free_bytes"]
         if room < needed <= free:
-            remarks.append(f"{sized(free)} are free, and kept for other uses of the arena")
+            remarks.append(f"{sized(free)} are free, but reserved for other uses of the arena")
         longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
         if needed <= room and longest > stretch:
             remarks.append(
-                f"the free room is in pieces: one value has {sized(longest)}, the longest free "
-                f"piece {sized(stretch)}"
+                f"the free room is fragmented: one value needs {sized(longest)}, and the largest "
+                f"free piece has {sized(stretch)}"
             )
         kind_of, beyond = self.beyond()
         full = reasons.FullArena(
@@ -319,9 +317,9 @@ class Room:
         pinned = stats["pinned_bytes"]
         return (
             f"the next rows bring {sized(needed_bytes)} from other hosts, and this arena has room "
-            f"for {sized(may)} of such now ({sized(pinned)} are in view or being read, "
-            f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): let go of "
-            "batches and arrays that were read",
+            f"for {sized(may)} of them now ({sized(pinned)} are in view or being read, "
+            f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): delete "
+            "batches and arrays that you no longer read",
             {"needed_bytes": needed_bytes, "credit_bytes": may, "pinned_bytes": pinned},
         )
 

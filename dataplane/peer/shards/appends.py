@@ -190,7 +190,7 @@ class Shipping:
         else:
             self._enqueue(entry, encode(op))
         if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
-            log.error("the backup is too slow: %d bytes wait for it", waiting)
+            log.error("backup too slow: %d bytes queued, resyncing in %g s", waiting, RETRY_S)
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
@@ -290,7 +290,9 @@ class Shipping:
             self._parting = None
             self._change_to(self._backup_by(self.host.roster))
         elif self.synced and self.backup is not None:
-            log.warning("backup %s: confirms nothing, leaves the in-sync set", self.backup.peer)
+            log.warning(
+                "backup %s: does not confirm, removed from the in-sync set", self.backup.peer
+            )
             self.synced = False
             if not self._under_way:
                 self._under_way = True

@@ -100,7 +100,7 @@ class Replicas:
         """StaleEpoch unless this peer backs the sender up, as far as it knows."""
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
-            raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
+            raise StaleEpoch(f"{self.host.address} is not the backup of {caller.address}")
         self._confirmed[caller.owner] = self.host.now()
         return Done()
 
@@ -110,7 +110,7 @@ class Replicas:
         """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
         and must be made anew."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
-            raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
+            raise StaleEpoch(f"{self.host.address} is not the backup of {caller.address}")
         origin = self._origins.get(caller.owner)
         if origin is None or origin.stream != body.stream:
             if body.first == 0:

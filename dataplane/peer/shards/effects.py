@@ -58,7 +58,7 @@ class Effects:
         try:
             effect(*given)
         except Exception:
-            log.exception("%s failed after a command, tried again in %g s", _name(effect), SWEEP_S)
+            log.exception("%s failed after a command, retrying in %g s", _name(effect), SWEEP_S)
             if not self._failed:
                 asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
             self._failed.append((effect, given))
@@ -70,7 +70,7 @@ class Effects:
             try:
                 effect(*given)
             except Exception:
-                log.exception("%s failed again and is given up", _name(effect))
+                log.exception("%s failed again, giving up", _name(effect))
 
 
 def _name(effect: Effect) -> str:

@@ -71,8 +71,8 @@ class MetadataShare:
             told()
         raise ShardFull(
             f"peer {self._host.name!r}, which keeps this partition, takes no new rows: keys, tags "
-            f"and small values use {sized(self.used_bytes)} there, and may use "
-            f"{sized(self.size_bytes)}, a fifth of its arena; consume or drop rows, or give that "
+            f"and small values use {sized(self.used_bytes)} there, over their limit of "
+            f"{sized(self.size_bytes)} (a fifth of its arena); consume or drop rows, or give that "
             "peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,
@@ -124,7 +124,7 @@ class MetadataShare:
             self.writers -= 1
             session.waiting -= 1
         if vain.done():
-            why = "no client is left that could free any: all of them wait"
+            why = "no client can free any: all of them wait"
             raise ShardFull(f"{full.message}; {why}", **full.details)
 
     def end_in_vain(self) -> None:

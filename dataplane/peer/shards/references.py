@@ -120,7 +120,7 @@ class References:
             self.host.speak()
             return Settled(entry.store.settle(body))
         if self.host.address in self.host.roster.leaving:
-            raise StaleEpoch(f"{self.host.address} leaves, and may have handed the shard over")
+            raise StaleEpoch(f"{self.host.address} is leaving and may have handed the shard over")
         return Settled(False)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
@@ -302,7 +302,8 @@ class Doubts:
             ranges = self._open.get(number, {}).get(to, NONE)
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error(
-                "partition %r: peer %s did not settle change %d, %d bytes stay lent to it: %s",
+                "partition %r: peer %s did not settle change %d, so it keeps references to %d "
+                "bytes: %s",
                 *(asked.partition, to.peer, number, nbytes, exc),
             )
         else:

@@ -322,7 +322,7 @@ class WaitingCalls:
         the stage again soon."""
         partition, _, name = stage.key
         log.exception(
-            "stage %r of partition %r: serving its calls failed, tried again in %g s",
+            "stage %r of partition %r: serving its waiting calls failed, retrying in %g s",
             *(name, partition, SWEEP_S),
         )
         if not self._dirty:

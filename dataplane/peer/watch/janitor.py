@@ -115,7 +115,9 @@ class Janitor:
         try:
             await prefaulted(self.host.arena, start, goal - start)
         except OSError as exc:
-            log.warning("arena: no process prefaults %d bytes: %s", goal - start, exc)
+            log.warning(
+                "arena: could not start the process that prefaults %d bytes: %s", goal - start, exc
+            )
 
 
 async def prefaulted(arena: Arena, start: int, length: int) -> None:

@@ -107,7 +107,7 @@ TABLE = {
     "leases_expired_total": "Leases that were over their limit (lease=); their rows went back.",
     "rows_by_stage{stage,state}": "Rows of this peer's shards by what they are for a stage.",
     "stage_released_rows_total{stage}": "Rows that came back to a stage here without an ack.",
-    "stage_redelivered_rows_total{stage}": "Rows handed out again that had come back like that.",
+    "stage_redelivered_rows_total{stage}": "Rows handed out again after they came back.",
     "partitions": "Partitions whose metadata is here.",
     "rows": "Rows of this peer's shards.",
     "groups": "Groups of this peer's shards.",

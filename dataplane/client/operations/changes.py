@@ -175,7 +175,7 @@ def advance(handle: Handle, version: int, timeout: float | None) -> Operation[No
 
 
 class Producing(Generic[T]):
-    """Items, one after the other, for as long as the partition takes new rows."""
+    """Items, one after the other. Ends when the partition takes no new rows."""
 
     def __init__(self, handle: Handle, items: Iterable[T]) -> None:
         self._caller: int | None = None

@@ -52,8 +52,8 @@ def put(
     reuse: bool,
     timeout: float | None,
 ) -> Operation[Ref]:
-    """Write rows. In the body of a loop over `producing`, a put of new rows that comes too late
-    puts nothing, and its Ref is of no rows."""
+    """Write rows. In the body of a loop over `producing`, a put of new rows that arrives too late
+    stores nothing and returns a Ref of no rows."""
     try:
         return (yield from _put(handle, columns, key, group, tags, dedup, replace, reuse, timeout))
     except DataplaneError as exc:

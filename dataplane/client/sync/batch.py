@@ -178,10 +178,11 @@ class Batch(LeasedRows, Converting):
         self._run(self._add(columns, named, timeout))
 
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """The stage is done with these rows. What was added is stored with the ack, or neither is.
+        """Ack: the stage is done with these rows. Added values and the ack are stored together, or
+        neither is.
 
-        After a failure, call it again: it carries the same values. FieldExists where another writer
-        has set one of the fields: add the value under another name, or release the rows.
+        After a failure, call it again: it carries the same values. Raises FieldExists if another
+        writer has set one of the fields: add the value under another name, or release the rows.
         """
         self._run(self._finish("ack", timeout))
 

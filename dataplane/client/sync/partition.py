@@ -66,12 +66,12 @@ class Partition:
         row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
         fields that are there (FieldExists otherwise).
 
-        Putting the same again under the same keys is safe, and completes a put that ended midway.
-        The put passes over rows that are there with all of these fields, and rows that were there
-        under these keys or groups and have been freed. `ref.kept` counts both; the values that are
-        there stay. Where nothing was missing it raises FieldExists, or RowsGone if all rows have
-        been freed. FieldExists also for a row that has some of these fields and lacks others.
-        reuse: names of freed and dropped rows are new rows' (RowsDropped otherwise).
+        Repeating a put with the same keys is safe, and completes a put that ended midway. The put
+        skips rows that exist with all of these fields, and rows under these keys or groups that
+        have been freed since. `ref.kept` counts both; existing values stay. If nothing was missing,
+        the put raises FieldExists, or RowsGone if all rows have been freed. It also raises
+        FieldExists for a row that has some of these fields and lacks others. reuse: allow names of
+        freed and dropped rows for new rows (RowsDropped otherwise).
 
         A field whose values all lie on a GPU that the peer has a device arena of is copied into
         that, on the streams of the values, and into host memory where the device has no room.
@@ -147,9 +147,9 @@ class Partition:
 
         budget={tag: sum}: as many groups (rows, where the partition has no group_size, or as
         `unit` says) as fit. The tag of a ready row must be a finite number of 0 or more;
-        InvalidRows names a row where it is not. min: be content with fewer. where: only rows, or
-        whole groups, with such tags. fields: what is fetched at once (default: the stage's fields).
-        lease: seconds after which the rows go back, whatever the holder does.
+        InvalidRows names a row where it is not. min: accept fewer. where: only rows, or whole
+        groups, with such tags. fields: what is fetched at once (default: the stage's fields).
+        lease: seconds after which the rows go back, even if the holder still works on them.
 
         Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
         """
@@ -288,10 +288,10 @@ class Partition:
         where: of those that match. Rows that are leased, or not ready yet, count whatever their
         tags: they may match when they are ready.
 
-        key: until there is a row with this key, without a stage: `part.wait(key="version-7")`.
+        key: wait until a row with this key exists, without a stage: `part.wait(key="version-7")`.
 
-        Raises ClaimTimeout, and StreamEnd where the partition is sealed and what is waited for
-        cannot come; RowsGone and RowsDropped for a key whose row went."""
+        Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition cannot be met
+        any more; RowsGone or RowsDropped if the row of this key was freed or dropped."""
         self._run(core.wait(self._handle, stage, rows, groups, below, unit, where, key, timeout))
 
     def admit(
@@ -319,13 +319,13 @@ class Partition:
         self._run(changes.advance(self._handle, version, timeout))
 
     def producing(self, items: Iterable[T]) -> Producer[T]:
-        """`for prompt in part.producing(prompts):` gives one item after the other, and ends
-        without an error when there are no more, and when the partition takes no new rows: it was
-        sealed, also by its `groups=` having closed, or dropped.
+        """`for prompt in part.producing(prompts):` yields one item after the other. It ends
+        without an error when no items are left, or when the partition takes no new rows: it was
+        sealed, its `groups=` have closed, or it was dropped.
 
-        In the body, the same thread or task puts the item's rows by this partition object. Where
-        they come too late, the put puts nothing and returns a Ref of no rows; `admit` lets the
-        body begin and has `n` 0. Outside of such a loop both are errors.
+        In the body, the same thread or task puts the item's rows through this partition object. A
+        put that arrives too late stores nothing and returns a Ref of no rows; `admit` then enters
+        its body with `n` 0. Outside such a loop both are errors.
         """
         return Producer(self._run, self._handle, items)
 

@@ -64,8 +64,8 @@ class Micros(Iterator[Micro]):
 
 
 class Minis(Iterator[Mini]):
-    """One way through a plan. Its end acks; when it goes before that, the plan is released. In a
-    `with` the end of that does both."""
+    """An iterator over the minibatches of a plan. Reaching the end acks the plan; leaving the loop
+    earlier releases it. Inside a `with`, the end of the `with` does both."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._number = plan, 0
@@ -88,11 +88,11 @@ class Minis(Iterator[Mini]):
 class Plan(Planned[Micro]):
     """Iterate over it: `len(plan)` mini-batches, epoch after epoch, each of micro-batches.
 
-    A loop that comes to its end acks. Whatever else ends the loop (break, return, an exception)
-    releases the plan. As a context manager the plan acks at the end of the body, and releases when
-    the body raised. Once every rank has acked its part, the stage is done with the rows. A rank
-    that goes before that ends the plan for all: their next call says LeaseExpired, and which rank
-    it was.
+    A loop that runs to its end acks the plan. Any other way out of the loop (break, return, an
+    exception) releases it. As a context manager, the plan acks at the end of the body, and releases
+    if the body raises. Once every rank has acked its part, the stage is done with the rows. A rank
+    that leaves before that ends the plan for all ranks: their next call raises LeaseExpired, which
+    names the rank.
     """
 
     _kind = "Plan"
@@ -102,7 +102,7 @@ class Plan(Planned[Micro]):
         return Minis(self)
 
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """This rank has done its part. Nothing to do where the plan has been acked already."""
+        """Ack the part of this rank. A no-op if it has been acked already."""
         self._stop()
         part = self._joined.part
         if part.state == "acked":

@@ -39,13 +39,14 @@ def connect(
 
     run: the name of the run whose plane this is. Default: DATAPLANE_RUN, else the launcher's, else
     an unnamed run of this process. Processes that this one starts from now on belong to the same
-    run. Programs of several terminals, or of several lines of a script, share a name; an unnamed
-    run ends with its last process.
+    run. To share a run between programs of several terminals, or of several lines of a script, give
+    them one name. An unnamed run ends with its last process.
 
-    fresh: True ends what an earlier launch left of the run, with all its rows, and begins it anew.
-    That is done once: all processes of a launch may say so, and where the run has several hosts all
-    must, under a launcher that tells launches apart. A run that has clients is not ended: RunInUse
-    names them. "force" ends the run under them. Clients of this very process do not count.
+    fresh: True ends what an earlier launch left of the run, with all its rows, and starts a new
+    run. This happens once per launch: all its processes may pass True. In a run of several hosts
+    all must, under a launcher that gives each launch an id. A run with clients is not ended:
+    RunInUse names the clients. "force" ends the run under them. Clients of this process do not
+    count.
 
     devices: whether values in the peer's device arenas are read in place, as views of GPU memory:
     "auto", where this process works on that GPU when it connects; "required", on the current GPU
@@ -54,7 +55,7 @@ def connect(
 
     The log says in one line which run was begun or joined, and warns where that is perhaps not
     meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse, or another
-    ConnectError that says what to do; InvalidCall where `fresh` cannot be had.
+    ConnectError that says what to do; InvalidCall if `fresh` is not possible.
     """
     return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
 
@@ -159,7 +160,7 @@ class Plane(Calls):
         They live on this host then, whatever the plane they come from. CheckpointCorrupt names a
         file that is not as it was written; PartitionConflict where a partition is there already;
         nothing was restored then. A restore that fails, is cancelled or interrupted drops what it
-        has restored; a process that is killed leaves that behind.
+        has restored; a process that is killed leaves the restored rows behind.
         """
         return self.run(restore.restore(self._session, directory, timeout))
 

@@ -178,7 +178,7 @@ class Lost(Losing, Iterator[list[Name]]):
 
 
 class Producer(Producing[T], Iterator[T]):
-    """The items of `part.producing(…)`, for as long as the partition takes new rows."""
+    """The items of `part.producing(…)`. Ends when the partition takes no new rows."""
 
     def __init__(self, run: Run, handle: Handle, items: Iterable[T]) -> None:
         super().__init__(handle, items)

@@ -72,6 +72,24 @@ def test_a_loader_that_is_left_is_told_of_its_batch_and_not_of_what_it_prefetche
     assert ["a batch of 1 row was in hand" in one for one in told(caplog)] == [True]
 
 
+def test_a_plan_that_is_left_is_told_and_one_at_its_end_or_in_a_with_is_not(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    part.seal()
+    with pytest.raises(KeyError), part.plan("log", rank=0, ranks=1, timeout=10) as plan:
+        raise KeyError(len(plan))
+    for _ in part.plan("log", rank=0, ranks=1, timeout=10):
+        pass
+    # zip asks its first argument first, so the plan never hears that the loop is over
+    plan = part.plan("train", rank=0, ranks=1, minibatches=2, timeout=10)
+    for _ in zip(range(2), plan, strict=False):
+        pass
+    del plan
+    until(lambda: bool(told(caplog)), "the plan was told")
+    (one,) = told(caplog)
+    assert one.startswith("partition 'p', stage 'train': a plan of 4 rows was left before its loop")
+
+
 def test_what_was_finished_or_dropped_is_not_told(
     plane: Plane, part: Partition, caplog: pytest.LogCaptureFixture
 ) -> None:

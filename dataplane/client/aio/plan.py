@@ -10,7 +10,15 @@ from typing import Any
 from dataplane.client.aio.batch import Converting
 from dataplane.client.aio.driver import Prefetch, Run
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.operations.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
+from dataplane.client.operations.plan import (
+    LEFT,
+    Feed,
+    Fetching,
+    Part,
+    Planned,
+    PlannedRows,
+    Steps,
+)
 from dataplane.errors import DataplaneError, LeaseExpired
 
 log = logging.getLogger(__name__)
@@ -144,7 +152,7 @@ class Plan(Planned[Micro]):
         """Release it, unless it has ended, without waiting."""
         if self._prefetch is not None:
             self._prefetch.stop()
-        self._joined.part.abandon()
+        self._joined.part.abandon(LEFT)
 
     async def __aenter__(self) -> Plan:
         self._entered = True

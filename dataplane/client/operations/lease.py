@@ -69,11 +69,11 @@ Outcome = Literal["ack", "release", "drop"]
 Index = npt.NDArray[np.intp]
 Records = npt.NDArray[Any]
 _COLLECTED = (
-    "was garbage-collected",
+    "a batch of {} was garbage-collected",
     "Call batch.ack() when its rows are done, or claim it with `with part.claim(…) as batch:`",
 )
 LEFT = (
-    "was in hand when its loop was left",
+    "a batch of {} was in hand when its loop was left",
     "Call batch.ack() before `break`, or give the stream batches=n, which acks the last batch",
 )
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}

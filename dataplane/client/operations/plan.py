@@ -106,6 +106,12 @@ def shape_of(
     return shape, rank
 
 
+LEFT = (
+    "a plan of {} was left before its loop had come to the end",
+    "Call plan.ack() before `break`, or write `with part.plan(…) as plan:`, whose end acks",
+)
+
+
 class Part(Lease):
     """A process's part in a plan: of all its rows, by their positions."""
 

@@ -374,7 +374,7 @@ class Session:
 
 class Abandoned(NamedTuple):
     """A lease whose batch is gone. rows: those that were not finished. forgotten: what happened to
-    the batch, and what to do about it, where that looks like a mistake."""
+    the batch, with {} for its rows, and what to do about it, where that looks like a mistake."""
 
     lease: int
     partition: str
@@ -383,11 +383,11 @@ class Abandoned(NamedTuple):
     forgotten: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        happened, advice = self.forgotten or ("is gone", "")
+        happened, advice = self.forgotten or ("a batch of {} is gone", "")
         return (
-            f"partition {self.partition!r}, stage {self.stage!r}: a batch of "
-            f"{counted(self.rows, 'row')} {happened} without ack, release or drop, so the stage "
-            f"will get its rows again. {advice}. Logged once per stage"
+            f"partition {self.partition!r}, stage {self.stage!r}: "
+            f"{happened.format(counted(self.rows, 'row'))} without ack, release or drop, so the "
+            f"stage will get its rows again. {advice}. Logged once per stage"
         )
 
 

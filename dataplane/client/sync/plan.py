@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.operations.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
+from dataplane.client.operations.plan import (
+    LEFT,
+    Feed,
+    Fetching,
+    Part,
+    Planned,
+    PlannedRows,
+    Steps,
+)
 from dataplane.client.sync.batch import Converting
 from dataplane.client.sync.driver import Prefetch, Run
 from dataplane.errors import DataplaneError, LeaseExpired
@@ -147,7 +155,7 @@ class Plan(Planned[Micro]):
         """Release it, unless it has ended, without waiting."""
         if self._prefetch is not None:
             self._prefetch.stop()
-        self._joined.part.abandon()
+        self._joined.part.abandon(LEFT)
 
     def __enter__(self) -> Plan:
         self._entered = True

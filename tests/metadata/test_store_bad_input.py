@@ -95,6 +95,21 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        (["full"], r"'full' has all its 2 rows already; a producer that was restarted goes on"),
+        (["short", "short"], r"'short' closes with 2 rows and has 1, and this put adds 2; "),
+        (["new"] * 3, r"'new' closes with 2 rows and has 0, and this put adds 3; "),
+    ],
+)
+def test_a_group_without_room_says_what_it_has(groups: list[str], why: str) -> None:
+    s = store(group_size=2)
+    put(s, [0, 10, 11], ["short", "full", "full"])
+    with pytest.raises(GroupClosed, match=why):
+        put(s, [20 + n for n in range(len(groups))], groups)
+
+
 @pytest.mark.parametrize(("error", "changes"), PUTS)
 def test_a_bad_put_is_refused_and_changes_nothing(
     error: type[DataplaneError], changes: dict[str, Any]

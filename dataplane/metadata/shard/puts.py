@@ -333,12 +333,22 @@ def _plan_groups(
     over = [at for at, g in enumerate(groups) if joining[at] > (room if g is None else g.room)]
     if over:
         names = shown(rows.group_names, rows.group_keys, over)
-        raise GroupClosed(
-            f"the group {names[0]!r} takes no more rows: it is closed, or closes with fewer than "
-            f"the {joining[over[0]]} that this put adds",
-            groups=names,
-        )
+        raise GroupClosed(_no_room(names[0], groups[over[0]], room, joining[over[0]]), groups=names)
     return groups, made
+
+
+def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
+    """Why a group has no room for the new rows of a put."""
+    if group is not None and group.closed:
+        return (
+            f"group {name!r} has all its {counted(group.seen, 'row')} already; a "
+            "producer that was restarted goes on with its next group"
+        )
+    seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
+    return (
+        f"group {name!r} closes with {counted(size, 'row')} and has {seen}, and "
+        f"this put adds {added}; a put with the same key= as before passes over rows that are there"
+    )
 
 
 def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:

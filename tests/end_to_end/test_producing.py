@@ -113,6 +113,9 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
         "wait for row 'verison-7' of partition 'weights' was not met within 0.2 s: no row has the "
         "key 'verison-7', but one has 'version-7': is one of the keys misspelt?"
     )
+    part.put({"path": ["/checkpoints/8"]}, key=8)
+    with pytest.raises(dataplane.ClaimTimeout, match="no row has the key '8', but one has 8: "):
+        part.wait(key="8", timeout=0.2)
     part.drop(["version-7"])
     with pytest.raises(dataplane.RowsDropped):
         part.wait(key="version-7")

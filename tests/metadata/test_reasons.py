@@ -274,6 +274,16 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     )
 
 
+def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
+    told = ADMISSION | {"unfinished_groups": 4, "held_groups": 0}
+    leases = [(ME, "train", 2, 5.0)]
+    assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
+        "1 of 4 places wanted; taken: 4 groups unfinished; 6 rows are ready for stage 'train', "
+        f"which nobody ever claimed; 2 rows are leased by this process ({ME}) for stage 'train' "
+        "for 5 s"
+    )
+
+
 def test_admit_says_that_the_trainer_has_to_go_on() -> None:
     told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
     assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (

@@ -179,12 +179,13 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
 def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
     """What there is of a key that is waited for: parts of `reasons.of_key` by name."""
     blocks = itertools.islice(reversed(state.blocks.values()), MAX_COMPARED)
-    names = [str(one) for block in blocks for one in block.names or ()]
+    keys = [one for block in blocks for one in block.names or ()]
+    alike = next((one for one in keys if str(one) == str(name)), None)  # 7 and "7"
     latest = state.producers.latest(now)
     return {
         "put_rows": state.producers.rows,
         "idle_s": latest[0][2] if latest else None,
-        "near": nearest(str(name), names),
+        "near": nearest(str(name), map(str, keys)) if alike is None else alike,
     }
 
 

@@ -128,7 +128,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
             one, many = "row has no group, so no", "rows have no group, so no"
             them = "it" if facts.alone == 1 else "them"
             parts.append(f"{counted(facts.alone, one, many)} claim of groups gets {them}")
-    parts += _leases(facts, stage, me)
+    parts += _leases(facts.leases, stage, me)
     if facts.waiting_puts:
         parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for room")
     parts += _seal(facts, for_rows)
@@ -257,10 +257,10 @@ def _advice(facts: Facts) -> str:
     return SEAL
 
 
-def of_key(key: object, put_rows: int, idle_s: float | None, near: str) -> str:
+def of_key(key: object, put_rows: int, idle_s: float | None, near: int | str) -> str:
     """Why a call waits for a row with this key, and nothing else."""
     said = f"no row has the key {key!r}"
-    if near:
+    if near != "":
         return f"{said}, but one has {near!r}: is one of the keys misspelt?"
     if not put_rows:
         return f"{said}; no row was ever put into the partition: start its producer"
@@ -370,10 +370,12 @@ def of_admission(
     holders: Mapping[str, int],
     me: str = "",
     slow: Sequence[Mapping[str, Any]] = (),
+    idle: Sequence[tuple[str, int, float | None]] = (),
+    leases: Sequence[tuple[str, str, int, float]] = (),
 ) -> str:
     """Why groups may not be begun: of `Permits.stats`, with how many wait `before` it. holders: how
     many groups each may still open, of whom `me` is who asks. slow: what `inspection.unfinished`
-    says of the groups that hold others' places."""
+    says of groups that are not complete, and so hold places. idle, leases: as of `Facts`."""
     version = told["version"]
     taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
     for who, n in list(holders.items())[:SHOWN_LEASES]:
@@ -392,7 +394,8 @@ def of_admission(
         parts.append(f"groups begun at version {begun} are not complete yet")
     parts += [_slow(one) for one in slow]
     nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
-    parts += [_nobody_claims(*one) for one in nobody.values()]
+    parts += [_nobody_claims(*one) for one in (*nobody.values(), *idle)]
+    parts += _leases(leases, "", me)
     if told["finished_groups"]:
         parts.append("finished groups free their places at the next part.advance(version)")
     if told.get("only_own"):
@@ -424,13 +427,13 @@ def seen_by_others(why: str) -> str:
     return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process", "it")
 
 
-def _leases(facts: Facts, stage: str, me: str) -> list[str]:
+def _leases(leases: Sequence[tuple[str, str, int, float]], stage: str, me: str) -> list[str]:
     said = []
-    for who, of, rows, age in sorted(facts.leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
+    for who, of, rows, age in sorted(leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
         where = "" if of == stage else f" for stage {of!r}"
         them = counted(rows, "row is", "rows are")
         said.append(f"{them} leased by {_named(who, me)}{where} for {duration(age)}")
-    more = len(facts.leases) - len(said)
+    more = len(leases) - len(said)
     if more > 0:
         one, many = "more client has", "more clients have"
         said.append(f"{counted(more, one, many)} leased some")

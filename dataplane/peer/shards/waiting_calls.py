@@ -415,9 +415,12 @@ class WaitingCalls:
         who, me = {self.host.who(h): n for h, n in (+holders).items()}, one.asked.label
         told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
         now, (_, groups) = self.host.now(), store.permits.slowest(store)
-        held = groups[:SHOWN_SLOW] if told["held_groups"] else []
-        slow = [inspection.unfinished(store, group, now) for group in held]
-        return ClaimTimeout(reasons.of_admission(told, one.asked.count, who, me, slow), **told)
+        slow = [inspection.unfinished(store, group, now) for group in groups[:SHOWN_SLOW]]
+        held = inspection.holders(store, now)
+        leases = [(self.host.who(holder), of, rows, age) for holder, of, rows, age in held]
+        idle = [] if slow else inspection.idle(store, now)
+        why = reasons.of_admission(told, one.asked.count, who, me, slow, idle, leases)
+        return ClaimTimeout(why, **told)
 
     # whoever waits must go
 

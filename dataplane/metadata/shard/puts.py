@@ -342,7 +342,7 @@ def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
     if group is not None and group.closed:
         return (
             f"group {name!r} has all its {counted(group.seen, 'row')} already; a "
-            "producer that was restarted goes on with its next group"
+            "restarted producer continues with its next group"
         )
     seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
     return (

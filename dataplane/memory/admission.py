@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ValueTooLarge
+from dataplane.errors import ValueTooLarge, sized
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import Bytes, padded, page_down, page_up
@@ -89,8 +89,9 @@ class Shares:
         needed, cap = page_up(nbytes), self.caps[admission]
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or one group's part, needs {needed} bytes at once; {_PURPOSE[admission]}"
-                f" may use {cap} of this host's arena of {self.size_bytes}: make the arena larger"
+                f"one row, or one group's part, needs {sized(needed)} at once; "
+                f"{_PURPOSE[admission]} may use {sized(cap)} of this host's arena of "
+                f"{sized(self.size_bytes)}: make the arena larger"
                 " (--arena, DATAPLANE_ARENA) or put less at once",
                 needed_bytes=needed,
                 cap_bytes=cap,

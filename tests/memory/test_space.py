@@ -70,7 +70,9 @@ def test_units_are_granted_whole_as_far_as_they_fit() -> None:
 def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
     space = Space(100 * PAGE)
     assert space.share_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
-    with pytest.raises(ValueTooLarge, match="opening new groups may use 245760") as caught:
+    with pytest.raises(
+        ValueTooLarge, match="needs 244 KiB at once; opening new groups may use 240 KiB of"
+    ) as caught:
         space.reserve(ALICE, OPEN, [sizes(5), sizes(59 * PAGE, 2 * PAGE)])
     assert caught.value.details == {
         "needed_bytes": 61 * PAGE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         "no row ready, 4 wanted; the partition is not sealed; 4 rows were put so far, the last "
         "5 min ago, by pid 8 on host b, `python rollout.py` (disconnected 5 min ago): no producer "
         f"is connected, so restart one, or {SEAL}",
+    ),
+    "the producer's host died with its rows": (
+        {
+            "put_rows": 4,
+            "lost": 3,
+            "producers": [Producer("a client of a peer that is gone", 4, 300.0, math.inf)],
+        },
+        "no row ready, 4 wanted; 3 rows were lost with a peer: part.lost() names them; the "
+        "partition is not sealed; 4 rows were put so far, the last 5 min ago, by a client of a "
+        "peer that is gone (disconnected): no producer is connected, so restart one, or "
+        f"{SEAL}",
     ),
     "some producers are forgotten": (
         {"put_rows": 9, "producers": [Producer("a client of peer 'b'", 4, None)]},
@@ -279,8 +291,8 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
     leases = [(ME, "train", 2, 5.0)]
     assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
         "1 of 4 places wanted; taken: 4 groups unfinished; 6 rows are ready for stage 'train', "
-        f"which nobody ever claimed; 2 rows are leased by this process ({ME}) for stage 'train' "
-        "for 5 s"
+        f"which nobody has ever claimed; 2 rows are leased by this process ({ME}) for stage "
+        "'train' for 5 s"
     )
 
 

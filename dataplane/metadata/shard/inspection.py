@@ -81,6 +81,7 @@ def missing(
         "sealed": state.sealed,
         "put_rows": state.producers.rows,
         "producers": state.producers.latest(now),
+        "lost": stage.lost,
         "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
     }
 

@@ -20,6 +20,8 @@ SOON_S = 1.0
 """The same for a call that perhaps nobody but its own process can end."""
 MOST_S = 600.0
 """Between two lines about the same wait, at most; each time it is twice as long."""
+LONG_S = 1e8
+"""A producer that left before this, or whose peer is gone: nobody knows when it left."""
 SHOWN_LEASES = 3
 SHOWN_PRODUCERS = 3
 SHOWN_OTHERS = 3
@@ -46,12 +48,12 @@ class Facts:
     stage that has added it to other rows. near_fields: field → a similar one that rows have. idle:
     stages that nobody claims and that have pending rows ready, see `inspection.Idle`. leases:
     [(who, stage, rows, seconds)]. put_rows: that were ever put. producers: who put rows, the most
-    recent first. waiting_puts: puts that wait for room, in an arena or in a shard. before: claims
-    of its kind that wait for longer. weightless: for a claim by budget, how many rows have no
-    weight, its tag, one of these rows. plan: why a rank waits for its part in a plan, where rows
-    are not the reason. silent: the peer that should know all this, where it does not answer.
-    near_partitions, elsewhere: partitions of a similar name in this run, and other runs of this
-    host that have one of the same name.
+    recent first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for
+    room, in an arena or in a shard. before: claims of its kind that wait for longer. weightless:
+    for a claim by budget, how many rows have no weight, its tag, one of these rows. plan: why a
+    rank waits for its part in a plan, where rows are not the reason. silent: the peer that should
+    know all this, where it does not answer. near_partitions, elsewhere: partitions of a similar
+    name in this run, and other runs of this host that have one of the same name.
     """
 
     unit: str = "rows"
@@ -75,6 +77,7 @@ class Facts:
     before: int = 0
     plan: str = ""
     weightless: list[Any] = field(default_factory=list)
+    lost: int = 0
     silent: str = ""
     near_partitions: Sequence[str] = ()
     elsewhere: Sequence[str] = ()
@@ -131,6 +134,9 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     parts += _leases(facts.leases, stage, me)
     if facts.waiting_puts:
         parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for room")
+    if facts.lost:
+        one, many = "row was", "rows were"
+        parts.append(f"{counted(facts.lost, one, many)} lost with a peer: part.lost() names them")
     parts += _seal(facts, for_rows)
     return "; ".join(parts)
 
@@ -238,6 +244,8 @@ def _produced(facts: Facts) -> list[str]:
 def _producer(one: Producer) -> str:
     if one.gone_s is None:
         return one.who
+    if one.gone_s > LONG_S:
+        return f"{one.who} (disconnected)"
     state = "connected" if one.gone_s == 0 else f"disconnected {duration(one.gone_s)} ago"
     return f"{one.who} ({state})"
 

@@ -81,11 +81,11 @@ class Directory:
         here = self.sessions.identify(session)
         if here is not None:
             return Producer(here[0], rows, idle_s, here[1])
-        if (known := self._clients.get(session)) is not None:
-            now = self.host.now()
-            gone_s = 0.0 if known.gone_at is None else now - known.gone_at
-            return Producer(known.who, rows, idle_s, gone_s)
         owner = self._owner(session)
+        if (known := self._clients.get(session)) is not None:
+            if known.gone_at is not None:
+                return Producer(known.who, rows, idle_s, self.host.now() - known.gone_at)
+            return Producer(known.who, rows, idle_s, math.inf if owner is None else 0.0)
         if owner is None:
             return Producer("a client of a peer that is gone", rows, idle_s, math.inf)
         return Producer(f"a client of peer {self.mesh.others.name(owner.peer)!r}", rows, idle_s)

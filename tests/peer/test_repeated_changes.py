@@ -24,6 +24,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import NONE, Writing
@@ -68,7 +69,7 @@ class Shard:
         writing.settle, host.entry = lambda entry: None, host.shard
         Checkpoints(writing, SimpleNamespace(), nothing)  # type: ignore[arg-type]
         Finishing(nothing, nothing, writing)
-        self._handlers = mesh.handlers
+        self._handlers, self.references = mesh.handlers, references
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
         self.freed.append((owner, ranges["range"].tolist()))
@@ -398,3 +399,24 @@ def test_a_retry_of_a_partitions_drop_hears_what_the_drop_took_also_from_an_heir
     for peer in (primary, heir):
         assert peer.drop("p", 1, change(8)) == took
         assert peer.drop("p", 1, change(9)) == Dropped(0, 0)
+
+
+def test_a_drop_of_a_partition_that_was_settled_before_it_arrives_drops_nothing() -> None:
+    """The drop waits on a call stream that is paused. Its caller gives up, and `Settle` overtakes
+    it on the control stream: a partition that was used since was dropped all the same."""
+    store = Store("p", ONCE, 1)
+    store.put(body(named(["k", "l"])))
+    shard, partitions = Shard(store), partitions_of(store)
+    host: Any = partitions.host
+    host.entry = lambda partition, generation: host.entries.get(partition)
+    references: Any = SimpleNamespace(mesh=partitions.mesh, answered=shard.references.answered)
+    Changes(host, references, partitions, lambda entry: None)
+    late = Drop("p", 1, change=change(8))
+    caller = Caller(OWNERS[0].peer, OWNERS[0].incarnation, 5)
+    assert shard.change(Settle("p", 1, change(8))) == Settled(carried_out=False)
+    with pytest.raises(ChangeExpired, match="settled before it"):
+        partitions.mesh.handlers[Drop](caller, late)
+    assert len(store) == 2
+    again = Drop("p", 1, change=change(9))
+    for _ in range(2):
+        assert partitions.mesh.handlers[Drop](caller, again) == Dropped(2, 2 * 8_192)

@@ -47,6 +47,9 @@ class Changes:
 
     def _change_here(self, caller: Caller, body: Any) -> Body:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
+            there = self.host.entry(body.partition, body.generation)
+            if there is not None:
+                self.references.answered(there, caller, body)  # ChangeExpired where it was settled
             return self.partitions.drop(body.partition, body.generation, body.change)
         entry = self.host.shard(body.partition, body.generation)
         answer = self.references.answered(entry, caller, body)

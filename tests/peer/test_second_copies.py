@@ -72,6 +72,7 @@ class Peer:
 
     def __init__(self, engine: Any) -> None:
         self.space = Space(ARENA_BYTES)
+        self.turned = asyncio.Event()
         made = Authority(Roster.from_seeds([THERE.peer, HERE.peer]), 77)
         for owner in (THERE, HERE):
             made.beat(owner, made.roster.epoch, Beat())
@@ -89,6 +90,7 @@ class Peer:
             lent=(),
             who=str,
             speak=lambda: None,
+            another_roster=self._another_roster,
         )
         others = SimpleNamespace()
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
@@ -96,6 +98,10 @@ class Peer:
         pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]
         pulls.use(engine)
         self.copying = Copying(self.host, self.mesh, pulls, room)
+
+    async def _another_roster(self, *of: Any) -> bool:
+        await self.turned.wait()
+        return True
 
     async def _hello(self, address: str) -> Any:
         return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")
@@ -375,3 +381,28 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     again = asyncio.ensure_future(append(caller, told))
     assert await first == await again == Done()
     assert engine.reads == [[0], [1], [2]] and len(replicas) == 3
+
+
+@pytest.mark.parametrize("stays_in_sync", [False, True])
+async def test_a_new_roster_ends_the_wait_for_a_backup_that_stands_still(
+    stays_in_sync: bool,
+) -> None:
+    """With replicas=2 a put waited for a stopped backup until its own deadline, although the backup
+    had left the in-sync set after 2 s. A backup that is still in sync is asked again."""
+    peer, asked = Peer(Engine(set())), list[str]()
+    progress = peer.host.progress = SimpleNamespace(required=True)
+
+    async def call(address: str, body: Duplicate) -> Done:
+        asked.append(address)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        return Done()
+
+    peer.mesh.call = call
+    making = asyncio.ensure_future(peer.copying.have_copied(Entry(stores.store(replicas=2))))
+    await asyncio.wait([making], timeout=0.05)
+    assert asked == [THERE.peer] and not making.done()
+    progress.required = stays_in_sync
+    peer.turned.set()
+    await asyncio.wait_for(making, 10)
+    assert asked == [THERE.peer] * (1 + stays_in_sync)

@@ -9,6 +9,7 @@ with the second copies of rows that are there: they are made anew as there is ro
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -19,12 +20,14 @@ import numpy as np
 from dataplane.errors import BackPressure, DataplaneError, RowsLost, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_deadline
-from dataplane.peer.net.mesh import RETRY_S, Mesh
+from dataplane.peer.net.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.tasks import first_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Finish, Put
@@ -130,12 +133,22 @@ class Copying:
             if address is None:
                 return
             try:
-                await self.mesh.call(address, body)
-                return
+                if await self._has_made(roster, address, body):
+                    return
             except (StaleEpoch, Unavailable):
                 if self.host.now() >= call_deadline.get():
                     raise
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
+
+    async def _has_made(self, roster: Roster, address: str, body: Duplicate) -> bool:
+        """Wait until the backup has made copies, or another roster comes: a backup that confirms
+        nothing leaves the in-sync set, and nobody waits for it any longer. Whether it has them."""
+        made = asyncio.ensure_future(self.mesh.call(address, body))
+        turned = self.host.another_roster(roster, self.host.now() + CALL_S)
+        if made not in await first_of(made, turned):
+            return False
+        made.result()
+        return True
 
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         """References of this entry's rows ended."""

@@ -210,10 +210,13 @@ _SHARE = (
 def _gone(dead: rundir.DeadPeer) -> str:
     """What went with a peer."""
     card = dead.card
-    how = card.ended or f"it was killed, see {log_path(dead.folder, card.name)}.old"
+    said = f"it starts empty: its last peer {card.name!r} (pid {card.pid})"
+    rows, age = counted(card.rows, "row"), runs.age(dead.age_s)
+    if card.ended:
+        return f"{said} ended {age} ago with {rows} ({card.ended})"
+    # Nobody saw it end: its card is older than its end.
     return (
-        f"it starts empty: its last peer {card.name!r} (pid {card.pid}) ended "
-        f"{runs.age(dead.age_s)} ago with {counted(card.rows, 'row')} ({how})"
+        f"{said} was killed, and had {rows} {age} ago: see {log_path(dead.folder, card.name)}.old"
     )
 
 

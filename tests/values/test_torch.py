@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataplane.client.read.convert import to_numpy
-from dataplane.client.read.ragged import Padding
+from dataplane.client.read.ragged import Padding, padding_value
 from dataplane.client.read.tensors import place_named, to_torch
 from dataplane.errors import InvalidCall, InvalidValue
 
@@ -89,6 +89,12 @@ def test_an_operation_in_place_changes_no_stored_row(arena: Any, layout: Any) ->
         for part in got if isinstance(got, list) else [got]:
             (part.values() if part.is_nested else part).add_(1)
         assert (arena.memory == before).all()
+
+
+def test_a_complex_padding_is_exact_too() -> None:
+    assert padding_value("x", Padding(16777216), np.dtype("complex64")) == 16777216
+    with pytest.raises(InvalidValue, match="padding=16777217 does not fit complex64"):
+        padding_value("x", Padding(16777217), np.dtype("complex64"))
 
 
 def test_rows_are_padded_behind(arena: Any) -> None:

@@ -70,7 +70,7 @@ def trimmed(told: Report) -> dict[str, Any]:
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
         runs.append({name: value for name, value in run.items() if name not in unseen})
-        if "machine" in run.get("cpu_seconds", {}):
+        if run.get("workers") and "machine" in run.get("cpu_seconds", {}):
             runs[-1]["others_cores"] = round(figures.others_cores(run), 2)
         if curve := runs[-1].get("memory_curve"):
             runs[-1]["memory_curve"] = {**curve, "processes": {}}

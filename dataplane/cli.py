@@ -219,22 +219,22 @@ def _clean(arguments: argparse.Namespace) -> int:
     end did not."""
     base, some, code = rundir.run_dir(), False, 0
     who = f"`{processes.own_command()}` (pid {os.getpid()})"
-    for run in rundir.living_runs(base):
-        for peer in run.peers:
-            if arguments.run not in (None, run.name):
-                continue
-            some = True
-            what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
-            stats = _stats(peer)
-            needed = _needed(stats, peer, arguments.run is not None)
-            if needed and not arguments.force:
-                print(f"left {what}, because {needed}; --force ends it", flush=True)
-                continue
-            if embedded.end(peer, who):
-                print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
-            else:
-                print(f"could not end {what}: {embedded.not_ended(peer)}", flush=True)
-                code = 1
+    looked = [
+        (run, peer, _needed(_stats(peer), peer, arguments.run is not None))
+        for run in rundir.living_runs(base)
+        if arguments.run in (None, run.name)
+        for peer in run.peers
+    ]  # before any peer ends: the others of its run may not answer then
+    for run, peer, needed in looked:
+        some = True
+        what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
+        if needed and not arguments.force:
+            print(f"left {what}, because {needed}; --force ends it", flush=True)
+        elif embedded.end(peer, who):
+            print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
+        else:
+            print(f"could not end {what}: {embedded.not_ended(peer)}", flush=True)
+            code = 1
     for folder in rundir.abandoned(base):
         named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
         if named and rundir.remove(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -34,7 +35,9 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with `+` where files were changed since; "" where it is none."""
+    """Of this checkout, with `+` if files were changed since; "" without a checkout or git."""
+    if shutil.which("git") is None:
+        return ""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
         cwd=Path(__file__).parent,

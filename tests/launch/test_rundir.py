@@ -102,13 +102,13 @@ def test_a_peer_that_went_with_rows_leaves_a_card_that_says_so(run_dir: Path) ->
     folder = rundir.plane_dir("p")
     lock = rundir.claim_name(folder, "a")
     assert rundir.dead_peers(folder) == []
-    lock.count(3)
+    lock.note(3, [])
     lock.release("ended by SIGTERM")
     (dead,) = rundir.dead_peers(folder)
     assert (dead.card.rows, dead.card.ended) == (3, "ended by SIGTERM") and dead.age_s < 60
     lock = rundir.claim_name(folder, "a")
     assert rundir.dead_peers(folder) == []
-    lock.count(4)
+    lock.note(4, [])
     (peer,) = rundir.living_peers(folder)
     rundir.leave_word(peer, "`dataplane clean` (pid 7)")
     lock._close()  # as the kernel does when it is killed

@@ -127,7 +127,7 @@ def test_the_peer_speaks_first_and_hands_over_its_arena(door: Door) -> None:
 def test_a_session_opens_and_answers_byte_by_byte(door: Door) -> None:
     for byte in door.frame(HELLO, 1):
         door.sock.sendall(bytes([byte]))
-    rid, (tag, session, shares) = door.reply()
+    rid, (tag, session, shares, *_) = door.reply()
     assert (rid, tag, len(shares)) == (1, HELLO_DONE, 3)
     assert session
     door.send({"@": "Unpin", "pins": []}, 2, session)

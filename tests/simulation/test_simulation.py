@@ -152,7 +152,7 @@ def test_a_claim_is_behind_what_the_shard_has_before_it_while_somebody_waits_for
     queue = ClaimQueue(stores.store(stages={"s": ["tokens"]}), "s")
     for number, want in ((1, "groups"), (2, "groups"), (3, "rows")):
         queue.add(waiting(number, Want(want, 1, 1), holder=number, since=float(number)))
-    queue.add(waiting(2, Want("groups", 1, 1), holder=2, since=0.5))  # repeated, in its place
+    queue.add(waiting(2, Want("groups", 1, 1), holder=2, since=2.5))  # repeated, in its place
     assert [_is_behind(queue, one, {1, 2, 3}) for one in (1, 2, 3)] == [False, True, True]
     assert [_is_behind(queue, one, {2, 3}) for one in (2, 3)] == [False, True]
     queue.add(waiting(4, Want("groups", 1, 1), holder=1, since=4.0))  # the first was given up

@@ -44,7 +44,7 @@ class ByAge(Generic[C]):
         return self._calls[self._order[0][1]]
 
     def add(self, call: C) -> None:
-        """Add a call, or replace the one of its number, which keeps its age and its place."""
+        """Add a call, or replace the one of its number: the older of the two ages counts."""
         age = call.since, next(self._arrivals)
         if call.number in self._calls:
             age = min(age, self._ages[call.number])

@@ -55,6 +55,7 @@ from dataplane.wire.messages import (
     Reply,
     Request,
     Reserve,
+    Stats,
     Wait,
     Welcome,
 )
@@ -359,7 +360,8 @@ class Connection(asyncio.Protocol):
             self._session.check()
             if request.unpin:
                 self._door.unpin(self._session, request.unpin)
-            if self._door.host.serving.is_sure() and not self._door.host.serving.waiting:
+            serving = self._door.host.serving
+            if _is_of_the_peer(request.body) or (serving.is_sure() and not serving.waiting):
                 outcome = handler(self._session, request, request.body)
             else:
                 outcome = self._later(handler, request, began)
@@ -408,6 +410,8 @@ class Connection(asyncio.Protocol):
     def _is_of_here(self, body: Body) -> bool:
         """Whether this peer may serve the shard that the answer comes from: then another one may
         serve it by now. What another peer's shard said that peer has made sure of."""
+        if _is_of_the_peer(body):
+            return False
         partition = getattr(body, "partition", "")
         return not partition or self._door.host.serves(partition)
 
@@ -583,6 +587,12 @@ async def _end_of(outcome: Awaitable[Body]) -> Body:
             ended: Body = outcome.result()
             return ended
         raise
+
+
+def _is_of_the_peer(body: Body) -> bool:
+    """Whether the answer is about the peer itself: true also while another one may serve its
+    shards. Whoever ends a run or looks at it must be told who uses it."""
+    return isinstance(body, Stats) and not body.partition
 
 
 def _limit_s(request: Request) -> float:

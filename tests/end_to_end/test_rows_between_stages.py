@@ -115,7 +115,9 @@ def test_a_tag_that_is_no_number_ends_a_claim_by_budget(plane: dataplane.Plane, 
         lambda: next(iter(part.stream("s", **how))),
         lambda: next(iter(part.loader("s", **how))),
     ):
-        with pytest.raises(dataplane.InvalidRows, match="1 row has no number .* 'n', .*'b' has"):
+        with pytest.raises(
+            dataplane.InvalidRows, match="1 row has no valid weight .* 'n', .*'b' has"
+        ):
             wait()
     part.tag(["b"], {"n": 10})
     part.seal()
@@ -125,7 +127,9 @@ def test_a_tag_that_is_no_number_ends_a_claim_by_budget(plane: dataplane.Plane, 
 def test_what_waits_by_a_misspelt_tag_is_told_so(plane: dataplane.Plane) -> None:
     part = plane.partition("w", stages={"s": ["x", "y"]})
     part.put({"x": [0, 1]}, key=["a", "b"], tags={"length": 10})
-    with pytest.raises(dataplane.ClaimTimeout, match="2 rows have no number .* `lenght`.*'a'"):
+    with pytest.raises(
+        dataplane.ClaimTimeout, match="2 rows have no valid weight .* `lenght`.*'a'"
+    ):
         part.claim("s", budget={"lenght": 50}, timeout=0.2)
     part.put({"y": [0, 1]}, key=["a", "b"])
     with pytest.raises(dataplane.InvalidRows, match="'a' lacks the tag; other tags .* 'length'"):

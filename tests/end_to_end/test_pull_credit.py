@@ -57,7 +57,9 @@ def test_a_claim_waits_for_views_and_says_so(ends: Ends) -> None:
     views = list(held["x"])
     held.ack()
     ends.put(12, first=12)
-    with pytest.raises(dataplane.ClaimTimeout, match="in view or being read.*let go") as told:
+    with pytest.raises(
+        dataplane.ClaimTimeout, match="in view or being read.*delete batches and arrays"
+    ) as told:
         ends.far.claim("train", rows=12, timeout=0.5)
     assert told.value.details["needed_bytes"] > told.value.details["credit_bytes"]
     assert [int(view[-1]) for view in views] == list(range(12))

@@ -215,10 +215,7 @@ class Room:
         room = stats["classes"][waiter.admission.name.lower()]["room_bytes"]
         entries = [entry for entry in host.entries.values() if len(entry.store)]
         entries.sort(key=lambda entry: -len(entry.store))
-        holders: list[dict[str, Any]] = [
-            {"holder": host.who(holder), "granted_bytes": granted, "pinned_bytes": pinned}
-            for holder, granted, pinned in self.space.holders()
-        ]
+        holders = self._holders()
         remarks, free = [], stats["free_bytes"]
         if room < needed <= free:
             remarks.append(f"{sized(free)} are free, but reserved for other uses of the arena")
@@ -253,6 +250,17 @@ class Room:
             idle_stages={k.partition: [stage for stage, _, _ in k.idle] for k in full.kept},
             holders=holders,
         )
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """What each process has of this arena, the largest first. A process may have several
+        sessions: views outlive the one that read them."""
+        by_who: dict[str, dict[str, Any]] = {}
+        for holder, granted, pinned in self.space.holders():
+            who = "the peer itself" if holder == PULLER else self._host.who(holder)
+            held = by_who.setdefault(who, {"holder": who, "granted_bytes": 0, "pinned_bytes": 0})
+            held["granted_bytes"] += granted
+            held["pinned_bytes"] += pinned
+        return sorted(by_who.values(), key=lambda one: -one["granted_bytes"] - one["pinned_bytes"])
 
     def _kept(self, entry: Entry, now: float) -> reasons.Kept:
         store = entry.store

@@ -127,7 +127,7 @@ test-gpu:
 
 # Real raylets on this machine, about a minute; what it installs is no part of the other tests.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
-	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs -k 'ray or deployment'
+	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs -k 'ray or docs/run.md'
 
 # verl itself, without what it needs for a GPU; its wheel brings its tests, as a package `tests`.
 VERL := $(VENV)/verl

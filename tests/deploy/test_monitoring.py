@@ -70,7 +70,7 @@ def test_every_label_that_a_query_selects_or_groups_by_is_there(shown: Scrape) -
 
 
 def test_the_alerts_that_were_asked_for_are_there_and_described() -> None:
-    operations = (ROOT / "docs/operations.md").read_text()
+    observe = (ROOT / "docs/observe.md").read_text()
     names = {rule["alert"] for rule in rules()}
     assert {
         "DataplaneArenaNearlyFull",
@@ -81,7 +81,7 @@ def test_the_alerts_that_were_asked_for_are_there_and_described() -> None:
     } <= names
     for rule in rules():
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert f"### {rule['alert']}\n" in operations, rule["alert"]
+        assert f"### {rule['alert']}\n" in observe, rule["alert"]
         assert rule["annotations"]["runbook"].endswith(f"#{rule['alert'].lower()}")
 
 

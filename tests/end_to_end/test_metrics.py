@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch.token import Token, new_token, read_token
 from dataplane.launch.values import check_metrics, parse_metrics
 from dataplane.peer.host import MAX_SUMS, OTHER, ByLabel
+from dataplane.peer.watch import metrics
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 from tests.end_to_end.scrape import free_address, page, scrape
 
@@ -180,12 +182,12 @@ def test_every_metric_is_described_with_its_kind_and_labels(cluster: Cluster) ->
     address = free_address()
     cluster.start("a", metrics={"a": address})
     shown = {name for name in scrape(address).kinds if name.startswith("dataplane_")}
-    text = (ROOT / "docs/metrics.md").read_text()
-    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `dataplane_")]
-    described = {name.strip(" `"): kind.strip() for name, kind in rows}
+    assert metrics.page() in (ROOT / "docs/observe.md").read_text(), metrics.page()
     kinds = {
-        f"{name}_total" if kind == "counter" else name: kind
-        for name, kind in scrape(address).kinds.items()
-        if name in shown
+        name: "histogram" if name == "call_seconds" else "gauge"
+        for name in re.findall(r"^\| `(\w+)", metrics.page(), re.MULTILINE)
     }
-    assert described == kinds
+    kinds |= {name: "counter" for name in kinds if name.endswith("_total")}
+    assert {f"dataplane_{name.removesuffix('_total')}": kind for name, kind in kinds.items()} == {
+        name: kind for name, kind in scrape(address).kinds.items() if name in shown
+    }

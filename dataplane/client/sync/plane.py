@@ -132,7 +132,7 @@ class Plane(Calls):
 
     def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
         """What this client did since it was last asked, and how its peer stands: a flat dict of
-        floats, for `wandb.log` or TensorBoard, once a step. docs/metrics.md has each of them.
+        floats, for `wandb.log` or TensorBoard, once a step. docs/observe.md lists them.
 
         Per stage `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows`, …; of puts and gets the
         same; bytes that were copied or pulled; the arena. Costs as `stats` does.

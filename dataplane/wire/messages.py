@@ -366,11 +366,12 @@ class Finish(Body, tag=44):
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
-    the plan for all, and `leave` ends nothing: the client had given up its call. change: between
+    the plan for all, and `leave` ends nothing: the client had given up its call. `abandon`: a
+    release by a client that ends while it holds the lease, which its peer logs. change: between
     peers, as in Tag. inline: as in Put."""
 
     lease: int
-    outcome: Literal["ack", "release", "drop", "keep", "leave"]
+    outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon"]
     index: bytes | None = None
     columns: list[Column] = []
     specs: Specs = []

@@ -1,4 +1,4 @@
-"""A batch that nobody finishes: its rows come back, and its process is told, once a stage."""
+"""A batch that nobody finishes: its rows come back, and its process or its peer logs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import dataplane.aio
 from dataplane import Partition, Plane
-from tests.end_to_end.conftest import PLANE, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
 FORGOTTEN = "without ack, release or drop"
 
@@ -38,7 +38,7 @@ def test_a_forgotten_ack_is_told_once_a_stage_and_counted(
     assert told(caplog) == [
         f"partition 'p', stage {stage!r}: a batch of {rows} was garbage-collected {FORGOTTEN}, so "
         "the stage will get its rows again. Call batch.ack() when its rows are done, or claim it "
-        "with `with part.claim(…) as batch:`. Logged once per stage"
+        "with `with part.claim(…) as batch:`. Logged once per stage and cause"
         for stage, rows in (("train", "2 rows"), ("log", "1 row"))
     ]
     assert all(r.levelno == logging.WARNING for r in caplog.records if FORGOTTEN in r.message)
@@ -132,9 +132,68 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_exits_and_forks_with_a_batch_in_hand_are_silent(part: Partition) -> None:
+def test_the_log_of_one_cause_does_not_hide_another(
+    part: Partition, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        part.claim("train", rows=2, timeout=10)
+        for _ in part.stream("train", rows=1, timeout=10):
+            break
+    until(lambda: part.stats()["stages"]["train"]["released_rows"] == 6, "all rows are back")
+    assert ["was garbage-collected" in one for one in told(caplog)] == [True, False]
+    assert "was in hand when its loop was left" in told(caplog)[1]
+
+
+KILLED = """
+import dataplane, time
+held = dataplane.connect("a").partition("p").claim("train", rows=2, timeout=10)
+print(len(held), flush=True)
+time.sleep(60)
+"""
+HANDS_BACK = """
+import dataplane
+part = dataplane.connect("a").partition("p")
+with part.claim("train", rows=2, timeout=10):
+    pass
+part.claim("train", rows=1, timeout=10).release()
+for batch in part.loader("train", rows=1, prefetch=2, timeout=10):
+    batch.ack()
+    break
+part.claim("log", rows=4, timeout=10).drop()
+"""
+
+
+def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
+    part: Partition, cluster: Cluster
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=60, check=True
     )
     assert FORGOTTEN not in done.stderr and "Traceback" not in done.stderr, done.stderr
     until(lambda: part.stats()["stages"]["train"]["released_rows"] == 2, "its rows are back")
+    log = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
+    for stage in ("train", "log"):
+        (one,) = [one for one in log if f"stage '{stage}'" in one]
+        assert "partition 'p'" in one and "closed its client with 2 rows in hand" in one
+        assert "on host a, `" in one and "call batch.ack() when rows are done" in one
+
+
+def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(
+    part: Partition, cluster: Cluster
+) -> None:
+    for n in range(1, 4):
+        worker = cluster.worker(KILLED)
+        assert line(worker) == "2"
+        worker.kill()
+        until(lambda n=n: part.stats()["stages"]["train"]["released_rows"] == 2 * n, "all are back")
+    (one,) = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
+    assert "exited without closing its client with 2 rows in hand" in one
+
+
+def test_a_batch_that_was_handed_back_is_not_logged_by_the_peer(
+    part: Partition, cluster: Cluster
+) -> None:
+    worker = cluster.worker(HANDS_BACK)
+    assert worker.wait(60) == 0
+    assert part.stats()["stages"]["train"]["released_rows"] >= 2
+    assert FORGOTTEN not in cluster.log("a")

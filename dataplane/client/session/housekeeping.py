@@ -232,9 +232,9 @@ class Housekeeper:
         """What no call has in hand. Room that another thread, or a device, may still write into
         comes back when this process is proved gone."""
         session, until = self.session, time.monotonic() + _CLOSE_S
-        leases = session.leases.clear()
         session.settle_devices(_CLOSE_S)
-        due: list[Body] = [Finish(lease, "release") for lease in leases]
+        due = self._parting()
+        due += [Finish(lease, "abandon") for lease in session.leases.clear()]
         # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.
         due += self._undone(_CLOSE_S / 2)
         left_s = max(_LEAST_S, until - time.monotonic())

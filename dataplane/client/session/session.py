@@ -146,8 +146,8 @@ class Session:
         SimpleQueue.put is reentrant, so the collector may call it anywhere"""
         self.untold: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process: the peer is told under their numbers"""
-        self._warned: set[str] = set()
-        """stages of which a batch was forgotten, and the log said so"""
+        self._warned: set[tuple[str, str]] = set()
+        """stages of which a batch was forgotten, and how, that were logged"""
         self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
         """numbers of pins whose last view is gone"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
@@ -298,20 +298,18 @@ class Session:
 
     def parting(self) -> list[Body]:
         """One-way messages that are due: abandoned leases, extents that go back. A batch that was
-        forgotten is told of in the log, once a stage."""
+        forgotten is logged, once per stage and cause."""
         due: list[Body] = []
         for one in _drain(self.due):
             if isinstance(one, GiveBack):
                 due.append(one)
             elif self.leases.discard(one.lease):
                 due.append(Finish(one.lease, "release"))
-                if (
-                    one.forgotten
-                    and one.stage not in self._warned
-                    and len(self._warned) < MAX_WARNED
-                ):
-                    self._warned.add(one.stage)
-                    log.warning("%s", one)
+                if one.forgotten and len(self._warned) < MAX_WARNED:
+                    cause = one.stage, one.forgotten[0]
+                    if cause not in self._warned:
+                        self._warned.add(cause)
+                        log.warning("%s", one)
         return due
 
     def tell_again(self, request: Request) -> None:
@@ -387,7 +385,7 @@ class Abandoned(NamedTuple):
         return (
             f"partition {self.partition!r}, stage {self.stage!r}: "
             f"{happened.format(counted(self.rows, 'row'))} without ack, release or drop, so the "
-            f"stage will get its rows again. {advice}. Logged once per stage"
+            f"stage will get its rows again. {advice}. Logged once per stage and cause"
         )
 
 

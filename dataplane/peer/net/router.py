@@ -8,7 +8,6 @@ carried out twice, or is numbered.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -105,8 +104,9 @@ class Router:
         answer.set_result(outcome)
         return answer
 
-    def tell(self, body: Any) -> asyncio.Task[None]:
-        """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
+    def tell(self, body: Any) -> asyncio.Task[bool]:
+        """Ask until the shard has answered, whether anybody waits for that or not. False if the
+        partition or the lease had already ended."""
         telling = self.mesh.spawn(self._tell(body))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
@@ -117,9 +117,12 @@ class Router:
         """Whether shards know all that they were told, or that nobody waits for any more."""
         return not self._telling and not self._withdrawn
 
-    async def _tell(self, body: Any) -> None:
-        with contextlib.suppress(LeaseExpired, PartitionGone):
+    async def _tell(self, body: Any) -> bool:
+        try:
             await self.reach(lambda roster, left_s: self.at(roster, body))
+        except (LeaseExpired, PartitionGone):
+            return False
+        return True
 
     def withdraw(self, partition: str, generation: int, number: int) -> asyncio.Future[None]:
         """Nobody waits for a call any more, or would use a permit: done when its shard knows. While

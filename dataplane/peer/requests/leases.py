@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dataplane.errors import DataplaneError, LeaseExpired
+from dataplane.errors import DataplaneError, LeaseExpired, counted
 from dataplane.memory.admission import Admission
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
@@ -25,6 +26,13 @@ from dataplane.peer.requests.puts import NONE, Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
 from dataplane.wire.records import EXTENT, U4, column
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
+"""How often a stage is logged whose rows a client held when it ended."""
+MAX_LOGGED = 256
+"""Stages that are remembered for that."""
 
 Part = tuple[int, str, int, str]
 """session, partition, generation and stage of who takes part in a plan"""
@@ -158,6 +166,8 @@ class Finishing:
         self.host, self.grants = self.writing.host, self.writing.grants
         self.abandoned_leases = 0
         """that clients held when they ended"""
+        self._logged: dict[tuple[str, str], float] = {}
+        """by partition and stage, when such a lease was last logged"""
         self.writing.mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
@@ -223,6 +233,8 @@ class Finishing:
         """The lease ends with its last row, and not before: what the shard did not answer for is
         repeated, or released when the session ends."""
         leave, before = body.outcome != "keep", len(lease.finished)
+        if body.outcome == "abandon":
+            self._abandoned(lease, "closed its client", ": call batch.ack() when rows are done")
         if leave and body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
         if body.outcome == "ack":
@@ -268,21 +280,48 @@ class Finishing:
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""
-        self.abandoned_leases += len(session.leases)
-        for lease in list(session.leases):
-            self.release(session, lease)
+        for number in list(session.leases):
+            if (lease := self.leases.leave(session, number)) is not None:
+                self._tell(lease, "release").add_done_callback(partial(self._given_back, lease))
+
+    def _given_back(self, lease: Lease, told: asyncio.Task[bool]) -> None:
+        if not told.cancelled() and told.exception() is None and told.result():
+            self._abandoned(lease, "exited without closing its client")
+
+    def _abandoned(self, lease: Lease, how: str, advice: str = "") -> None:
+        """A client ended with this lease in hand. Logged once a minute for a stage."""
+        self.abandoned_leases += 1
+        key, now = (lease.partition, lease.stage), self.host.now()
+        if now - self._logged.get(key, -LOG_EVERY_S) < LOG_EVERY_S:
+            return
+        self._logged = {k: at for k, at in self._logged.items() if now - at < LOG_EVERY_S}
+        if len(self._logged) >= MAX_LOGGED:
+            return
+        self._logged[key] = now
+        log.warning(
+            "partition %r, stage %r: %s %s with %s in hand, without ack, release or drop, so the "
+            "stage will get them again%s. Logged at most once a minute for a stage",
+            lease.partition,
+            lease.stage,
+            lease.session.who,
+            how,
+            counted(lease.rows - len(lease.finished), "row"),
+            advice,
+        )
 
     def release(self, session: Session, lease_id: int, heard: bool = True) -> None:
         """A lease that nobody holds any more; unknown ones have ended already. Of a part in a plan
         of which its holder never heard, the plan goes on without."""
         lease = self.leases.leave(session, lease_id)
-        if lease is None:
-            return
+        if lease is not None:
+            self._tell(lease, "release" if heard or not lease.plan else "leave")
+
+    def _tell(self, lease: Lease, outcome: Literal["release", "leave"]) -> asyncio.Task[bool]:
         of = lease.partition, lease.generation
-        outcome: Literal["release", "leave"] = "release" if heard or not lease.plan else "leave"
         told = self.router.tell(Finish(lease.number, outcome, partition=of[0], generation=of[1]))
         if lease.plan:
             self.leases.leaves(told, (lease.session.id, *of, lease.stage))
+        return told
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
@@ -296,7 +335,7 @@ def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
     """What a client asked for, as its shard is told."""
     return Finish(
         lease.number,
-        body.outcome,
+        "release" if body.outcome == "abandon" else body.outcome,
         body.index,
         committed.columns,
         body.specs,

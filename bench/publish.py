@@ -1,7 +1,7 @@
-"""`bench publish`: the pictures and tables of README and docs/performance.md, from one report.
+"""`bench publish`: the pictures and tables of README, docs/performance.md and docs/choosing.md.
 
-The report is kept beside the pictures, without what no picture or table shows. A test makes
-everything from it again and compares, so that a page never shows figures of two days.
+All come from one report. It is kept beside the pictures, without what no picture or table shows. A
+test makes everything from it again and compares, so that a page never shows figures of two days.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import figures, outputs
-from bench.headline import CALLED
+from bench.headline import CALLED, OURS
 from bench.page import document
 from bench.page.runs import Report, Run, gib, switch
 from bench.report import steady_range, steady_seconds
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
 _PICTURES = ("hosts", "share", "memory")
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench: end -->)", re.DOTALL)
-_PAGES = ("README.md", "docs/performance.md")
+_PAGES = ("README.md", "docs/performance.md", "docs/choosing.md")
 _UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends", "pulled_bytes")
 
 
@@ -90,6 +90,7 @@ def blocks(told: Report) -> dict[str, str]:
         "headline": "".join(f"- {said}\n" for said in sentences),
         "steps": _steps(told["runs"]),
         "memory": _memory(told["runs"]),
+        "savings": _savings(told["runs"]),
         "made": _made(told),
     }
 
@@ -122,6 +123,41 @@ def _step(run: Run) -> str:
         f"; link full {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
     )
     return f"{median:.2f} s ({ends[0]:.2f}–{ends[1]:.2f}){full}"
+
+
+def _savings(runs: Sequence[Run]) -> str:
+    """What links cost a step with all prompts of its task, and what dataplane saves beside the best
+    other plane. One line per trace and placement, on the most hosts that every plane finished on.
+    """
+    full = [run for run in runs if run["status"] == "ok" and run.get("full_step")]
+    planes = list(dict.fromkeys(run["plane"] for run in full))
+    jobs: dict[tuple[str, bool, int], dict[str, Run]] = {}
+    for run in full:
+        jobs.setdefault((run["trace"], run["apart"], run["hosts"]), {})[run["plane"]] = run
+    lines: dict[tuple[str, bool], list[str]] = {}
+    for (trace, apart, hosts), here in sorted(jobs.items(), key=lambda job: job[0][2]):
+        if len(here) == len(planes) > 1 and OURS in here:
+            lines[trace, apart] = _saved(trace, apart, hosts, [here[p] for p in planes])
+    rates = {f"{run['full_step']['link_bits_per_second'] / 1e9:g} Gbit/s" for run in full}
+    head = f"full step, {' or '.join(sorted(rates))} a host"
+    head_row = [head, "rollout and training", *(CALLED.get(p, p) for p in planes), "saved"]
+    in_order = dict.fromkeys((trace, apart) for trace, apart, _ in jobs)
+    return _table(head_row, [lines[job] for job in in_order if job in lines])
+
+
+def _saved(trace: str, apart: bool, hosts: int, runs: Sequence[Run]) -> list[str]:
+    """A line of `_savings`: seconds for which the busiest link is busy, per plane."""
+    busy = {run["plane"]: run["full_step"]["link_seconds"] for run in runs}
+    step = runs[0]["full_step"]
+    saved = min(busy[plane] for plane in busy if plane != OURS) - busy[OURS]
+    share = saved / step["recorded_seconds"]
+    where = "rollout apart" if apart else "every stage on every host"
+    return [
+        f"{trace}, {step['prompts']} prompts, {hosts} hosts, {where}",
+        f"{step['recorded_seconds']:.0f} s",
+        *(f"{seconds:.2f} s" for seconds in busy.values()),
+        f"{saved:.2f} s, {share:.1%}" if share >= 0.001 else f"{saved:.2f} s, under 0.1%",
+    ]
 
 
 def _memory(runs: Sequence[Run]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from bench.page import document
 from bench.publish import KEPT, ROOT, blocks, filled, publish, trimmed
 from tests.bench.test_page import killed, over_hosts, report, run
 
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/choosing.md")
 
 
 @pytest.fixture
@@ -84,3 +85,48 @@ def test_readme_docs_and_pictures_are_those_of_the_report_that_is_kept(tmp_path:
         if path.suffix != ".md":
             relative = path.relative_to(tmp_path)
             assert path.read_bytes() == (ROOT / relative).read_bytes(), relative
+
+
+def full(plane: str, seconds: float, **changes: Any) -> dict[str, Any]:
+    step = {"prompts": 64, "recorded_seconds": 20.0, "link_bits_per_second": 100e9}
+    return run(plane, full_step={**step, "link_seconds": seconds}, **changes)
+
+
+def test_what_a_step_saves_is_told_beside_the_better_plane_on_the_most_hosts_all_finished_on() -> (
+    None
+):
+    runs = [
+        *(full("dataplane", 0.1 * hosts, apart=True, hosts=hosts) for hosts in (2, 6, 8)),
+        *(full("controller-stream", 0.2 * hosts, apart=True, hosts=hosts) for hosts in (2, 6)),
+        *(full("controller", 0.3 * hosts, apart=True, hosts=hosts) for hosts in (2, 6, 8)),
+        full("controller-stream", 0.0, apart=True, hosts=8, status="oom"),
+    ]
+    told = report(runs=runs, headline=["One."])
+    assert blocks(told)["savings"].splitlines()[2:] == [
+        "| video, 64 prompts, 6 hosts, rollout apart | 20 s | 0.60 s | 1.20 s | 1.80 s "
+        "| 0.60 s, 3.0% |"
+    ]
+
+
+def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> None:
+    kept = document.load(ROOT / KEPT)
+    page = (ROOT / "docs/choosing.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    shown = re.search(r"gigabytes=([\d.]+), readers=(\d), hosts=(\d), gbit=(\d+)", program)
+    assert shown
+    found = []
+    for each in kept["runs"]:
+        step = each["full_step"]
+        if not step or not each["apart"]:
+            continue
+        per_step = each["bytes_unique"] / len(each["step_seconds"])
+        gigabytes = per_step * step["prompts"] / each["prompts"] / 1e9
+        busy = names["link_seconds"](gigabytes, 2, each["hosts"] // 2, 100)
+        ours = each["plane"] == "dataplane"
+        share = step["link_seconds"] / busy["dataplane" if ours else "controller"]
+        assert 0.8 < share < 1.06, (each["trace"], each["plane"], each["hosts"], share)
+        if each["trace"] == "video" and each["hosts"] == 6:
+            found.append(round(gigabytes, 1))
+    assert set(found) == {float(shown[1])}

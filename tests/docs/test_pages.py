@@ -70,7 +70,7 @@ def python_for(program: str) -> Path | None:
 
 def test_the_readmes_quick_start_runs_two_at_a_time_and_twice_in_a_notebook(run_dir: Path) -> None:
     lines = [line for line in programs("README.md")[0].splitlines() if line]
-    assert len(lines) == 12
+    assert len(lines) == 11
     twice = f"for _ in range(2): exec({programs('README.md')[0]!r})"
     with ThreadPoolExecutor() as launches:
         for told in launches.map(run, [[sys.executable, "-c", twice]] * 2):
@@ -101,7 +101,7 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(name: str) -> None:
 @pytest.mark.parametrize(
     ("page", "heading", "column", "home"),
     [
-        ("README.md", "## Where an idea lives", 2, ROOT),
+        ("CONTRIBUTING.md", "## Where an idea lives", 2, ROOT),
         ("docs/architecture.md", "### The same way in the code", 3, ROOT / "dataplane"),
     ],
 )

@@ -1,8 +1,12 @@
-"""Every error that `dataplane` raises, by phase.
+"""Every error that `dataplane` raises.
 
-An error crosses the wire as (code, message, details): the code is the class name, so both sides
-agree on the type. Details are numbers and names that a program may act on; the message is for
-people and says what to do. Nothing outside this package's classes is ever raised from the wire.
+An error crosses the wire as (code, message, details). The code is the class name. Details are
+numbers and names that a program may act on. The message is for people: what is wrong, why, and
+what to do next. The wire never brings an exception of any other class.
+
+The docstring of a class says when it is raised, `next_step` what the caller may do, and `retry`
+whether the call may be repeated. docs/troubleshooting.md shows all three as a table, which
+`python -m tests.docs.make_error_table` makes.
 """
 
 from __future__ import annotations
@@ -11,14 +15,25 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 MAX_COMPARED = 1_000
 """Names that a misspelt one is compared with."""
 
+Retry = Literal["yes", "with keys", "no"]
+"""Whether the same call may be repeated.
+
+yes: nothing has changed, and the call can succeed later.
+with keys: the call may have taken effect. With the same keys a repeated put stores no row twice.
+no: the call fails again until something else changes; `next_step` says what.
+"""
+
 
 class DataplaneError(Exception):
-    """Base of every error here. `details` holds the figures that the message mentions."""
+    """Base class of every error of this package. `details` holds the figures of the message."""
+
+    next_step: ClassVar[str] = "Read the message."
+    retry: ClassVar[Retry] = "no"
 
     def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
@@ -27,19 +42,21 @@ class DataplaneError(Exception):
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """How messages count: "1 row", "3 rows"; with a verb, "1 row lacks", "3 rows lack"."""
+    """A count for a message: "1 row", "3 rows"; with a verb, "1 row lacks", "3 rows lack"."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """A list as messages have it: the first ones, "and 3 more"."""
+    """The first `most` names for a message, then "and 3 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """The name that `name` may be a misspelling of, "" where there is none. "step-12" and "step-13"
-    are no misspellings of each other: they differ in their numbers alone."""
+    """The name of which `name` may be a misspelling; "" if there is none.
+
+    Names that differ only in their numbers, such as "step-12" and "step-13", do not count.
+    """
     plain = name.casefold()
     others: dict[str, str] = {}
     for other in islice(among, MAX_COMPARED):
@@ -50,13 +67,13 @@ def nearest(name: str, among: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, among: Iterable[str]) -> str:
-    """A question for the end of a message, "" where no name is near."""
+    """A question for the end of a message; "" if no name is similar."""
     near = nearest(name, among)
     return f" (did you mean {near!r}?)" if near else ""
 
 
 def sized(nbytes: float) -> str:
-    """Bytes as messages have them: "512 B", "28.6 MiB"."""
+    """Bytes for a message: "512 B", "28.6 MiB"."""
     value, units, unit = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB")), "B"
     while value >= 1024 and (larger := next(units, None)):
         value, unit = value / 1024, larger
@@ -64,7 +81,7 @@ def sized(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as messages have them: "5 s", "3 min", "2.5 h"."""
+    """Seconds for a message: "5 s", "3 min", "2.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -76,133 +93,210 @@ def duration(seconds: float) -> str:
 class ConnectError(DataplaneError, ConnectionError):
     """No peer could be reached or started."""
 
+    next_step = "Check the peer's log; `dataplane status` lists what runs here."
+    retry: ClassVar[Retry] = "yes"
+
 
 class PeerNotFound(ConnectError):
-    """The named peer does not run on this host."""
+    """No peer with this name runs on this host."""
+
+    next_step = "Start it, or connect to one that runs; the message lists them."
+    retry: ClassVar[Retry] = "no"
 
 
 class PeerAmbiguous(ConnectError):
-    """Several named peers run on this host and none was named."""
+    """Several peers or runs on this host match, and the call names none."""
+
+    next_step = "Name the peer or the run."
+    retry: ClassVar[Retry] = "no"
 
 
 class PeerNameTaken(ConnectError):
-    """A living peer of this plane already has this name."""
+    """A live peer of this run already has this name."""
+
+    next_step = "Stop that peer, or choose another `--name`."
+    retry: ClassVar[Retry] = "no"
 
 
 class AddressInUse(ConnectError):
-    """The listen address belongs to another process."""
+    """Another process listens on this address."""
+
+    next_step = "Choose another address, or stop that process."
+    retry: ClassVar[Retry] = "no"
 
 
 class TokenMissing(ConnectError):
-    """A listen address that is not loopback was asked for without a cluster token."""
+    """An address is reachable from other machines, and there is no cluster token."""
+
+    next_step = "Make a token (`dataplane token`) and give it to every peer."
+    retry: ClassVar[Retry] = "no"
 
 
 class SeedsMissing(ConnectError):
-    """The job spans several hosts, and neither seeds nor a way to derive them are there."""
+    """The job spans several hosts, and its seeds are neither given nor derivable."""
+
+    next_step = "Set `DATAPLANE_SEEDS` to the same value on every host."
+    retry: ClassVar[Retry] = "no"
 
 
 class RunMissing(ConnectError):
-    """The run spans several hosts, and nothing names it alike on all of them."""
+    """The job spans several hosts, and no run name is common to all of them."""
+
+    next_step = "Set `DATAPLANE_RUN` to the same value on every host."
+    retry: ClassVar[Retry] = "no"
 
 
 class RunInUse(ConnectError):
     """`connect(fresh=True)` would end a run that has clients; `details["clients"]` names them."""
 
+    next_step = 'End those clients, choose another run name, or pass `fresh="force"`.'
+    retry: ClassVar[Retry] = "no"
+
 
 class InvalidConfig(DataplaneError, ValueError):
-    """A setting (variable, option or argument) does not have the form that it needs."""
+    """A variable, an option or an argument has an invalid value."""
+
+    next_step = "Correct it; the message shows the expected form."
 
 
 class PeerLost(ConnectError):
-    """The peer went away in the middle of a call; the call may or may not have taken effect."""
+    """The connection to the peer broke during a call, which may have taken effect."""
+
+    next_step = "Connect again and repeat the call."
+    retry: ClassVar[Retry] = "with keys"
 
 
 class PeerLeaves(PeerLost):
-    """The peer leaves the plane; the call may or may not have taken effect. What the peer has moves
-    to other hosts, where the call can be repeated."""
+    """The peer is leaving the plane during a call, which may have taken effect. Its rows move to
+    other hosts."""
+
+    next_step = "Connect to another peer and repeat the call there."
 
 
 class PeerEnded(PeerLost):
-    """Somebody ended the peer, with its rows; the message says who. The call may or may not have
+    """Somebody ended the peer together with its rows; the message says who. The call may have
     taken effect."""
+
+    next_step = "Connect again: the run starts empty."
+    retry: ClassVar[Retry] = "no"
 
 
 class ClientClosed(ConnectError):
-    """The client was closed, or belongs to the parent of this forked process: connect again."""
+    """The client was closed, or this process is a forked child of the one that connected."""
+
+    next_step = "Call `dataplane.connect()` in this process."
+    retry: ClassVar[Retry] = "no"
 
 
 class Unavailable(DataplaneError):
-    """A peer that this call needs does not answer."""
+    """A peer that the call needs did not answer. The call may have taken effect."""
+
+    next_step = "Check `dataplane status`, then repeat the call."
+    retry: ClassVar[Retry] = "with keys"
 
 
 class InvalidCall(DataplaneError, ValueError):
-    """The arguments of a call contradict each other, or one is missing."""
+    """An argument is missing or invalid, or two arguments contradict each other."""
+
+    next_step = "Correct the call."
 
 
 # the wire
 
 
 class ProtocolError(DataplaneError):
-    """What arrived is not a message of this protocol, or breaks one of its limits."""
+    """A message is not part of this protocol, or breaks one of its limits."""
+
+    next_step = "Install the same release everywhere; otherwise report a bug."
 
 
 class FrameTooLarge(ProtocolError):
-    """A frame announces more bytes than the limit told in the handshake."""
+    """A message is larger than the limit of the connection."""
+
+    next_step = "Use fewer rows or fields per call."
 
 
 class VersionMismatch(ProtocolError):
     """The two sides have no protocol version in common."""
 
+    next_step = "Install the same release on both."
+
 
 class RosterMismatch(ProtocolError):
-    """Two peers were started with different seeds, planes or shard counts."""
+    """Two peers of one plane have different seeds, run names or shard counts."""
+
+    next_step = "Start all peers with the same `--run` and `--seeds`."
 
 
 class StaleEpoch(ProtocolError):
-    """The message was sent under a roster that is no longer in force."""
+    """The roster changed during the call, which may have taken effect."""
+
+    next_step = "Repeat the call. Peers do so themselves until the deadline."
+    retry: ClassVar[Retry] = "with keys"
 
 
 # partitions, rows, groups
 
 
 class ChangeExpired(DataplaneError):
-    """The change arrived after its caller had stopped asking for it; nothing was changed."""
+    """A request reached the shard after its peer had given up on it. This request changed
+    nothing."""
+
+    next_step = "Repeat the call."
+    retry: ClassVar[Retry] = "with keys"
 
 
 class PartitionUndefined(DataplaneError):
-    """Nobody has declared this partition."""
+    """No process has declared this partition."""
+
+    next_step = "Declare it, or wait for the process that does."
+    retry: ClassVar[Retry] = "yes"
 
 
 class PartitionConflict(DataplaneError):
-    """The partition exists with another definition."""
+    """The partition exists with another definition, or other callers passed other arguments."""
+
+    next_step = "Use the same definition everywhere, or drop the partition first."
 
 
 class PartitionGone(DataplaneError):
-    """The partition was dropped since this handle was opened, or lost with both hosts that had its
-    metadata: `reason` is "dropped" or "lost"."""
+    """The partition was dropped, or lost with both hosts that had its metadata.
+    `details["reason"]` is "dropped" or "lost"."""
+
+    next_step = "Declare it again; it is a new, empty partition."
 
 
 class PartitionSealed(DataplaneError):
-    """The partition accepts no new rows."""
+    """The partition is sealed and takes no new rows."""
+
+    next_step = "Put new rows into another partition. Fields of existing rows are still accepted."
 
 
 class StageUndefined(DataplaneError):
-    """The partition has no such stage, and it cannot be declared now."""
+    """The partition has no such stage, and none can be added now."""
+
+    next_step = "Correct the name, or declare the stage with the partition."
 
 
 class FieldUnknown(DataplaneError, KeyError):
-    """No row of this selection has such a field."""
+    """None of these rows has this field."""
+
+    next_step = "Correct the name; the message lists the fields."
 
     def __str__(self) -> str:
         return self.message
 
 
 class FieldExists(DataplaneError):
-    """Fields are write-once; `replace=True` writes a new value."""
+    """The rows already have these fields. Fields are written once."""
+
+    next_step = "After a repeated put: continue. To overwrite: pass `replace=True`."
 
 
 class InvalidRows(DataplaneError, ValueError):
-    """The rows of a call do not fit together: lengths, keys, groups or tags."""
+    """Lengths, keys, groups or tags of the rows of a call do not fit together."""
+
+    next_step = "Correct the call; nothing was stored."
 
 
 def without_group(rows: int, group_size: int) -> InvalidRows:
@@ -217,35 +311,52 @@ def without_group(rows: int, group_size: int) -> InvalidRows:
 
 
 class InvalidValue(DataplaneError, TypeError):
-    """A value cannot travel: its type has no form on the wire."""
+    """A value has a type or form that cannot be stored or converted."""
+
+    next_step = "Convert it; the message names the field and the row."
 
 
 class LimitExceeded(DataplaneError, ValueError):
-    """A named limit of the protocol would be broken."""
+    """The call would exceed a limit; the message names it."""
+
+    next_step = "Split the call, or reduce what the message names."
 
 
 class GroupClosed(DataplaneError):
-    """The group is closed: it takes no further rows."""
+    """The group is closed and takes no more rows."""
+
+    next_step = "After a repeated put: continue. Otherwise use another group id."
 
 
 class RowsDropped(DataplaneError):
-    """Rows of this call were dropped: their trajectories are cancelled."""
+    """Rows or groups of the call were dropped."""
+
+    next_step = "Put the others without them. To use the names again: `reuse=True`."
 
 
 class RowsGone(DataplaneError, LookupError):
-    """The rows were freed, dropped, lost with a peer that died, or never put."""
+    """Rows were freed, dropped or lost, or never put."""
+
+    next_step = "Read before the last stage acks. After a repeated put: continue."
 
 
 class RowsLost(DataplaneError):
-    """The only bytes of these rows were on a peer that died."""
+    """The only copy of these rows was on a host that died."""
+
+    next_step = "`part.lost()` names them. Generate them again, or go on without."
 
 
 class TagConflict(DataplaneError):
-    """`expect=` did not hold: somebody else changed the tags."""
+    """`expect=` did not hold: another caller changed the tags."""
+
+    next_step = "Read the tags and decide again."
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed half-way: `details["committed"]` are the rows that are in."""
+    """A put failed half-way; `details["committed"]` lists the rows that were stored."""
+
+    next_step = "Repeat the put with the same keys: it stores the rest."
+    retry: ClassVar[Retry] = "with keys"
 
 
 # claims
@@ -254,74 +365,113 @@ class PutIncomplete(DataplaneError):
 class ClaimTimeout(DataplaneError, TimeoutError):
     """Not enough rows became ready in time; the message says what is missing and who holds it."""
 
+    next_step = "Repeat the call, or mend what the message names."
+    retry: ClassVar[Retry] = "yes"
+
 
 class StreamEnd(DataplaneError):
-    """The partition is sealed and the stage has had every row, or every group that was whole."""
+    """The partition is sealed and the stage has had all it can get."""
+
+    next_step = "Leave the loop; nothing is wrong."
 
 
 class LeaseExpired(DataplaneError):
-    """The lease ended: its rows went back to the stage."""
+    """The lease has ended: timed out, finished, or ended with its partition or plan. The call
+    stored nothing."""
+
+    next_step = "Claim again."
 
 
 class NotFetched(DataplaneError, LookupError):
-    """The field was not fetched, and this object cannot block to fetch it."""
+    """The batch or rows do not have this field in memory."""
+
+    next_step = "Name it in `fields=`, or call `fetch(…)`."
 
 
 # memory
 
 
 class BackPressure(DataplaneError):
-    """The arena is full; the message says what is needed and who holds the bytes."""
+    """The arena stayed full until the deadline; the message says who holds the bytes."""
+
+    next_step = "Free what the message names, then repeat; or use a larger arena."
+    retry: ClassVar[Retry] = "yes"
 
 
 class ShardFull(BackPressure):
-    """The host that keeps the rows of a partition has no room for more metadata."""
+    """The host that keeps the partition has no room for more metadata."""
+
+    next_step = "Consume or drop rows, or give that host a larger arena."
 
 
 class SpillFull(BackPressure):
-    """The arena is full, and the disk that it spills to has no room either."""
+    """The arena and the spill directory are both full."""
+
+    next_step = "Free rows, or make room on the disk."
 
 
 class ValueTooLarge(DataplaneError):
-    """One row, or one group's part, is larger than its share of the arena."""
+    """A row, a group or a claim needs more bytes at once than the host can give."""
+
+    next_step = "Use fewer rows per call, or a larger arena."
 
 
 class DeviceMissing(DataplaneError):
-    """A GPU, or what is needed to use its memory, is not there; the message says what."""
+    """A GPU, or software that its memory needs, is not available."""
+
+    next_step = "Install or enable what the message names."
 
 
 class DeadlineExceeded(DataplaneError, TimeoutError):
-    """The call did not end within its deadline."""
+    """The call did not end within its deadline. It may have taken effect."""
+
+    next_step = "Repeat it, with a longer `timeout=` if the message says so."
+    retry: ClassVar[Retry] = "with keys"
 
 
 # bulk transfer
 
 
 class TransferFailed(DataplaneError):
-    """A bulk transfer broke off unconfirmed: nothing of it counts, and it may be retried."""
+    """A transfer of values between hosts was interrupted. Nothing of it is used."""
+
+    next_step = "Repeat the call."
+    retry: ClassVar[Retry] = "yes"
 
 
 class TransportMissing(DataplaneError):
-    """A transport that was required does not work here; the message says what is missing."""
+    """A required transport does not work here; the message says what is missing."""
+
+    next_step = "Install what it names, or choose another `--transport`."
 
 
 class TicketRefused(DataplaneError):
-    """The owner does not honour the ticket of a bulk read."""
+    """The owner of the values refused the ticket of a transfer."""
+
+    next_step = "Start all peers with the same run, seeds and token."
 
 
 # checkpoints
 
 
 class CheckpointFailed(DataplaneError):
-    """A checkpoint could not be written, or read; nothing is left of one that was not finished."""
+    """A checkpoint could not be written or read. An unfinished one leaves no files."""
+
+    next_step = "Correct what the message names, and repeat the call."
+    retry: ClassVar[Retry] = "yes"
 
 
 class CheckpointCorrupt(DataplaneError):
-    """A file of a checkpoint is torn, altered or missing: `details["file"]`. Nothing came back."""
+    """A file of a checkpoint is torn, altered or missing: `details["file"]`. Nothing was
+    restored."""
+
+    next_step = "Use another checkpoint."
 
 
 class InternalError(DataplaneError):
-    """A bug of ours. The peer's log has the traceback."""
+    """A bug in dataplane. The peer's log has the traceback."""
+
+    next_step = "Report it with the traceback."
 
 
 _BY_CODE: dict[str, type[DataplaneError]] = {
@@ -332,6 +482,6 @@ _BY_CODE: dict[str, type[DataplaneError]] = {
 
 
 def from_wire(code: str, message: str, details: dict[str, Any]) -> DataplaneError:
-    """The error that a peer reported. A code of a newer protocol becomes the base class."""
+    """The error that a peer reported. An unknown code becomes the base class."""
     known = _BY_CODE.get(code)
     return known(message, **details) if known else DataplaneError(f"{code}: {message}", **details)

@@ -121,6 +121,16 @@ def test_every_file_that_a_page_names_for_an_idea_is_there(
             folder = path if path.is_dir() else path.parent
 
 
+def test_every_test_that_proves_a_guarantee_is_there() -> None:
+    page = (ROOT / "docs/guarantees.md").read_text()
+    named = re.findall(r"`((?:tests/[\w/]+/)?test_\w+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 20
+    for path, test in named:
+        file = ROOT / (path if "/" in path else f"tests/end_to_end/{path}")
+        assert not test or f"def {test}(" in file.read_text(), test
+        assert file.exists(), path
+
+
 def test_the_pages_make_a_site_without_a_broken_link_or_reference(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
+from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted, duration
 from dataplane.launch import embedded, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
@@ -227,7 +227,7 @@ def _clean(arguments: argparse.Namespace) -> int:
     ]  # before any peer ends: the others of its run may not answer then
     for run, peer, needed in looked:
         some = True
-        what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
+        what = f"run {run.name!r}, {duration(run.age_s)} old: peer {peer.name!r}"
         if needed and not arguments.force:
             print(f"left {what}, because {needed}; --force ends it", flush=True)
         elif embedded.end(peer, who):
@@ -268,4 +268,4 @@ def _heading(seen: dict[str, Any]) -> str:
     by = seen["begun_by"]
     who = f"`{by['command']}` (pid {by['pid']})" if by else "a peer that was started by hand"
     unnamed = "" if seen["named"] else " (unnamed)"
-    return f"run {seen['run']}{unnamed}, begun {runs.age(seen['age_s'])} ago by {who}"
+    return f"run {seen['run']}{unnamed}, begun {duration(seen['age_s'])} ago by {who}"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dataplane.errors import counted, few, sized
+from dataplane.errors import counted, duration, few, sized
 
 STUCK_S = 10.0
 """A call that waits for so long is shown first."""
@@ -74,7 +74,7 @@ def _stuck(seen: Stats) -> Iterator[str]:
         if wait["for_s"] >= STUCK_S:
             calls = counted(wait["calls"], "call waits", "calls wait")
             why = f": {wait['why']}" if wait["why"] else ""
-            yield f"  ! {_named(wait)}: {calls} on {wait['peer']}, {_age(wait['for_s'])}{why}"
+            yield f"  ! {_named(wait)}: {calls} on {wait['peer']}, {duration(wait['for_s'])}{why}"
 
 
 def _named(wait: Stats) -> str:
@@ -106,7 +106,7 @@ def _rates(rates: Stats) -> str:
 
 def _clients(clients: Sequence[Stats]) -> Iterator[str]:
     for one in clients[:SHOWN_CLIENTS]:
-        parts = [_who(one["client"], one), f"for {_age(one['age_s'])}"]
+        parts = [_who(one["client"], one), f"for {duration(one['age_s'])}"]
         if one["leased_rows"]:
             parts.append(f"{counted(one['leased_rows'], 'row')} leased")
         if one["waiting_calls"]:
@@ -154,7 +154,9 @@ def _stage(name: str, stage: str, figures: Stats, seen: Stats) -> str:
     parts = [ready, f"{figures['leased_rows']} leased"]
     holders = sorted(filter(ours, seen["holders"]), key=lambda one: -one["for_s"])
     if holders:
-        shown = [f"{h['rows']} by {_who(h['holder'], h)} for {_age(h['for_s'])}" for h in holders]
+        shown = [
+            f"{h['rows']} by {_who(h['holder'], h)} for {duration(h['for_s'])}" for h in holders
+        ]
         parts[-1] += f": {few(shown, SHOWN_HOLDERS)}"
     if plan := figures.get("plan"):
         parts.append(f"plan: {_plan(plan)}")
@@ -162,7 +164,7 @@ def _stage(name: str, stage: str, figures: Stats, seen: Stats) -> str:
     if waits:
         oldest = max(wait["for_s"] for wait in waits)
         calls = sum(wait["calls"] for wait in waits)
-        parts.append(f"{counted(calls, 'call waits', 'calls wait')}, the oldest {_age(oldest)}")
+        parts.append(f"{counted(calls, 'call waits', 'calls wait')}, the oldest {duration(oldest)}")
     if figures["released_rows"]:
         again = figures["redelivered_rows"]
         parts.append(f"{figures['released_rows']} released, {again} redelivered")
@@ -191,9 +193,3 @@ def _in_order(name: str) -> list[str | int]:
 
 def _waits(seen: Stats, name: str) -> bool:
     return any(wait["partition"] == name for wait in seen["waits"])
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

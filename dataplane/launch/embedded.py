@@ -35,6 +35,7 @@ from dataplane.errors import (
     RunInUse,
     RunMissing,
     counted,
+    duration,
     few,
     nearest,
 )
@@ -48,6 +49,7 @@ from dataplane.launch.values import (
     parse_address,
 )
 from dataplane.version import __version__
+from dataplane.wire.messages import HelloDone
 
 EMBEDDED = "embedded"
 """The name of a peer that `connect()` started; see `embedded_name`."""
@@ -84,23 +86,12 @@ class Client:
     mine: bool = False
 
     def __str__(self) -> str:
-        return f"`{self.command}` (pid {self.pid}, {runs.age(self.age_s)})"
+        return f"`{self.command}` (pid {self.pid}, {duration(self.age_s)})"
 
 
 Fresh = bool | Literal["force"]
 ClientsOf = Callable[[rundir.LivingPeer], list[Client]]
 """Asks a peer for the clients of its run. Raises DataplaneError where the peer does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a client found in a run that it joined: how many others live at this host's peer, the
-    rows that are there, and who left last, how long ago."""
-
-    clients: int = 0
-    rows: int = 0
-    left_by: str = ""
-    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +106,9 @@ class Attached:
     began: bool = False
     before: tuple[rundir.DeadPeer, ...] = ()
 
-    def line(self, found: Found) -> tuple[int, str]:
+    def line(self, found: HelloDone) -> tuple[int, str]:
         """What happened, in one line for the log, and its level: WARNING where something is not as
-        most people expect it."""
+        most people expect it. found: what the peer answered."""
         card, starter = self.peer.card, self.living.starter
         peer = f"peer {self.peer.name!r}"
         if card is not None:
@@ -127,7 +118,7 @@ class Attached:
             said = f"began run {self.run.name!r}{of_its_own}: {peer}"
         else:
             by = f"by `{starter.command}` (pid {starter.pid})" if starter else "by hand"
-            age = runs.age(self.living.age_s)
+            age = duration(self.living.age_s)
             said = f"joined run {self.run.name!r}, begun {by} {age} ago: {peer}"
         remarks = self._of_beginning() if self.began else self._of_joining(found)
         if card is not None and card.version != __version__:
@@ -139,7 +130,7 @@ class Attached:
             )
         return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
 
-    def _of_joining(self, found: Found) -> list[str]:
+    def _of_joining(self, found: HelloDone) -> list[str]:
         if found.clients:
             return []
         starter = self.living.starter
@@ -149,7 +140,7 @@ class Attached:
             last = f" (`{found.left_by}`)" if found.left_by else ""
             said = (
                 f"it has {counted(found.rows, 'row')} and no clients: the last one{last} left "
-                f"{runs.age(found.left_s)} ago"
+                f"{duration(found.left_ms / 1e3)} ago"
             )
             return [f"{said}. If this process should not use the rows, {fresh}" if fresh else said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
@@ -211,7 +202,7 @@ def _gone(dead: rundir.DeadPeer) -> str:
     """What went with a peer."""
     card = dead.card
     said = f"it starts empty: its last peer {card.name!r} (pid {card.pid})"
-    rows, age = counted(card.rows, "row"), runs.age(dead.age_s)
+    rows, age = counted(card.rows, "row"), duration(dead.age_s)
     if card.ended:
         return f"{said} ended {age} ago with {rows} ({card.ended})"
     # Nobody saw it end: its card is older than its end.
@@ -225,7 +216,7 @@ def _ended(dead: rundir.DeadPeer) -> str:
     card = dead.card
     who = f" of `{card.starter.command}`, which has the same parent," if card.starter else ""
     return (
-        f"an unnamed run{who} ended {runs.age(dead.age_s)} ago, and {counted(card.rows, 'row')} "
+        f"an unnamed run{who} ended {duration(dead.age_s)} ago, and {counted(card.rows, 'row')} "
         "with it: to hand rows from one program to the next, give both one run name, "
         "connect(run=…) or DATAPLANE_RUN"
     )
@@ -280,7 +271,7 @@ def attach(
 
 def _introduced(run: rundir.LivingRun) -> str:
     who = f"`{run.starter.command}`" if run.starter else ", ".join(one.name for one in run.peers)
-    return f"run {run.name!r} ({who}, {runs.age(run.age_s)} old)"
+    return f"run {run.name!r} ({who}, {duration(run.age_s)} old)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +336,7 @@ class _Anew:
                     {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
                 ],
             )
-        age = runs.age(peer.card.age_s) if peer.card else "?"
+        age = duration(peer.card.age_s) if peer.card else "?"
         how = 'connect(fresh="force")' if self.fresh == "force" else "connect(fresh=True)"
         if not end(peer, f"`{self.me.command}` (pid {self.me.pid}) by {how}"):
             raise ConnectError(

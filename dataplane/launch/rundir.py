@@ -388,7 +388,8 @@ def living_peers(folder: Path) -> list[LivingPeer]:
     living = []
     for path in sorted(folder.glob("*.lock")):
         name = path.name.removesuffix(".lock")
-        if not _is_free(path):
+        # Shared, so that two that ask at once do not take each other for a peer.
+        if not _can_lock(path, os.O_RDWR | os.O_NOFOLLOW, fcntl.LOCK_SH):
             living.append(LivingPeer(name, folder / f"{name}.sock", _read_card(folder, name)))
     return living
 
@@ -436,19 +437,10 @@ def is_inhabited(folder: Path) -> bool:
     """Whether a peer lives in this folder, also where its files in it are gone."""
     until = time.monotonic() + _LOOK_S
     while not living_peers(folder):
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
+        if _can_lock(folder, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX):
             return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return True  # else it may be somebody who asks the same
-        else:
-            return False
-        finally:
-            os.close(fd)
+        if time.monotonic() > until:
+            return True  # else it may be somebody who asks the same
         time.sleep(0.001)
     return True
 
@@ -504,14 +496,14 @@ def _host_clock_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _is_free(path: Path) -> bool:
+def _can_lock(path: Path, flags: int, how: int) -> bool:
+    """Whether nobody has a lock of the file or folder that would exclude this one."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
-        # Shared, so that two that ask at once do not take each other for a peer.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     finally:

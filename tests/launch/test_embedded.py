@@ -22,6 +22,7 @@ from dataplane.errors import (
     TokenMissing,
 )
 from dataplane.launch import embedded, rundir, runs
+from dataplane.wire.messages import HelloDone
 from tests.launch import stand_in
 from tests.processes import all_ending
 
@@ -202,7 +203,7 @@ def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
     first, mine = rundir.living_runs()[0], runs.Run("launch-1-00000000", "launch")
     began = embedded.Attached(mine, first.peers[0], first, runs.this_process(), began=True)
     shown = ", ".join(f"run 'r{n}' (a, 0 s old)" for n in (4, 3, 2))
-    level, line = began.line(embedded.Found())
+    level, line = began.line(HelloDone(0, (0, 0, 0)))
     assert level == logging.WARNING
     assert f"this host also has {shown} and 2 more: to share rows" in line
     for lock in locks:

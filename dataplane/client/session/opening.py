@@ -21,7 +21,7 @@ from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
 from dataplane.launch import processes, rundir, settings
-from dataplane.launch.embedded import Client, Found, Fresh, attach
+from dataplane.launch.embedded import Client, Fresh, attach
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
 from dataplane.wire.messages import Stats, StatsDone
@@ -59,9 +59,7 @@ def open_session(
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
-        done = keeper.session.found
-        found = Found(done.clients, done.rows, done.left_by, done.left_ms / 1e3)
-        level, line = attached.line(found)
+        level, line = attached.line(keeper.session.found)
         log.log(level, "%s", line)
         if os.environ.get("DATAPLANE_RUN", "") in ("", attached.run.over):
             os.environ["DATAPLANE_RUN"] = attached.run.name

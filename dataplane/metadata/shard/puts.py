@@ -49,15 +49,6 @@ PUT = PutDone()
 """The answer to most changes that bring values: one for all that are remembered."""
 
 
-class PutOutcome(msgspec.Struct):
-    """Rows that were passed over. gone: they were here before and have been freed. there: they are
-    here, with every field that the put brings."""
-
-    closed_groups: int = 0
-    gone: int = 0
-    there: int = 0
-
-
 class PutPlan(msgspec.Struct, eq=False):
     """A checked put. known: the block of each row that is here; None: all are new. new: places of
     the others. groups: per entry of the message's groups, None where it is new; new_groups: places
@@ -74,6 +65,13 @@ class PutPlan(msgspec.Struct, eq=False):
     new_groups: list[int]
     taken: list[int] | None = None
     gone: int = 0
+
+    @property
+    def answer(self) -> PutDone:
+        """What the caller is told once it is carried out."""
+        if self.taken is None:
+            return PUT
+        return PutDone(gone=self.gone, there=self.count - len(self.taken) - self.gone)
 
 
 def plan_put(state: State, asked: Put) -> PutPlan:
@@ -112,8 +110,8 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, taken, len(gone))
 
 
-def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) -> PutOutcome:
-    """Enter rows, or merge fields and tags into known ones.
+def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) -> PutDone:
+    """Enter rows, or merge fields and tags into known ones. Return the answer to it.
 
     Rows that were put before are passed over, so that a repeated put enters what is missing: rows
     that have every field which the put brings (without `replace`), and rows that were here under
@@ -126,28 +124,25 @@ def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) ->
     """
     if plan is None:
         plan = plan_put(state, op)
-    outcome = _apply(state, plan, op)
+    closed = _apply(state, plan, op)
     if plan.new:
         state.producers.note(op.holder, len(plan.new), now)
-    if outcome.closed_groups:
+    if closed:
         seal_if_full(state)
-    passed = outcome.gone or outcome.there
-    answer = PutDone(gone=outcome.gone, there=outcome.there) if passed else PUT
-    state.remember(op.change, answer)
+    state.remember(op.change, plan.answer)
     state.tell(op)
-    return outcome
+    return plan.answer
 
 
-def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
-    """Once its columns are found sound it cannot fail any more."""
+def _apply(state: State, plan: PutPlan, op: Put) -> int:
+    """Return how many groups closed. Once its columns are found sound it cannot fail any more."""
     values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
     if plan.taken is not None:
         let_go(state, values, plan.taken)
         values = values.split([plan.taken])[0]
-    rows, gone = plan.rows, plan.gone
-    there = plan.count - rows.count - gone
+    rows = plan.rows
     if not rows.count:
-        return PutOutcome(gone=gone, there=there)
+        return 0
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
@@ -167,7 +162,7 @@ def _apply(state: State, plan: PutPlan, op: Put) -> PutOutcome:
     closed = state.written([*blocks, *known], touched.values())
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
-    return PutOutcome(closed, gone, there)
+    return closed
 
 
 def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:

@@ -311,8 +311,7 @@ class Writing:
             self.share.check_rows()
         self.share.check_values(body.inline)
         body.holder = holder
-        outcome = entry.store.put(body, plan, self.host.now())
-        return PutDone(gone=outcome.gone, there=outcome.there)
+        return entry.store.put(body, plan, self.host.now())
 
 
 def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:

@@ -12,7 +12,9 @@ import pytest
 from dataplane.errors import ShardFull
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
+from dataplane.peer.host import Entry
 from dataplane.peer.requests.checkpoints import Checkpoints
+from dataplane.peer.requests.puts import Writing
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
@@ -27,7 +29,7 @@ class Shard:
         self.store = Store("p", Definition(), 1)
         self.host: Any = SimpleNamespace(
             name="a", space=SimpleNamespace(size_bytes=0), now=time.monotonic,
-            entries={"p": SimpleNamespace(store=self.store)},
+            entries={"p": Entry(self.store)},
         )  # fmt: skip
         self.share = MetadataShare(self.host)
         self.share.size_bytes = 0
@@ -60,13 +62,14 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     assert (one.waiting, shard.share.writers) == (0, 0)
 
 
-async def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
+def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     shard, parts = Shard(), SimpleNamespace(handlers={})
     put(shard.store, [1])
     shard.host.shard = lambda *_: shard.host.entries["p"]
-    writing: Any = SimpleNamespace(host=shard.host, mesh=parts, share=shard.share)
-    writing.grants = writing.carry = writing.copying = writing.settle = None
-    checkpoints, rows = Checkpoints(writing, parts, parts), Rows(bytes(KEY.itemsize))  # type: ignore[arg-type]
+    nothing, references = None, SimpleNamespace(answered=lambda *of: None)
+    writing = Writing(shard.host, parts, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
+    Checkpoints(writing, parts, parts)  # type: ignore[arg-type]
+    restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), [], [], {}, Progress())
     with pytest.raises(ShardFull, match="consume or drop"):
-        await checkpoints._restore_here(None, Restore("p", 1, rows, [], [], {}, Progress()))  # type: ignore[arg-type]
+        parts.handlers[Restore](None, restore)
     assert inspection.stats(shard.store)["rows"] == 1

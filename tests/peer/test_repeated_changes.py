@@ -86,12 +86,8 @@ class Shard:
         await asyncio.sleep(0)
         yield
 
-    def change(self, body: Put | Finish | Settle) -> Any:
+    def change(self, body: Put | Finish | Restore | Settle) -> Any:
         return self._asked(body)
-
-    async def restore(self, body: Restore) -> Body:
-        answer: Body = await self._asked(body)
-        return answer
 
 
 def heir_of(dead: Store, told: list[Op]) -> Shard:
@@ -225,15 +221,15 @@ def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
         heir_of(dead, told).change(Finish(lease, "ack", change=change(10)))
 
 
-async def test_rows_that_were_restored_there_are_not_restored_again() -> None:
+def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     dead, told = Store("p", ONCE, 1), list[Op]()
     dead.emit = told.append
     rows, columns = named(["a", "b"]), [Column("x", values(2))]
     asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, change=change(7))
-    assert await Shard(dead).restore(asked) == PutDone()
+    assert Shard(dead).change(asked) == PutDone()
     heir = heir_of(dead, told)
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
-    assert await heir.restore(asked) == PutDone()
+    assert heir.change(asked) == PutDone()
     assert len(heir.store) == 1
     assert heir.freed == [(OWNERS[0], [0, 1])]
 

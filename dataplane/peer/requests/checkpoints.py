@@ -7,6 +7,7 @@ shard of their partition, their bytes at its host; so any number of peers will d
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import Caller, call_deadline
+from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.net.mesh import CALL_S
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
@@ -102,17 +103,14 @@ class Checkpoints:
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
         return await self.writing.carry(session, asked, committed)
 
-    async def _restore_here(self, caller: Caller, body: Restore) -> Body:
+    def _restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
-        if body.rows.keys and not entry.store.knows(body.change):
+        return self.writing.apply(entry, caller, body, self._restore_at)
+
+    def _restore_at(self, entry: Entry, body: Restore) -> PutDone:
+        if body.rows.keys:
             self.writing.share.check_rows()
-        async with self.writing.copying.beforehand(entry, body):
-            self.host.check_still(entry, caller)
-            answer = self.writing.references.answered(entry, caller, body)
-            if answer is not None:
-                return answer
-            entry.store.restore(body)
-            self.writing.settle(entry)
+        entry.store.restore(body)
         return PutDone()
 
 

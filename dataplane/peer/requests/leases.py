@@ -190,7 +190,9 @@ class Finishing:
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
         asked = _at_shard(lease, body, committed)
-        if not self.host.serves(lease.partition) or self._makes_copies(asked):
+        entry = self.host.entry(asked.partition, asked.generation)
+        makes_copies = entry is not None and entry.copies is not None and asked.columns
+        if makes_copies or not self.host.serves(asked.partition):
             return self._finish_carried(lease, body, asked, committed)
         try:
             entry = self._entry_of(asked)
@@ -256,27 +258,7 @@ class Finishing:
         return PutDone(kept=entry.store.finish(body))
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
-        entry = self._makes_copies(body)
-        if entry is not None and not entry.store.knows(body.change):
-            return self._finish_with_copies(entry, caller, body)
-        return self._finish_once(caller, body)
-
-    def _makes_copies(self, body: Finish) -> Entry | None:
-        entry = self.host.entry(body.partition, body.generation)
-        return entry if entry and entry.copies is not None and body.columns else None
-
-    async def _finish_with_copies(self, entry: Entry, caller: Caller, body: Finish) -> Body:
-        async with self.writing.copying.beforehand(entry, body):
-            self.host.check_still(entry, caller)
-            return self._finish_once(caller, body)
-
-    def _finish_once(self, caller: Caller, body: Finish) -> Body:
-        entry = self._entry_of(body)
-        answer = self.writing.references.answered(entry, caller, body)
-        if answer is None:
-            answer = self._finish_at(entry, body)
-            self.writing.settle(entry)
-        return answer
+        return self.writing.apply(self._entry_of(body), caller, body, self._finish_at)
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

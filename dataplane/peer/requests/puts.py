@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,6 +48,10 @@ from dataplane.wire.messages import (
 from dataplane.wire.records import DIGEST, EXTENT, ONE_VALUE, RANGE, U4, U8, VALUE, column, joined
 from dataplane.wire.tables import INLINE, Column, Owner
 
+Carried = Put | Finish | Restore
+"""What brings values to a shard."""
+Work = Callable[[Entry, Any], PutDone]
+"""Carries one out at the shard."""
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
 
@@ -229,7 +235,7 @@ class Writing:
         if entry is None or entry.copies is not None or self.share.is_full:
             return self._put_carried(session, body, asked, committed)
         try:
-            done = self._put_into(entry, session.id, asked)
+            done = self._put_into(entry, asked, session.id)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
             self.grants.not_taken(session, committed)
@@ -246,7 +252,7 @@ class Writing:
     async def carry(
         self,
         session: Session,
-        body: Put | Finish | Restore,
+        body: Carried,
         committed: Committed,
         keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
@@ -285,26 +291,34 @@ class Writing:
         ahead = self.grants.ahead(session, body.want_bytes, body.want_on_devices)
         return PutDone(ahead, gone=done.gone, there=done.there)
 
-    def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
-        entry = self.host.shard(body.partition, body.generation)
-        if entry.copies is not None and not entry.store.knows(body.change):
-            return self._put_with_copies(caller, body)
-        return self._put_once(entry, caller, body)
+    # at the shard
 
-    async def _put_with_copies(self, caller: Caller, body: Put) -> Body:
-        entry = self.host.shard(body.partition, body.generation)  # a turn later
+    def apply(
+        self, entry: Entry, caller: Caller, body: Carried, work: Work
+    ) -> Body | Awaitable[Body]:
+        """Carry out a change that names values: once, whoever asks again. At once, unless second
+        copies of the values are made first."""
+        if entry.copies is None or not body.columns or entry.store.knows(body.change):
+            return self._once(entry, caller, body, work)
+        return self._with_copies(entry, caller, body, work)
+
+    async def _with_copies(self, entry: Entry, caller: Caller, body: Carried, work: Work) -> Body:
         async with self.copying.beforehand(entry, body):
             self.host.check_still(entry, caller)
-            return self._put_once(entry, caller, body)
+            return self._once(entry, caller, body, work)
 
-    def _put_once(self, entry: Entry, caller: Caller, body: Put) -> Body:
+    def _once(self, entry: Entry, caller: Caller, body: Carried, work: Work) -> Body:
         answer = self.references.answered(entry, caller, body)
         if answer is None:
-            answer = self._put_into(entry, caller.session, body)
+            answer = work(entry, body)
             self.settle(entry)
         return answer
 
-    def _put_into(self, entry: Entry, holder: int, body: Put) -> PutDone:
+    def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
+        entry = self.host.shard(body.partition, body.generation)
+        return self.apply(entry, caller, body, partial(self._put_into, holder=caller.session))
+
+    def _put_into(self, entry: Entry, body: Put, holder: int) -> PutDone:
         """`settle` follows."""
         plan = plan_put(entry.store, body)
         if len(plan.new):

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_ENDED = 1_024
 """Sessions that have ended and can still be named; the oldest are forgotten."""
+COMMAND_CHARACTERS = 200
+"""Of the command line that a client says; the rest is cut off."""
 
 
 class Held(NamedTuple):
@@ -36,10 +38,6 @@ class Held(NamedTuple):
     generation: int
     op: int
     version: int
-
-
-COMMAND_CHARACTERS = 200
-"""Of the command line that a client says; the rest is cut off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +105,12 @@ class Sessions:
         return iter(list(self._live.values()))
 
     @property
+    def where(self) -> str:
+        """What people call this host: embedded peers all have one name."""
+        name = self._host.name
+        return socket.gethostname() if is_embedded(name) else name
+
+    @property
     def watched(self) -> int:
         """Processes of sessions that this peer has a descriptor of."""
         sessions = (*self._live.values(), *self._quarantined.values())
@@ -140,12 +144,10 @@ class Sessions:
     def _label(self, number: int, pid: int, own_pid: int) -> str:
         """What people call a client. A label names one process, so that "this process" can be told
         by it: of another pid namespace, where pids repeat, it has the session's number too."""
-        name = self._host.name
-        where = socket.gethostname() if is_embedded(name) else name
         if pid:
-            return f"pid {pid} on host {where}"
+            return f"pid {pid} on host {self.where}"
         nth = number - self._host.owner.first_session
-        return f"pid {own_pid} of another container on host {where} (client {nth})"
+        return f"pid {own_pid} of another container on host {self.where} (client {nth})"
 
     def _number(self) -> int:
         while True:

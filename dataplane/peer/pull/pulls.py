@@ -64,9 +64,9 @@ appends and life signs."""
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
 AGAIN_S = 0.5
+"""An owner that could not be reached, and is not lost, is asked again after this pause."""
 PASSES_S = 10.0
 """A rejected or broken transfer is repeated for this long, although the peer itself answers."""
-"""An owner that could not be reached, and is no lost peer yet, is asked again so much later."""
 LOOK_S = 0.5
 """So long after a pull its owner is asked which copies here are of what it has freed."""
 MOST_LOOKED_AT = 16_384

@@ -212,7 +212,8 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             raise
         if isinstance(resolved, tuple):
-            return _claimed(granted, *resolved)
+            table, pin = resolved
+            return Claimed(granted.lease, pin, table, granted.plan)
         return self._pulled(one, granted, needed_bytes, resolved)
 
     async def _pulled(
@@ -238,7 +239,7 @@ class Claims:
             raise
         finally:
             self.room.back(one.number)
-        return _claimed(granted, table, pin)
+        return Claimed(granted.lease, pin, table, granted.plan)
 
     async def _has_room(self, one: _Claiming, needed_bytes: int) -> None:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
@@ -259,11 +260,6 @@ class Claims:
         """The client gets its rows now. A hard limit begins: no wait before this counts."""
         if asked.lease_ms:
             self.leases.limit(claimed.lease, self.host.now() + asked.lease_ms / 1000)
-
-
-def _claimed(granted: Claimed, table: Table, pin: int) -> Claimed:
-    """The answer to the client."""
-    return Claimed(granted.lease, pin, table, granted.plan)
 
 
 def _check_fields(table: Table, asked: list[str]) -> None:

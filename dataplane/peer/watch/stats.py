@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
-from dataplane.launch.embedded import is_embedded
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
@@ -222,8 +220,7 @@ class Reporting:
 
     def _clients(self) -> list[dict[str, Any]]:
         """The clients of this host, the oldest first: who they are, and what they hold."""
-        now, host = self.host.now(), self.host
-        held = {holder: (granted, pinned) for holder, granted, pinned in host.space.holders()}
+        now, held = self.host.now(), {who: room for who, *room in self.host.space.holders()}
         found: list[dict[str, Any]] = []
         for one in itertools.islice(self.peer.sessions, MAX_CLIENTS):
             granted, pinned = held.get(one.id, (0, 0))
@@ -234,7 +231,7 @@ class Reporting:
                     "pid": one.own_pid or one.pid,
                     "command": one.command,
                     "rank": one.rank,
-                    "host": socket.gethostname() if is_embedded(host.name) else host.name,
+                    "host": self.peer.sessions.where,
                     "age_s": round(now - one.began, 1),
                     "partitions": sorted(one.partitions)[:MAX_NAMED],
                     "leases": len(one.leases),

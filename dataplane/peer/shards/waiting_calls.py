@@ -253,13 +253,8 @@ class WaitingCalls:
             self._past.popitem(last=False)
 
     def _answer(self, number: int, outcome: Body | DataplaneError) -> None:
-        answer = self._answers.pop(number, None)
-        if answer is None or answer.done():
-            return
-        if isinstance(outcome, Body):
-            answer.set_result(outcome)
-        else:
-            fail(answer, outcome)
+        if (answer := self._answers.pop(number, None)) is not None:
+            _give(answer, outcome)
 
     # what they wait for
 
@@ -280,12 +275,13 @@ class WaitingCalls:
     def _look(self, stage: _Stage) -> None:
         self._serve(stage)
         for answer, body in list(stage.waits.items()):
-            if answer.done():
-                continue
             try:
-                _look_at_wait(stage.entry, answer, body)
+                outcome = _met(stage.entry, body)
             except Exception:
                 self._failed(stage)
+                continue
+            if outcome is not None:
+                _give(answer, outcome)
 
     def _stage(self, entry: Entry, name: str | None) -> _Stage:
         key = (entry.name, entry.generation, name)
@@ -338,47 +334,40 @@ class WaitingCalls:
     # waiting without claiming
 
     def _wait(self, caller: Caller, body: Wait) -> Answer:
-        """Until the figures satisfy it; StreamEnd when they never can.
+        """Until the figures satisfy it, or there is a row with its key; StreamEnd when that can
+        never be.
 
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
         entry = self.host.shard(body.partition, body.generation)
-        if body.key is not None:
-            return self._wait_for_key(entry, body)
-        stage = self._stage(entry, body.stage)
-        units = entry.store.stage(body.stage).units(body.unit)
-        units.want(body.where, True)  # ProtocolError for no filter, before others are looked at too
+        if body.key is None:
+            stage = self._stage(entry, body.stage)
+            units = entry.store.stage(body.stage).units(body.unit)
+            units.want(body.where, True)  # ProtocolError for no filter, before others are looked at
+        else:  # among those that are looked at with every change
+            stage, units = self._stage(entry, ADMISSION), None
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
 
         def ended(answer: Answer) -> None:
             del stage.waits[answer]
-            units.want(body.where, False)
+            if units is not None:
+                units.want(body.where, False)
 
         answer.add_done_callback(ended)
         if body.below:
             self.producers_wait()
         self._look(stage)
         until = self.host.now() + waits_s(body.timeout_ms)
-        in_time(answer, until, lambda: self._late(stage, body))
-        return answer
-
-    def _wait_for_key(self, entry: Entry, body: Wait) -> Answer:
-        """Until there is such a row: among the waits that are looked at with every change."""
-        stage = self._stage(entry, ADMISSION)
-        answer: Answer = asyncio.get_running_loop().create_future()
-        stage.waits[answer] = body
-        answer.add_done_callback(stage.waits.pop)
-        _look_at_wait(entry, answer, body)
-        until = self.host.now() + waits_s(body.timeout_ms)
-        in_time(answer, until, lambda: self._no_key(entry, body))
+        late = self._late if body.key is None else self._no_key
+        in_time(answer, until, lambda: late(stage, body))
         return answer
 
     # why
 
-    def _no_key(self, entry: Entry, body: Wait) -> ClaimTimeout:
+    def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
         assert body.key is not None
-        told = inspection.around_key(entry.store, body.key, self.host.now())
+        told = inspection.around_key(stage.entry.store, body.key, self.host.now())
         return ClaimTimeout(reasons.of_key(body.key, **told), **told)
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
@@ -465,26 +454,28 @@ class WaitingCalls:
             self.changed(entry, set(entry.store.stages))
 
 
-def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
-    if body.key is not None:
-        if (found := inspection.key_there(entry.store, body.key)) is None:
-            return
-        if isinstance(found, Done):
-            answer.set_result(found)
-        else:
-            fail(answer, found)
+def _give(answer: Answer, outcome: Body | DataplaneError) -> None:
+    if answer.done():
         return
+    if isinstance(outcome, Body):
+        answer.set_result(outcome)
+    else:
+        fail(answer, outcome)
+
+
+def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
+    """What a wait is answered now; None: it goes on."""
+    if body.key is not None:
+        return inspection.key_there(entry.store, body.key)
     counts = entry.store.counts(body.stage, body.unit, body.where)
     enough = body.count and counts.ready >= body.count
     if enough or (body.below and counts.outstanding < body.below):
-        answer.set_result(Done())
-    elif body.count and entry.store.sealed and counts.to_come < body.count:
-        fail(
-            answer,
-            StreamEnd(
-                f"partition {body.partition!r} is sealed: stage {body.stage!r} has "
-                f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
-                f"{body.count} will never be ready",
-                remaining=counts.remaining,
-            ),
+        return Done()
+    if body.count and entry.store.sealed and counts.to_come < body.count:
+        return StreamEnd(
+            f"partition {body.partition!r} is sealed: stage {body.stage!r} has "
+            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
+            f"{body.count} will never be ready",
+            remaining=counts.remaining,
         )
+    return None

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import time
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import msgspec
@@ -28,8 +25,6 @@ from dataplane.client.core import (
     Operation,
     ask,
     expect,
-    limit_beside,
-    milliseconds,
 )
 from dataplane.client.operations.inlining import landed
 from dataplane.client.operations.write import write_columns
@@ -46,11 +41,9 @@ from dataplane.errors import (
     ShardFull,
 )
 from dataplane.memory.extents import padded
-from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,
-    Claim,
     Claimed,
     Done,
     Fetch,
@@ -58,7 +51,6 @@ from dataplane.wire.messages import (
     Finish,
     PutDone,
     Request,
-    Want,
 )
 from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Scalar, Table, volume
@@ -77,122 +69,6 @@ LEFT = (
     "Call batch.ack() before `break`, or give the stream batches=n, which acks the last batch",
 )
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
-
-
-class Demand(msgspec.Struct, eq=False):
-    """What a claim's arguments ask for; `want` checks them."""
-
-    rows: int | None
-    groups: int | None
-    budget: Mapping[str, float] | None
-    minimum: int | None
-    where: Where | None
-    unit: str | None
-
-    def want(self, default_unit: str) -> Want:
-        """The demand as it travels. InvalidCall unless it is exactly one of the three."""
-        if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
-            raise InvalidCall("a claim takes exactly one of rows=, groups=, budget={tag: sum}")
-        where = arguments.filter_of(self.where)
-        if self.budget is not None:
-            return self._budget(self.budget, self.unit or default_unit, where)
-        kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
-        count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
-        if self.unit not in (None, kind):
-            raise InvalidCall(f"unit={self.unit!r} goes with budget=; {kind}= says the unit itself")
-        least = count if self.minimum is None else arguments.count(self.minimum, "min")
-        if least > count:
-            raise InvalidCall(f"min={least!r}: it must be from 1 to {kind}={count}")
-        return Want(kind, count, least, where)
-
-    def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
-        shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
-        if len(budget) != 1:
-            raise InvalidCall(f"budget={shown!r}: give one tag and the sum that it may reach")
-        if self.minimum is not None:
-            raise InvalidCall("min= does not go with budget=: a budget takes what fits")
-        if unit not in ("rows", "groups"):
-            raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
-        ((tag, amount),) = budget.items()
-        number = isinstance(amount, Real) and not isinstance(amount, bool)
-        if not number or not 0 < amount < math.inf:
-            raise InvalidCall(f"budget={shown!r}: the sum must be a finite number above 0")
-        arguments.text(tag, "a tag")
-        kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
-        return Want(kind, 0, 0, where, tag, float(amount))
-
-
-class Claiming:
-    """Rows of a stage to be claimed, once or again and again. InvalidCall for what is no claim."""
-
-    def __init__(
-        self,
-        handle: Handle,
-        stage: str,
-        demand: Demand,
-        fields: Sequence[str] | None,
-        timeout: float | None,
-        lease_s: float | None,
-        ahead: bool = False,
-    ) -> None:
-        """timeout: waits so long, or for as long as rows can come. ahead: claims while the caller
-        works on what was claimed before, and does not wait."""
-        self._handle, self._demand, self._ahead = handle, demand, ahead
-        self._unit = handle.unit
-        self._want = demand.want(self._unit)
-        self._stage = arguments.text(stage, "a stage")
-        self._wanted = arguments.optional_texts(fields, "fields")
-        self._timeout = arguments.seconds(timeout, "timeout")
-        self.limit_s = limit_beside(self._timeout)
-        """for the acks and releases of what is claimed"""
-        lease_s = arguments.seconds(lease_s, "lease")
-        if lease_s is not None and lease_s <= 0:
-            raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
-        self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
-
-    def claim(self) -> Operation[Claimed]:
-        """Rows, leased."""
-        if self._handle.defined is None:
-            yield from self._handle.attach_to_wait(self._timeout)
-        return (yield from self.claimed(self.call()))
-
-    def call(self, after: int | None = None) -> Call:
-        """The request, of a handle that is attached. after: the lease that is finished before."""
-        handle = self._handle
-        if self._unit != handle.unit:  # it was attached since
-            self._unit, self._want = handle.unit, self._demand.want(handle.unit)
-        body = Claim(
-            handle.name,
-            handle.generation,
-            self._stage,
-            self._want,
-            self._wanted,
-            declare=None if self._stage in handle.definition.stages else self._wanted,
-            timeout_ms=milliseconds(self._timeout),
-            lease_ms=self._lease_ms,
-            own=not self._ahead and handle.session.leases.mine(handle.name, but=after),
-        )
-        return Call(body, self._timeout, True)
-
-    def claimed(self, call: Call) -> Operation[Claimed]:
-        """What it is answered."""
-        session, stage, began = self._handle.session, self._stage, time.monotonic()
-        try:
-            claimed = expect((yield call), Claimed, call.body)
-        except BaseException:
-            session.tally.of_stage(stage, wait_s=time.monotonic() - began)
-            raise
-        session.leased(claimed.lease, self._handle.name)
-        rows = claimed.table.rows
-        session.tally.of_stage(
-            stage,
-            wait_s=time.monotonic() - began,
-            claims=1,
-            rows=len(rows.keys) // KEY.itemsize,
-            bytes=volume(claimed.table.columns),
-        )
-        session.familiar.note(self._handle.generation, rows.group_keys or rows.keys)
-        return claimed
 
 
 class Added(msgspec.Struct, eq=False):
@@ -474,7 +350,7 @@ class Lease:
         parts = [one for one in self._added if _meet(one.at, at)]
         body = self._finish_of("ack", at, {})
         try:
-            done = yield from self._send_parts(body, at, parts, timeout, then)
+            done = yield from self._send(body, timeout, then, at, parts)
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
@@ -482,7 +358,7 @@ class Lease:
             for one in parts:
                 if one.written.inline:
                     one.written = yield from self._landed(one.written, timeout)
-            done = yield from self._send_parts(body, at, parts, timeout)
+            done = yield from self._send(body, timeout, None, at, parts)
         self._added = [one for one in self._added if one not in parts]
         if isinstance(done, PutDone):
             if done.extents:
@@ -513,19 +389,6 @@ class Lease:
                 mine, unused = one.written.take(local)
             self._added = [o for o in self._added if o is not one] + [Added(at, mine), *apart]
             session.keep(unused)
-
-    def _send_parts(
-        self,
-        body: Finish,
-        at: Index,
-        parts: list[Added],
-        timeout: float | None,
-        then: Call | None = None,
-    ) -> Operation[Body]:
-        """An ack with these values."""
-        if parts:
-            body = self._with(body, beside([one.written for one in parts]))
-        return (yield from self._send(body, timeout, then, at, parts))
 
     def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
         """Values that are stored without an ack. Once more where the shard has no room for what is
@@ -581,7 +444,9 @@ class Lease:
         at: Index | None = None,
         parts: Sequence[Added] = (),
     ) -> Operation[Body]:
-        """at: the rows, None for all. parts: what is stored with an ack."""
+        """at: the rows, None for all. parts: the values that are stored with an ack."""
+        if parts:
+            body = self._with(body, beside([one.written for one in parts]))
         acks = body.outcome == "ack"
         call = Call(body, Deadline(timeout).left(body.outcome), then=then, keeps=acks)
         try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.core import Handle, Operation
-from dataplane.client.operations.lease import Claiming, Demand
+from dataplane.client.operations.claiming import Claiming, Demand
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claimed

@@ -28,7 +28,8 @@ from dataplane.client.core import (
     wait_for,
 )
 from dataplane.client.operations.balancing import Layout, Rows
-from dataplane.client.operations.lease import Demand, Lease
+from dataplane.client.operations.claiming import Demand
+from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.reads import join_tables
 from dataplane.client.operations.write import write_columns

@@ -13,7 +13,8 @@ from weakref import WeakSet
 
 from dataplane.client import arguments
 from dataplane.client.core import Deadline, Handle, Operation
-from dataplane.client.operations.lease import LEFT, Claiming, Demand, Lease
+from dataplane.client.operations.claiming import Claiming, Demand
+from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.loader import refuse_workers
 from dataplane.errors import DataplaneError, StreamEnd

@@ -13,7 +13,7 @@ from dataplane.client import arguments, core
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.operations import changes, reads
 from dataplane.client.operations.changes import Dropped, T
-from dataplane.client.operations.lease import Claiming, Demand
+from dataplane.client.operations.claiming import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
 from dataplane.client.operations.put import put
 from dataplane.client.ref import Ref

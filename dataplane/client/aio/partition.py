@@ -16,7 +16,7 @@ from dataplane.client.operations import changes, reads
 from dataplane.client.operations.changes import Dropped, T
 from dataplane.client.operations.claiming import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
-from dataplane.client.operations.put import put
+from dataplane.client.operations.put import put, unless_too_late
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.metadata.tables.where import Where
@@ -77,9 +77,9 @@ class Partition:
         never fit, PutIncomplete when some rows went in and others did not: its `details["rows"]`
         are those that did, put the others.
         """
-        return await self._run(
-            put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
-        )
+        handle = self._handle
+        putting = put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
+        return await self._run(unless_too_late(handle, putting))
 
     async def tag(
         self,

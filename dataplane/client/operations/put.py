@@ -41,21 +41,11 @@ SHOWN_NAMES = 8
 """How many names an error carries."""
 
 
-def put(
-    handle: Handle,
-    columns: Mapping[str, Any],
-    key: Names | None,
-    group: Names | Sequence[Name | None] | None,
-    tags: TagValues | None,
-    dedup: Collection[str],
-    replace: bool,
-    reuse: bool,
-    timeout: float | None,
-) -> Operation[Ref]:
-    """Write rows. In the body of a loop over `producing`, a put of new rows that arrives too late
-    stores nothing and returns a Ref of no rows."""
+def unless_too_late(handle: Handle, put: Operation[Ref]) -> Operation[Ref]:
+    """Carry out a put. In the body of a loop over `producing`, a put of new rows that arrives too
+    late stores nothing and returns a Ref of no rows."""
     try:
-        return (yield from _put(handle, columns, key, group, tags, dedup, replace, reuse, timeout))
+        return (yield from put)
     except DataplaneError as exc:
         if not (yield from handle.comes_too_late(exc)):
             raise
@@ -66,7 +56,7 @@ def put(
     return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
 
 
-def _put(
+def put(
     handle: Handle,
     columns: Mapping[str, Any],
     key: Names | None,
@@ -97,20 +87,19 @@ def _put(
     inline = handle.takes_inline()
     one_group = identity.group_index is not None and not identity.group_index.any()
     few = None if on_devices else lay_few(prepared, inline, one_group)
-    if few is not None:
-        generation = yield from handle.attach(deadline)
-        check_groups(identity, handle.definition.group_size)
-        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
-        yield from work.put_few(few)
-    else:
+    parts: list[list[Parcel]] = []
+    if few is None:
         everything = [prepared, *(one.prepared for one in on_devices)]
-        parts: list[list[Parcel]] = yield Offload(
+        parts = yield Offload(
             lambda: plan_beside(everything, identity.group_index, inline),
             (n << 6) + (AHEAD_BYTES if dedup else 0),
         )
-        generation = yield from handle.attach(deadline)
-        check_groups(identity, handle.definition.group_size)
-        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+    generation = yield from handle.attach(deadline)
+    check_groups(identity, handle.definition.group_size)
+    work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+    if few is not None:
+        yield from work.put_few(few)
+    else:
         if len(parts[0]) > 1:
             check_names(identity)
             work.check_units(parts[0])
@@ -121,38 +110,7 @@ def _put(
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
-    if work.there and work.there + work.gone == n:
-        freed = f" ({work.gone} of them freed since)" if work.gone else ""
-        keys = row_names(identity.wire(None))[:SHOWN_NAMES]
-        raise FieldExists(
-            f"nothing was put: partition {handle.name!r} already has all "
-            f"{counted(n, 'row')} of this put with these fields{freed}, such as {keys[0]!r}. If "
-            "this repeats a put, that put is complete; fields are written once, so pass "
-            "replace=True to write new values",
-            field=str(next(iter(columns), "")),
-            keys=keys,
-        )
-    if work.there:
-        log.warning(
-            "partition %r: %d of %d rows of a put already exist with these fields and keep their "
-            "values (ref.kept); the others were put",
-            handle.name,
-            work.there,
-            n,
-        )
-    if work.gone == n:
-        keys = row_names(identity.wire(None))[:SHOWN_NAMES]
-        groups = list(identity.group_names or ())[:SHOWN_NAMES]
-        which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
-        which += ", …" if len(groups or keys) > 1 else ""
-        raise RowsGone(
-            f"nothing was put into partition {handle.name!r}: all {counted(n, 'row')} of this put "
-            f"({which}) were put before and acked by every stage. A restarted producer continues "
-            "with its next rows. If these are new rows under old names, pass "
-            "reuse=True",
-            keys=keys,
-            groups=groups,
-        )
+    _check_passed_over(work, next(iter(columns), ""))
     return Ref(
         session.plane,
         session.peer,
@@ -163,6 +121,44 @@ def _put(
         tuple(identity.group_names or ()),
         tuple(columns),
         work.gone + work.there,
+    )
+
+
+def _check_passed_over(work: Putting, field: str) -> None:
+    """FieldExists or RowsGone where all rows of a put were there. field: one that it brings."""
+    partition, identity = work.handle.name, work.identity
+    n = len(identity)
+    if work.gone + work.there < n:
+        if work.there:
+            log.warning(
+                "partition %r: %d of %d rows of a put already exist with these fields and keep "
+                "their values (ref.kept); the others were put",
+                partition,
+                work.there,
+                n,
+            )
+        return
+    keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+    if work.there:
+        freed = f" ({work.gone} of them freed since)" if work.gone else ""
+        raise FieldExists(
+            f"nothing was put: partition {partition!r} already has all "
+            f"{counted(n, 'row')} of this put with these fields{freed}, such as {keys[0]!r}. If "
+            "this repeats a put, that put is complete; fields are written once, so pass "
+            "replace=True to write new values",
+            field=field,
+            keys=keys,
+        )
+    groups = list(identity.group_names or ())[:SHOWN_NAMES]
+    which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
+    which += ", …" if len(groups or keys) > 1 else ""
+    raise RowsGone(
+        f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
+        f"({which}) were put before and acked by every stage. A restarted producer continues "
+        "with its next rows. If these are new rows under old names, pass "
+        "reuse=True",
+        keys=keys,
+        groups=groups,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,8 @@ def _partition(
     from dataplane.client.checkpoint.arrow_in import PartReader
 
     yield from handle.define(note.definition, within(deadline, _RESTORING))
-    opened: list[PartReader] = []  # also where this is cancelled as it opens them
-    try:
-        yield filing(lambda: opened.append(PartReader(part)))
-        (reader,) = opened
+    with ExitStack() as opened:  # also where this is cancelled as it opens them
+        reader: PartReader = yield filing(lambda: opened.enter_context(closing(PartReader(part))))
         most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
         portions: Iterator[Portion] = reader.portions(most)
         while True:
@@ -104,9 +103,6 @@ def _partition(
             if portion is None:
                 break
             yield from _put(handle, reader, portion, deadline)
-    finally:
-        for one in opened:
-            one.close()
     generation = yield from handle.attach(deadline)
     if note.closed_groups:
         body = Restore(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,22 +133,19 @@ class _Checkpoint:
                 if not again:
                     raise
         archive = self.archive
-        opened: list[PartFiles] = []  # also where this is cancelled as it opens them
-        try:
-            yield filing(
-                lambda: opened.append(PartFiles(archive.directory(number), archive.target))
+        with ExitStack() as opened:  # also where this is cancelled as it opens them
+            files: PartFiles = yield filing(
+                lambda: opened.enter_context(
+                    closing(PartFiles(archive.directory(number), archive.target))
+                )
             )
-            (files,) = opened
-            closed = yield from self._rows(handle, files)
+            try:
+                closed = yield from self._rows(handle, files)
+            except PartitionGone:
+                opened.close()
+                yield filing(lambda: archive.abandon(number))
+                return
             notes: list[FileNote] = yield filing(files.finish)
-        except PartitionGone:
-            opened[0].close()
-            yield filing(lambda: archive.abandon(number))
-            return
-        except BaseException:
-            for one in opened:
-                one.close()
-            raise
         self.notes.append(_note(handle, closed))
         for file, note in zip(FILES, notes, strict=True):
             archive.files[f"{directory_name(number)}/{file}"] = note

@@ -133,7 +133,7 @@ class Session:
         """waits until what was given to calls that were given up is back"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
-        self.direct = DirectCopies(reads, self._look_after_copies)
+        self.direct = DirectCopies(reads, self._call_housekeeper)
         """what copies from the arena to GPUs without any other memory in between"""
         self._lock = threading.Lock()
         self._next_op = 1
@@ -236,10 +236,9 @@ class Session:
         copies: what keeps its sources."""
         assert self.devices is not None
         self.devices.ends([], extents, copies)
-        self.tend()
-        self.bell.ring()
+        self._call_housekeeper()
 
-    def _look_after_copies(self) -> None:
+    def _call_housekeeper(self) -> None:
         self.tend()
         self.bell.ring()
 
@@ -273,8 +272,7 @@ class Session:
             connection.close()
             return
         self._orphans.put(connection)
-        self.tend()
-        self.bell.ring()
+        self._call_housekeeper()
 
     def look_later(self, connection: Connection) -> None:
         """The peer has not ended this orphan yet."""
@@ -315,8 +313,7 @@ class Session:
     def tell_again(self, request: Request) -> None:
         """What was to go ahead of a call may not have left with it."""
         self.untold.put(request)
-        self.tend()
-        self.bell.ring()
+        self._call_housekeeper()
 
     def unpinned(self) -> list[int]:
         """Pins whose last view is gone: whoever asks tells the peer, or says that they were not

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted, duration
-from dataplane.launch import embedded, processes, rundir, runs, settings
+from dataplane.launch import embedded, ending, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.version import __version__
@@ -230,10 +230,10 @@ def _clean(arguments: argparse.Namespace) -> int:
         what = f"run {run.name!r}, {duration(run.age_s)} old: peer {peer.name!r}"
         if needed and not arguments.force:
             print(f"left {what}, because {needed}; --force ends it", flush=True)
-        elif embedded.end(peer, who):
+        elif ending.end(peer, who):
             print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
         else:
-            print(f"could not end {what}: {embedded.not_ended(peer)}", flush=True)
+            print(f"could not end {what}: {ending.not_ended(peer)}", flush=True)
             code = 1
     for folder in rundir.abandoned(base):
         named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import dataplane
 from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig
-from dataplane.launch import discovery, embedded, rundir, runs, settings
+from dataplane.launch import discovery, embedded, ending, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.launch.values import is_loopback
@@ -299,9 +299,7 @@ class Attendant:
                 plane.close()
         finally:
             if peer is not None:
-                embedded.end(
-                    peer, f"peers.stop() of dataplane.integrations.ray (pid {os.getpid()})"
-                )
+                ending.end(peer, f"peers.stop() of dataplane.integrations.ray (pid {os.getpid()})")
 
     def _folder(self) -> Path:
         """Made if missing: it goes with the last peer of the run."""

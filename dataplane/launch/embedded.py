@@ -11,28 +11,24 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import xxhash
 from msgspec.structs import replace
 
 from dataplane.errors import (
     ConnectError,
-    DataplaneError,
     InvalidCall,
     InvalidConfig,
     PeerAmbiguous,
     PeerNotFound,
-    RunInUse,
     RunMissing,
     counted,
     duration,
@@ -40,6 +36,7 @@ from dataplane.errors import (
     nearest,
 )
 from dataplane.launch import discovery, processes, rundir, runs, settings
+from dataplane.launch.ending import Anew
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import (
     AUTO,
@@ -58,7 +55,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 20.0
 MEET_TIMEOUT_S = 300.0
 """... of a peer that other hosts must let in: the hosts of a job start at different times."""
-END_S = 15.0
 OLD_S = 86_400.0
 RECENT_S = 60.0
 """Whoever began an unnamed run that ended with rows so long ago may have meant them for the next
@@ -74,24 +70,6 @@ _LAUNCHER = (
     "import os, sys, signal; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, "
     "setsigmask=[], setsigdef=[signal.SIGINT, signal.SIGTERM])"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """A client of a peer, as its run is about to be ended. mine: of this very process."""
-
-    pid: int
-    command: str
-    age_s: float
-    mine: bool = False
-
-    def __str__(self) -> str:
-        return f"`{self.command}` (pid {self.pid}, {duration(self.age_s)})"
-
-
-Fresh = bool | Literal["force"]
-ClientsOf = Callable[[rundir.LivingPeer], list[Client]]
-"""Asks a peer for the clients of its run. Raises DataplaneError where the peer does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +205,7 @@ def attach(
     peer_name: str | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
-    fresh: Fresh = False,
-    clients: ClientsOf | None = None,
+    anew: Anew | None = None,
 ) -> Attached:
     """A peer of this host and of a run (default: this process's, see `runs`), which answers.
 
@@ -237,10 +214,9 @@ def attach(
     PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
     300 s where other hosts have to let it in.
 
-    fresh: an embedded peer that another launch has left is ended before, and one of this process;
-    on several hosts each ends its own, and those of the new launch refuse what is left elsewhere.
-    RunInUse where it has `clients`, unless fresh is "force". InvalidCall where it is not this
-    call's to end, or launches cannot be told apart.
+    anew: ends an embedded peer that another launch has left before, and one of this process; on
+    several hosts each ends its own, and those of the new launch refuse what is left elsewhere.
+    InvalidCall where it is not this call's to end, or launches cannot be told apart.
     """
     peer_name = peer_name or settings.of_variable("peer", environ)
     base = rundir.run_dir(environ)
@@ -250,10 +226,15 @@ def attach(
     folder = rundir.plane_dir(belongs.name, base)
     deadline = time.monotonic() + START_TIMEOUT_S
     me, begun = runs.this_process(environ), None
-    if fresh:
+    if anew is not None:
+        if peer_name is not None:
+            raise InvalidCall(
+                f"fresh=True begins the run with a new peer, so no peer can be named "
+                f"(here {peer_name!r}): leave one of them out, and unset DATAPLANE_PEER"
+            )
         me = replace(me, fresh=True)
-        anew = _Anew(folder, belongs.name, me, fresh, clients or (lambda peer: []))
-        anew.end_what_is_left(peer_name, environ, deadline)
+        with _start_lock(folder, deadline):
+            anew.end_what_is_left(folder, belongs.name, me, environ)
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
@@ -272,128 +253,6 @@ def attach(
 def _introduced(run: rundir.LivingRun) -> str:
     who = f"`{run.starter.command}`" if run.starter else ", ".join(one.name for one in run.peers)
     return f"run {run.name!r} ({who}, {duration(run.age_s)} old)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Anew:
-    """`connect(fresh=…)`: the embedded peers of a run end before it begins anew, unless this launch
-    has done so before."""
-
-    folder: Path
-    run: str
-    me: rundir.Starter
-    fresh: Fresh
-    clients: ClientsOf
-
-    def end_what_is_left(
-        self, peer_name: str | None, environ: Mapping[str, str], deadline: float
-    ) -> None:
-        run = self.run
-        several = bool(discovery.find_seeds(run, environ))
-        if several and discovery.launchers_run(environ) is None:
-            raise InvalidCall(
-                f"fresh=True cannot tell this launch of run {run!r} from the one before on other "
-                "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id that "
-                "all hosts share and that each launch changes; give the new launch another run "
-                "name (DATAPLANE_RUN)"
-            )
-        if peer_name is not None:
-            raise InvalidCall(
-                f"fresh=True begins the run with a new peer, so no peer can be named "
-                f"(here {peer_name!r}): leave one of them out, and unset DATAPLANE_PEER"
-            )
-        with _start_lock(self.folder, deadline):
-            for peer in rundir.living_peers(self.folder):
-                if self._is_to_end(peer, several):
-                    self._end(peer)
-
-    def _is_to_end(self, peer: rundir.LivingPeer, several: bool) -> bool:
-        starter = peer.card.starter if peer.card else None
-        if starter is None:
-            raise InvalidCall(
-                f"peer {peer.name!r} of run {self.run!r} was started by hand, and fresh=True does "
-                f"not end such a peer: stop it first (dataplane clean --run {self.run} --force)"
-            )
-        mine = runs.is_of_launch(starter)
-        if several and mine and not starter.fresh:
-            raise InvalidCall(
-                f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
-                f"{self.run!r} without fresh=True: in a run of several hosts, either all processes "
-                "of a launch pass fresh=True or none does"
-            )
-        return not mine or (starter.process == self.me.process and not several)
-
-    def _end(self, peer: rundir.LivingPeer) -> None:
-        clients = self._clients(peer)
-        if clients and self.fresh != "force":
-            raise RunInUse(
-                f"run {self.run!r} has {counted(len(clients), 'client')}, "
-                f"{few([str(one) for one in clients], SHOWN_RUNS)}: connect(fresh=True) does "
-                "not end a run in use. End them first, give this launch another run name, or call "
-                'connect(fresh="force"), which ends the run and its rows under them',
-                run=self.run,
-                clients=[
-                    {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
-                ],
-            )
-        age = duration(peer.card.age_s) if peer.card else "?"
-        how = 'connect(fresh="force")' if self.fresh == "force" else "connect(fresh=True)"
-        if not end(peer, f"`{self.me.command}` (pid {self.me.pid}) by {how}"):
-            raise ConnectError(
-                f"could not end peer {peer.name!r} of run {self.run!r}: {not_ended(peer)}",
-                peer=peer.name,
-            )
-        under = f" under {few([str(one) for one in clients], SHOWN_RUNS)}" if clients else ""
-        level = logging.WARNING if clients else logging.INFO
-        log.log(level, "ended run %r, begun %s ago%s", self.run, age, under)
-
-    def _clients(self, peer: rundir.LivingPeer) -> list[Client]:
-        try:
-            return [one for one in self.clients(peer) if not one.mine]
-        except DataplaneError as exc:
-            if self.fresh == "force":
-                return []
-            raise RunInUse(
-                f"peer {peer.name!r} of run {self.run!r} did not tell which clients it has "
-                f'({exc.message}); connect(fresh="force") ends it anyway',
-                run=self.run,
-                clients=[],
-            ) from exc
-
-
-def end(peer: rundir.LivingPeer, who: str) -> bool:
-    """End a peer at once, with all rows, and wait for it; one that does not react is killed.
-    Whether it has ended. who: ends it, for its log and its clients.
-
-    Its pid is the kernel's: a card may be gone, or be of another pid namespace.
-    """
-    pid = rundir.holder(peer.socket.parent, peer.name)
-    if pid is None:
-        return not rundir.is_living(peer)
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:  # it has ended, or is in another pid namespace
-        return not rundir.is_living(peer)
-    try:
-        rundir.leave_word(peer, who)
-        for number in (signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, number)
-            if select.select([handle], [], [], END_S)[0]:
-                return True
-    except PermissionError:
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
-def not_ended(peer: rundir.LivingPeer) -> str:
-    """Why `end` could not end a peer, and what to do."""
-    pid = rundir.holder(peer.socket.parent, peer.name)
-    if pid:
-        return f"pid {pid} is still alive after SIGKILL, see its state in /proc/{pid}/status"
-    return "its process is in another container, or its pid is not visible here; end it there"
 
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:

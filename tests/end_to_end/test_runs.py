@@ -22,7 +22,7 @@ import pytest
 
 import dataplane
 from dataplane.client.session import opening
-from dataplane.launch import embedded, rundir
+from dataplane.launch import ending, rundir
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
 
 PUT = """
@@ -66,7 +66,7 @@ def launch(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
         yield launch
     for run in rundir.living_runs(run_dir):
         for peer in run.peers:
-            embedded.end(peer, "the test")
+            ending.end(peer, "the test")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -470,7 +470,7 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
                 if (run_dir / host).exists():
                     for run in rundir.living_runs(run_dir / host):
                         for peer in run.peers:
-                            embedded.end(peer, "the test")
+                            ending.end(peer, "the test")
 
         def say(process: subprocess.Popen[str], text: str) -> str:
             assert process.stdin is not None

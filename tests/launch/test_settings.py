@@ -10,7 +10,7 @@ import dataplane
 from dataplane import cli
 from dataplane.client.session import opening
 from dataplane.errors import InvalidConfig, TokenMissing
-from dataplane.launch import embedded, rundir, settings, values
+from dataplane.launch import embedded, ending, rundir, settings, values
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import parse_transport
 
@@ -244,7 +244,7 @@ def test_connect_warns_of_unknown_variables_once(
     opening._warn_of_unknown.cache_clear()
     (run,) = rundir.living_runs()
     assert run.peers[0].card is not None and run.peers[0].card.pid == pid
-    embedded.end(run.peers[0], "the test")
+    ending.end(run.peers[0], "the test")
 
 
 def test_the_page_in_docs_is_the_table() -> None:

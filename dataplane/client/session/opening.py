@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dataplane.client.session.connection import GRACE_S, Connections, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
@@ -21,7 +21,8 @@ from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
 from dataplane.launch import processes, rundir, settings
-from dataplane.launch.embedded import Client, Fresh, attach
+from dataplane.launch.embedded import attach
+from dataplane.launch.ending import Anew, Client
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
 from dataplane.wire.messages import Stats, StatsDone
@@ -39,7 +40,7 @@ P = TypeVar("P")
 def open_session(
     name: str | None,
     run: str | None,
-    fresh: Fresh = False,
+    fresh: bool | Literal["force"] = False,
     wish: Wish = AUTO,
 ) -> Housekeeper:
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
@@ -49,9 +50,10 @@ def open_session(
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     settings.of_variable("tracebacks")  # InvalidConfig here, and not in the middle of an error
+    anew = Anew(_clients_of, fresh == "force") if fresh else None
     for attempt in range(_ATTEMPTS):
-        attached = attach(run, name, fresh=fresh, clients=_clients_of)
-        fresh = False if attached.began else fresh
+        attached = attach(run, name, anew=anew)
+        anew = None if attached.began else anew
         try:
             keeper = join(partial(_connected, attached.socket), wish)
         except PeerLost:

@@ -1,0 +1,164 @@
+"""Ending peers of this host: what `connect(fresh=…)` and `dataplane clean` do.
+
+A peer that ends takes its rows along. So a run in use is not begun anew unless that is forced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.errors import (
+    ConnectError,
+    DataplaneError,
+    InvalidCall,
+    RunInUse,
+    counted,
+    duration,
+    few,
+)
+from dataplane.launch import discovery, rundir, runs
+
+log = logging.getLogger(__name__)
+
+END_S = 15.0
+SHOWN_CLIENTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client of a peer, as its run is about to be ended. mine: of this very process."""
+
+    pid: int
+    command: str
+    age_s: float
+    mine: bool = False
+
+    def __str__(self) -> str:
+        return f"`{self.command}` (pid {self.pid}, {duration(self.age_s)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """`connect(fresh=…)`: the embedded peers of a run end before it begins anew, unless this launch
+    has done so before.
+
+    clients: asks a peer for the clients of its run; DataplaneError where the peer does not answer.
+    force: end also a run that has clients.
+    """
+
+    clients: Callable[[rundir.LivingPeer], list[Client]]
+    force: bool = False
+
+    def end_what_is_left(
+        self, folder: Path, run: str, me: rundir.Starter, environ: Mapping[str, str]
+    ) -> None:
+        """RunInUse where the run has clients, unless that is forced. InvalidCall where it is not
+        this process's to end, or launches cannot be told apart."""
+        several = bool(discovery.find_seeds(run, environ))
+        if several and discovery.launchers_run(environ) is None:
+            raise InvalidCall(
+                f"fresh=True cannot tell this launch of run {run!r} from the one before on other "
+                "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id that "
+                "all hosts share and that each launch changes; give the new launch another run "
+                "name (DATAPLANE_RUN)"
+            )
+        for peer in rundir.living_peers(folder):
+            if _is_to_end(peer, run, me, several):
+                self._end(peer, run, me)
+
+    def _end(self, peer: rundir.LivingPeer, run: str, me: rundir.Starter) -> None:
+        clients = self._clients(peer, run)
+        shown = few([str(one) for one in clients], SHOWN_CLIENTS)
+        if clients and not self.force:
+            raise RunInUse(
+                f"run {run!r} has {counted(len(clients), 'client')}, {shown}: connect(fresh=True) "
+                "does not end a run in use. End them first, give this launch another run name, or "
+                'call connect(fresh="force"), which ends the run and its rows under them',
+                run=run,
+                clients=[
+                    {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
+                ],
+            )
+        age = duration(peer.card.age_s) if peer.card else "?"
+        how = 'connect(fresh="force")' if self.force else "connect(fresh=True)"
+        if not end(peer, f"`{me.command}` (pid {me.pid}) by {how}"):
+            raise ConnectError(
+                f"could not end peer {peer.name!r} of run {run!r}: {not_ended(peer)}",
+                peer=peer.name,
+            )
+        level = logging.WARNING if clients else logging.INFO
+        under = f" under {shown}" if clients else ""
+        log.log(level, "ended run %r, begun %s ago%s", run, age, under)
+
+    def _clients(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
+        try:
+            return [one for one in self.clients(peer) if not one.mine]
+        except DataplaneError as exc:
+            if self.force:
+                return []
+            raise RunInUse(
+                f"peer {peer.name!r} of run {run!r} did not tell which clients it has "
+                f'({exc.message}); connect(fresh="force") ends it anyway',
+                run=run,
+                clients=[],
+            ) from exc
+
+
+def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: bool) -> bool:
+    """several: whether the run has other hosts."""
+    starter = peer.card.starter if peer.card else None
+    if starter is None:
+        raise InvalidCall(
+            f"peer {peer.name!r} of run {run!r} was started by hand, and fresh=True does "
+            f"not end such a peer: stop it first (dataplane clean --run {run} --force)"
+        )
+    mine = runs.is_of_launch(starter)
+    if several and mine and not starter.fresh:
+        raise InvalidCall(
+            f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
+            f"{run!r} without fresh=True: in a run of several hosts, either all processes "
+            "of a launch pass fresh=True or none does"
+        )
+    return not mine or (starter.process == me.process and not several)
+
+
+def end(peer: rundir.LivingPeer, who: str) -> bool:
+    """End a peer at once, with all rows, and wait for it; one that does not react is killed.
+    Whether it has ended. who: ends it, for its log and its clients.
+
+    Its pid is the kernel's: a card may be gone, or be of another pid namespace.
+    """
+    pid = rundir.holder(peer.socket.parent, peer.name)
+    if pid is None:
+        return not rundir.is_living(peer)
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:  # it has ended, or is in another pid namespace
+        return not rundir.is_living(peer)
+    try:
+        rundir.leave_word(peer, who)
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, number)
+            if select.select([handle], [], [], END_S)[0]:
+                return True
+    except PermissionError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def not_ended(peer: rundir.LivingPeer) -> str:
+    """Why `end` could not end a peer, and what to do."""
+    pid = rundir.holder(peer.socket.parent, peer.name)
+    if pid:
+        return f"pid {pid} is still alive after SIGKILL, see its state in /proc/{pid}/status"
+    return "its process is in another container, or its pid is not visible here; end it there"

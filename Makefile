@@ -43,12 +43,13 @@ bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench compare --json bench/out/compare.json
 	$(BIN)/python -m bench run --trace math,video --planes dataplane,controller,ray-driver,transfer_queue --hosts 4 --prompts 4 --steps 2 --timeout 600 --json bench/out/compare-links.json
 
-# Most tests wait for processes, so several run at a time, file by file.
+# Most tests wait for processes, so two cores serve three workers. Files go to workers in the order of
+# tests/conftest.py, the long ones first.
 # Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it. A test that needed
 # its second try twice in five runs is mended, or stands in tests/flakes.toml with its reason.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 test: test-packages $(VENV)/.test-installed
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 1
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --reruns 1
 
 # What thinks, without torch, a browser or Debian's packages: two minutes with the installation. A second
 # environment, so that what it lacks is not there by accident.

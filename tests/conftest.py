@@ -28,19 +28,26 @@ _PROGRAMS = {
     "ip": ("ip",),
 }
 
+_LONG_FIRST = ("docs", "bench", "deploy", "simulation", "integrations", "chaos", "end_to_end")
+"""Folders whose files take up to two minutes. They come first, so that short files are left to
+share out when the first worker has nothing more to do."""
+
 _LAUNCHERS = ("DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_")
 _LAUNCHERS += ("OMPI_", "PMIX_")
 _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A machine without a program of Debian's skips what needs it, and says what brings it."""
+    """Skip tests whose Debian program is missing, and say what installs it. Put long files first."""
     for item in items:
         for marker in item.iter_markers("needs"):
             (program,) = marker.args
             if not any(map(shutil.which, _PROGRAMS[program])):
                 why = f"{program} is not on this machine: `make system-packages` installs it"
                 item.add_marker(pytest.mark.skip(reason=why))
+    tests, last = Path(__file__).parent, len(_LONG_FIRST)
+    order = {folder: place for place, folder in enumerate(_LONG_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(tests).parts[0], last))
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +21,12 @@ def run(command: list[str]) -> str:
     environment = {**os.environ, "DATAPLANE_LINGER": "1", "DATAPLANE_ARENA": "256MiB"}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     told = {"capture_output": True, "text": True, "timeout": LIMIT_S, "start_new_session": True}
-    try:
-        done = subprocess.run(command, env=environment, check=False, **told)
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{late}: {(late.stderr or b'').decode()}") from late
+    # torchrun leaves a folder behind, and so do programs that show a checkpoint.
+    with tempfile.TemporaryDirectory(prefix="dp-", ignore_cleanup_errors=True) as folder:
+        try:
+            done = subprocess.run(command, env={**environment, "TMPDIR": folder}, **told)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{late}: {(late.stderr or b'').decode()}") from late
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -38,7 +38,7 @@ _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RA
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose Debian program is missing, and say what installs it. Put long files first."""
+    """Skip tests whose Debian program is missing, and say what installs it; sort the files."""
     for item in items:
         for marker in item.iter_markers("needs"):
             (program,) = marker.args

@@ -10,12 +10,11 @@ from dataplane.wire.tables import Name
 
 
 class Ref(msgspec.Struct, frozen=True):
-    """Rows of one put: `plane.get(ref)` reads them, here or in another process of the plane.
+    """The rows of one put. `plane.get(ref)` reads them, in any process of the plane.
 
-    A ref does not pin: reading rows that were freed raises RowsGone, and PartitionGone once their
-    partition was dropped. `peer` is where the bytes were put: a hint, nothing more. `kept`: how
-    many of the rows the put passed over, because they were there before: with the same fields, or
-    consumed and freed since.
+    A ref does not keep rows alive: reading freed rows raises RowsGone, and PartitionGone once their
+    partition was dropped. `peer` is where the bytes were put, as a hint. `kept`: how many rows the
+    put skipped, because they existed with the same fields or had been consumed.
     """
 
     plane: str
@@ -30,7 +29,7 @@ class Ref(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> list[Name]:
-        """The rows' keys, given or minted ("~" and 32 hex digits), in the order of the put."""
+        """The rows' keys in the order of the put. Generated keys are "~" and 32 hex digits."""
         if self.names is not None:
             return list(self.names)
         return [*format_minted_many(self.key_column)]

@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 
 
 class Converting(Fetching):
-    """What trainers ask for. Fields that are not here are brought first."""
+    """Conversions for trainers. Fields that have not been fetched are fetched first."""
 
     _run: Run
 
     async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited; of
-        an aio batch it raises NotFetched. RowsGone where rows without a lease were freed since."""
+        """Fetch more fields. A blocking `batch["field"]` does this by itself; in `dataplane.aio` it
+        raises NotFetched. Raises RowsGone if rows without a lease have been freed."""
         await self._run(self._more(fields, timeout))
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         raise NotImplementedError
 
     async def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
-        """A private, writable array [n, …] where all rows have one shape, else a list of arrays.
-        `view=True`: read-only views, without a copy where the rows lie side by side."""
+        """Return a private, writable array `[n, …]`, or a list of arrays if shapes differ.
+        `view=True`: read-only views, without a copy if the rows are adjacent."""
         if view and field in self and (dense := convert.as_it_lies(self[field])) is not None:
             return dense
         made: npt.NDArray[Any] | list[Any] = await self._converted(
@@ -65,16 +65,21 @@ class Converting(Fetching):
         multiple: int | None = None,
         mask: bool = False,
     ) -> Any:
-        """A private, writable, packed copy as torch tensor: dense, padded with `padding`, jagged
-        (a nested tensor) or a list; "auto" is dense where all rows have one shape, else a list.
+        """Return a private, writable copy as a torch tensor.
 
-        padded: at the `side` "right" or "left", to the longest row, to `length`, or to the next
-        multiple of `multiple`; mask=True gives a pair, of the tensor and a bool tensor [n, length]
-        that says where values are. The field's dtype must hold `padding` (InvalidValue otherwise);
-        a float is rounded to its digits. jagged: those of equal lengths share their offsets.
-        `view=True`: tensors over the shared read-only memory; writing into them crashes the
-        process. device: a GPU is copied to from pinned memory, on torch's current stream; without
-        `await` the copy may still be under way when this returns, with it it is done."""
+        - `layout`: "dense"; "padded" with `padding`; "jagged" (a nested tensor); or "list". "auto"
+          is dense if all rows have one shape, else a list. Jagged fields of equal lengths share
+          their offsets.
+        - `padding`, `side`, `length`, `multiple`: padded rows are filled at the "right" or "left",
+          to the longest row, to `length`, or to the next multiple of `multiple`. The dtype must be
+          able to hold `padding`, else InvalidValue; a float is rounded.
+        - `mask=True`: return a pair, the tensor and a bool tensor [n, length] that is True where
+          values are.
+        - `view=True`: tensors over the shared read-only memory. Writing to them crashes the
+          process.
+        - `device`: copies to a GPU go through pinned memory, on torch's current stream. A blocking
+          call may return before the copy is done; in `dataplane.aio` the copy is done.
+        """
         shape = Padding(padding, side, length, multiple)
         return await self._converted(
             [field],
@@ -94,20 +99,22 @@ class Converting(Fetching):
         mask: str | Mapping[str, str] | None = None,
         device: str = "cpu",
     ) -> TensorDict:
-        """The fields (default: those fetched) as a TensorDict with
-        batch_size [n], in private memory; needs `dataplane-rl[torch]`.
+        """Return the fields (default: those fetched) as a TensorDict of batch_size [n], in private
+        memory. Needs `dataplane-rl[torch]`.
 
-        layout: "auto" gives each field back as it was put: an array or tensor [n, …] dense; nested
-        tensors, lists of arrays and lists of numbers as nested jagged tensors, ragged where they
-        were, of which fields of equal lengths share their offsets and so can be used together;
-        numbers as a tensor [n]; everything else as a NonTensorStack. "padded" (or "jagged") is for
-        the fields of rows with a length of their own, and leaves others dense; "dense" and "list"
-        are what they say, InvalidValue where rows make no dense tensor. padding, side ("right" or
-        "left"), length, multiple: as of `torch`. Each of these may be a mapping by field. One
-        padding for all fields fills bools up with False. Where "auto" finds no tensor for arrays,
-        because their dtypes or ranks differ, the log says so. mask: the name of a bool tensor
-        [n, length] that says where padded fields have values; a mapping by field where their rows
-        differ in length. device: as of `torch`. A field "a.b" is "b" in a nested TensorDict "a".
+        - `layout`: "auto" returns each field as it was put. An array or tensor [n, …] is dense.
+          Nested tensors, lists of arrays and lists of numbers are nested jagged tensors; those of
+          equal lengths share their offsets. Numbers are a tensor [n], anything else is a
+          NonTensorStack. "padded" and "jagged" change only fields whose rows have lengths of their
+          own. "dense" and "list" are what they say; InvalidValue if rows do not fit.
+        - `padding`, `side`, `length`, `multiple`: as in `torch`. One padding for all fields fills
+          bool fields with False.
+        - `mask`: the name of a bool tensor [n, length] that is True where padded fields have
+          values; a mapping by field if lengths differ.
+        - `device`: as in `torch`.
+
+        Each of these may be a mapping by field. A field "a.b" is "b" in a nested TensorDict "a". If
+        arrays of a field cannot form a tensor, because dtypes or ranks differ, the log says so.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = Form(layout, padding, side, length, multiple, mask)
@@ -118,8 +125,8 @@ class Converting(Fetching):
         )
 
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
-        """The fields (default: those fetched) with keys and tags as a pyarrow table. InvalidValue
-        names a field, a key or a tag, and the row, that Arrow has no exact form for."""
+        """Return the fields (default: those fetched), keys and tags as a pyarrow table. Raises
+        InvalidValue for a field, key or tag, with its row, that Arrow cannot represent exactly."""
         names = self.fields if fields is None else arguments.texts(fields, "fields")
 
         def table(device: str) -> pyarrow.Table:
@@ -135,7 +142,7 @@ class Converting(Fetching):
 
 
 class Rows(Converting):
-    """Rows that were read without a lease. Fields that are not here can be read later."""
+    """Rows that were read without a lease. Fields that were not read can be fetched later."""
 
     def __init__(self, run: Run, handle: Handle, table: Table, pin: Pin) -> None:
         super().__init__(handle, table, pin)
@@ -147,12 +154,11 @@ class Rows(Converting):
 
 
 class Batch(LeasedRows, Converting):
-    """Rows that a stage leased. They go back unless the batch is acked or dropped.
+    """Rows leased by a stage. They return to the stage unless the batch is acked or dropped.
 
-    As a context manager it acks at the end of the body and releases when the body raised. What was
-    fetched stays readable after either. `batch[0:16]` and `batch.rows([…])` are parts, with the
-    same methods for their rows; the batch itself then acks what is left. Not for several threads
-    or tasks at once.
+    As a context manager, a batch acks at the end of the body, and releases if the body raises.
+    Fetched values stay readable after either. `batch[0:16]` and `batch.rows([…])` are parts with
+    the same methods; the batch then acks what is left. Use a batch in one thread or task at a time.
     """
 
     def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
@@ -167,10 +173,11 @@ class Batch(LeasedRows, Converting):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value a row: by name, as a mapping, or as a TensorDict. Copied at once;
-        stored together with the ack.
+        """Add fields, one value per row: by name, as a mapping, or as a TensorDict. The call
+        copies the values, the ack stores them.
 
-        FieldExists for a field that was added before; LeaseExpired once the lease has ended.
+        Raises FieldExists for a field that was added before, and LeaseExpired once the lease has
+        ended.
         """
         await self._run(self._add(columns, named, timeout))
 
@@ -190,16 +197,16 @@ class Batch(LeasedRows, Converting):
         values: Mapping[str, Any] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Give the rows back to their stage, as they were claimed; what was added is forgotten.
+        """Return the rows to their stage as they were claimed. Added fields are discarded.
 
-        tags: set on the rows, for example to count attempts. values: progress, one value a row,
-        which goes back with the rows or not at all: who claims them next for this stage has it in
-        his batch whatever its fields=, as `batch["so_far"]` or `batch.get("so_far")`. No other
-        stage and no `get` of the partition sees it, and nothing is ready by it. The next release of
-        the field replaces it, and it ends with the stage's ack, or with the row.
+        - `tags`: set on the rows, for example to count attempts.
+        - `values`: progress, one value per row, stored together with the release. The next claim of
+          these rows for this stage gets it, whatever its `fields=`, as `batch["so_far"]` or
+          `batch.get("so_far")`. Other stages and `get` do not see it, and it makes no row ready.
+          The next release replaces it; the stage's ack removes it.
 
-        LeaseExpired once the lease has ended, where there is anything to store; FieldExists for
-        progress under the name of a field that the rows have.
+        Raises LeaseExpired if there is something to store and the lease has ended, and FieldExists
+        if a row already has a field of that name.
         """
         await self._run(self._finish("release", timeout, tags, values))
 
@@ -210,8 +217,8 @@ class Batch(LeasedRows, Converting):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage, and free them: those of these groups, those at these
-        positions in the batch, or all. The lease goes on for the others."""
+        """Drop rows for every stage, and free them: those of these groups, those at these positions
+        in the batch, or all. The lease continues for the others."""
         await self._run(self._drop(rows, groups, timeout))
 
     async def __aenter__(self) -> Batch:

@@ -29,38 +29,34 @@ def connect(
     fresh: bool | Literal["force"] = False,
     devices: str | None = None,
 ) -> Connecting[Plane]:
-    """Attach to this host's peer, or start an embedded one: `async with connect() as plane: …`, or
+    """Attach to this host's peer, or start one: `async with connect() as plane: …`, or
     `plane = await connect()`.
 
-    name: which peer, where several run on this host (default: DATAPLANE_PEER).
+    - `name`: which peer, if this host has several of the run. Default: `DATAPLANE_PEER`.
+    - `run`: the name of the run. Default: `DATAPLANE_RUN`, else the launcher's id, else an unnamed
+      run of this process. Processes that this one starts later join the same run. Give programs of
+      several terminals, or of several lines of a script, one name. An unnamed run ends with its
+      last process.
+    - `fresh`: True ends what an earlier launch left of the run, with all its rows, and starts it
+      again. This happens once per launch, so all its processes may pass True. In a run of several
+      hosts all processes must, and the launcher must give each launch an id. A run with clients is
+      not ended: RunInUse names them. "force" ends the run under its clients.
+    - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
+      GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
+      are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
 
-    run: the name of the run whose plane this is. Default: DATAPLANE_RUN, else the launcher's, else
-    an unnamed run of this process. Processes that this one starts from now on belong to the same
-    run. To share a run between programs of several terminals, or of several lines of a script, give
-    them one name. An unnamed run ends with its last process.
-
-    fresh: True ends what an earlier launch left of the run, with all its rows, and starts a new
-    run. This happens once per launch: all its processes may pass True. In a run of several hosts
-    all must, under a launcher that gives each launch an id. A run with clients is not ended:
-    RunInUse names the clients. "force" ends the run under them. Clients of this process do not
-    count.
-
-    devices: whether values in the peer's device arenas are read in place, as views of GPU memory:
-    "auto", where this process works on that GPU when it connects; "required", on the current GPU
-    (DeviceMissing otherwise); "off", never: they come by way of the host (default:
-    DATAPLANE_DEVICES, else auto).
-
-    The log says in one line which run was begun or joined, and warns where that is perhaps not
-    meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse, or another
-    ConnectError that says what to do; InvalidCall if `fresh` is not possible.
+    The log says which run was started or joined, and warns if that may not be what you want. Raises
+    PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError; and
+    InvalidCall if `fresh` is not possible.
     """
     return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
 
 
 class Plane(Calls):
-    """One client of the plane, for any number of threads and loops. A context manager; `close` it.
+    """A client of the plane, for any number of threads and event loops. Use it as a context
+    manager, or call `close`.
 
-    Forked children must connect anew.
+    A forked child must call `connect()` again.
     """
 
     def __init__(self, keeper: Housekeeper) -> None:
@@ -70,7 +66,7 @@ class Plane(Calls):
 
     @property
     def name(self) -> str:
-        """The plane's name, which is its run's."""
+        """The plane's name, which is the name of its run."""
         return self._session.plane
 
     @property
@@ -90,16 +86,21 @@ class Plane(Calls):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
-        """Declare a partition, or attach to it as it was declared (PartitionConflict otherwise).
+        """Declare a partition, or attach to an existing one.
 
-        stages: per stage the fields that must be there before it gets a row. group_size: a group
-        closes with that many rows. groups: seal by itself once so many groups are closed. free:
-        "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
-        "acked" where stages are given. replicas: 2 keeps a second copy of the bytes on another
-        peer. fields: a schema, of fields that need one: `{"tokens": "int64[*]"}` refuses a value of
-        another dtype or rank at the put (InvalidValue); `float32[3,*]` has three vectors a row,
-        `float32` is one number, `bfloat16[...]` any shape, `object` a Python object. With a name
-        alone, the partition is attached to on first use, waiting until somebody declares it.
+        - `stages`: for each stage, the fields that a row must have before the stage gets it.
+        - `group_size`: a group closes when it has this many rows.
+        - `groups`: seal the partition after this many closed groups.
+        - `free`: "acked" frees a row when every stage has acked it; "drop" keeps rows until they
+          are dropped. Default: "acked" if there are stages.
+        - `replicas`: 2 keeps a second copy of all values on another peer.
+        - `fields`: types of fields, such as `{"tokens": "int64[*]"}`. A put of another dtype or
+          rank raises InvalidValue. `float32` is one number, `float32[3,*]` three vectors per row,
+          `bfloat16[...]` any shape, `object` a Python object.
+
+        Every process that declares the partition must give the same definition; PartitionConflict
+        otherwise. With a name alone, the first call on the partition waits until another process
+        has declared it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, replicas, fields)
@@ -108,7 +109,7 @@ class Plane(Calls):
         return Partition(self.run, handle)
 
     async def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
-        """The names of the plane's partitions, drained ones too, until they are dropped."""
+        """Return the names of all partitions that have not been dropped, drained ones included."""
         return await self.run(core.partitions(timeout))
 
     async def get(
@@ -118,21 +119,21 @@ class Plane(Calls):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """The rows of a ref, from wherever they are. fields None: all of them."""
+        """Read the rows of a ref, wherever they are. `fields` None: all fields."""
         handle = reads.handle_of(self._session, ref)
         found = await self.run(reads.read_ref(handle, ref, fields, timeout))
         return Rows(self.run, handle, *found)
 
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """What this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
+        """Return what this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
         return await self.run(core.stats(None, timeout))
 
     async def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
-        """What this client did since it was last asked, and how its peer stands: a flat dict of
-        floats, for `wandb.log` or TensorBoard, once a step. docs/observe.md lists them.
+        """Return figures of this client since the last call, and of its peer: a flat dict of floats
+        for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
 
-        Per stage `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows`, …; of puts and gets the
-        same; bytes that were copied or pulled; the arena. Costs as `stats` does.
+        Per stage: `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others; the same for
+        puts and gets; bytes that were copied or pulled; the arena. Costs as much as `stats`.
         """
         stats = await self.run(core.stats(None, timeout))
         return self._session.tally.take(stats)
@@ -140,12 +141,13 @@ class Plane(Calls):
     async def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> None:
-        """Write all rows, their bytes and what the stages have done to a new directory.
+        """Write all rows, their values and what the stages have done to a new directory.
 
-        Every group is in it whole as it stood at one moment, while the plane is used on. Whatever
-        was put before the call is in it, unless it went meanwhile; leased rows are in it as ready
-        ones. timeout None: each request to a peer has its 30 s, all together have no limit. Raises
-        CheckpointFailed, and leaves nothing of that name, where it cannot be finished.
+        Each group is saved as it was at one moment, while other calls continue. The checkpoint has
+        every row that was put before the call, unless the row was freed meanwhile. Leased rows are
+        saved as ready. `timeout` None: each request to a peer has 30 s, and the whole call has no
+        limit. If the checkpoint cannot be finished, it raises CheckpointFailed and leaves no
+        directory of that name.
         """
         await self.run(save.checkpoint(self._session, directory, timeout))
 
@@ -154,21 +156,21 @@ class Plane(Calls):
     ) -> list[str]:
         """Put the rows of a checkpoint back, and return the names of its partitions.
 
-        They live on this host then, whatever the plane they come from. CheckpointCorrupt names a
-        file that is not as it was written; PartitionConflict where a partition is there already;
-        nothing was restored then. A restore that fails, is cancelled or interrupted drops what it
-        has restored; a process that is killed leaves the restored rows behind.
+        All rows are then on this host, whichever plane they came from. CheckpointCorrupt names a
+        file that has changed; PartitionConflict names a partition that exists. Both restore
+        nothing. A restore that fails, is cancelled or is interrupted drops what it has restored. If
+        its process is killed, the restored rows stay.
         """
         return await self.run(restore.restore(self._session, directory, timeout))
 
     async def close(self) -> None:
-        """Release leases and grants, and leave. Views in hand stay readable; calls of other threads
-        or tasks end at once, done or not: ClientClosed."""
+        """Release all leases and leave. Views stay readable. Calls of other threads or tasks end at
+        once with ClientClosed, whether they took effect or not."""
         why = "this client was closed; call dataplane.aio.connect() for another"
         await leave(self._keeper, why)
 
     def __reduce__(self) -> Any:
-        """In the process that unpickles it: a client of the same run, one for all of them there."""
+        """In another process: a client of the same run, one per process."""
         return reconnect, (Plane, *self._session.origin)
 
     async def __aenter__(self) -> Plane:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Dropped(NamedTuple):
-    """What a drop took away."""
+    """What a drop freed."""
 
     rows: int
     bytes: int

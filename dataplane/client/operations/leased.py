@@ -30,12 +30,12 @@ class LeasedRows(Selection):
 
     @property
     def stage(self) -> str:
-        """Who leased the rows."""
+        """The stage that leased the rows."""
         return self.lease.stage
 
     @property
     def state(self) -> str:
-        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`; of a part, what became
+        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`. For a part: the state
         of its rows."""
         if self._at is None:
             return self.lease.state

@@ -80,13 +80,13 @@ class Loading(Generic[B, L]):
 
     @property
     def batch(self) -> B | None:
-        """The batch that the loop has in hand."""
+        """The current batch."""
         loop = self._loop
         return None if loop is None else loop.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What was given out so far, to be kept with the model and `plane.checkpoint`: the batch in
-        hand counts as done, what is only prefetched does not. Plain numbers, texts and lists."""
+        """Return which rows were handed out, to save with the model and `plane.checkpoint`. The
+        current batch counts as done, prefetched ones do not. Plain numbers, texts and lists."""
         batch = self.batch
         held = batch.keys if batch is not None and batch.state == "leased" else []
         return {
@@ -98,8 +98,8 @@ class Loading(Generic[B, L]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind what `state_dict` said: its rows are acked when they come, and not given
-        out. InvalidCall for a state of another partition or stage."""
+        """Continue after a `state_dict`: the rows that it lists are acked when they come, not
+        handed out. Raises InvalidCall for the state of another partition or stage."""
         wanted = (STATE_VERSION, self._handle.name, self.stage)
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:

@@ -398,12 +398,12 @@ class Planned(Generic[M]):
 
     @property
     def rank(self) -> int:
-        """Whose part of the plan this is."""
+        """This process's rank."""
         return self._joined.rank
 
     @property
     def stage(self) -> str:
-        """Who leased the rows."""
+        """The stage that leased the rows."""
         return self._joined.part.stage
 
     @property

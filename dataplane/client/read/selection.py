@@ -57,7 +57,7 @@ class Selection:
 
     @cached_property
     def keys(self) -> list[Name]:
-        """The key of each row, as it was given; minted ones are "~" and 32 hex digits."""
+        """The key of each row. Generated keys are "~" and 32 hex digits."""
         return row_names(self._rows)
 
     @cached_property
@@ -67,12 +67,12 @@ class Selection:
 
     @cached_property
     def tags(self) -> dict[str, list[Scalar]]:
-        """Per tag one value a row, as they were when the rows were read."""
+        """Tags by name, one value per row, as they were when the rows were read."""
         return {name: tag_values(self._table, name, self._n) for name in self._table.tags}
 
     @property
     def ref(self) -> Ref:
-        """A handle on these rows for another process: `plane.get(ref)`."""
+        """A small value that names these rows for another process: `plane.get(ref)`."""
         session, rows, defined = self._handle.session, self._rows, self._handle.defined
         return Ref(
             session.plane,
@@ -97,7 +97,7 @@ class Selection:
 
     @property
     def fields(self) -> list[str]:
-        """The fields that are here."""
+        """The fields that have been fetched."""
         return list(self._fetched)
 
     # values
@@ -107,8 +107,8 @@ class Selection:
     @overload
     def __getitem__(self, field: slice) -> Self: ...
     def __getitem__(self, field: str | slice) -> Any:
-        """One entry a row; of a slice, the part that has only those rows. NotFetched where the
-        field is not here and cannot be had by waiting."""
+        """A field, one entry per row; or, for a slice, the part with those rows. Raises NotFetched
+        if the field was not fetched."""
         if isinstance(field, slice):
             return self.rows(np.arange(self._n)[field])
         if not isinstance(field, str):
@@ -125,8 +125,8 @@ class Selection:
         return view
 
     def get(self, field: str, default: Any = None) -> list[Any]:
-        """A field's value a row, of what is here: `default` for rows that lack it, and for all
-        where it is not among `fields`."""
+        """A fetched field as a list, with `default` for rows that lack it. All are `default` if the
+        field was not fetched."""
         if field not in self:
             return [default] * len(self)
         view = self[field]
@@ -136,10 +136,10 @@ class Selection:
         return field in self._fetched
 
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
-        """The part that has only the rows at these positions, in this order, without a copy.
+        """Return the part with the rows at these positions, in this order, without a copy.
 
-        A part of a batch is of the same lease: `add`, `ack`, `release` and `drop` are then of its
-        rows. InvalidRows for a position that is none, or is there twice.
+        A part of a batch shares its lease: `add`, `ack`, `release` and `drop` apply to the rows of
+        the part. Raises InvalidRows for a position out of range or given twice.
         """
         at = np.asarray(positions)
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
@@ -170,8 +170,8 @@ class Selection:
         self._fetched = {name: (_picked(one[0], at), *one[1:]) for name, one in of._fetched.items()}
 
     def groups(self) -> Iterator[Group]:
-        """The groups in order of their first rows, each with its own columns. A row without group
-        is a group of one, whose id is None."""
+        """The groups, in order of their first rows. A row without a group is a group of one, with
+        id None."""
         for name, rows in self._group_rows:
             yield Group(self, name, rows)
 
@@ -248,7 +248,7 @@ class Selection:
         return ColumnView(source, table.specs, base, name_of, table.inline)
 
     def nbytes(self, field: str) -> int:
-        """Bytes of a fetched field, without what objects hold besides their arrays."""
+        """Bytes of a fetched field. Objects count their arrays only."""
         return volume([self._fetched[field][0]])
 
     def __repr__(self) -> str:

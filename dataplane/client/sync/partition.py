@@ -28,8 +28,8 @@ from dataplane.wire.tables import Name, Scalar
 
 
 class Partition:
-    """A named set of rows. `timeout` is in seconds everywhere: 30 unless given, and for the calls
-    that wait for rows (`claim`, `stream`, `wait`) None, which waits for as long as rows can come.
+    """A named set of rows. `timeout` is in seconds: 30 by default, except for calls that wait for
+    rows (`claim`, `stream`, `plan`, `wait`, `admit`), where None waits as long as rows can come.
     """
 
     def __init__(self, run: Run, handle: Handle) -> None:
@@ -38,7 +38,7 @@ class Partition:
 
     @property
     def name(self) -> str:
-        """Its name, alone in the plane."""
+        """The partition's name, unique in the plane."""
         return self._handle.name
 
     # writing
@@ -55,30 +55,32 @@ class Partition:
         reuse: bool = False,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
-        """Write rows: per field a sequence or an array [n, …]; or a TensorDict.
+        """Write rows. `columns`: per field a sequence or an array `[n, …]`; or a TensorDict.
 
-        A row's value that is a flat list of numbers of one kind is an array (`dataplane.object(x)`
-        keeps any as it is); of a nested tensor each row is an array. What is in a TensorDict is a
-        field each, "a.b" where one is nested in it; its data that are no tensors are objects.
+        A value that is a flat list of numbers of one kind is stored as an array; wrap it in
+        `dataplane.object(x)` to keep it a list. In a nested tensor each row is an array. A nested
+        TensorDict gives fields named "a.b", and its non-tensor data are stored as objects.
 
-        key: one id a row (str or int); minted where not given. Rows that are there already get
-        the new fields and tags. group: one id a row, or one for all. tags: small scalars, one a
-        row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
-        fields that are there (FieldExists otherwise).
+        - `key`: one id per row, str or int. Rows without keys get generated ones. Rows that exist
+          get the new fields and tags.
+        - `group`: one id per row, or one for all rows.
+        - `tags`: small scalars, one per row or one for all rows.
+        - `dedup`: fields whose equal values are stored once per host.
+        - `replace`: overwrite fields that exist, instead of raising FieldExists.
+        - `reuse`: allow new rows under the names of freed and dropped rows, instead of raising
+          RowsDropped.
 
-        Repeating a put with the same keys is safe, and completes a put that ended midway. The put
-        skips rows that exist with all of these fields, and rows under these keys or groups that
-        have been freed since. `ref.kept` counts both; existing values stay. If nothing was missing,
-        the put raises FieldExists, or RowsGone if all rows have been freed. It also raises
-        FieldExists for a row that has some of these fields and lacks others. reuse: allow names of
-        freed and dropped rows for new rows (RowsDropped otherwise).
+        Repeating a put with the same keys is safe, and completes a put that ended midway. It skips
+        rows that exist with all of these fields, and rows that have been freed since; `ref.kept`
+        counts both. If nothing was missing it raises FieldExists, or RowsGone if every row has been
+        freed. A row that has some of these fields, but not all, also raises FieldExists.
 
-        A field whose values all lie on a GPU that the peer has a device arena of is copied into
-        that, on the streams of the values, and into host memory where the device has no room.
+        A field whose values are all on a GPU where the peer has a device arena is copied there, on
+        the CUDA streams of the values; into host memory if the device has no space.
 
-        Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
-        never fit, PutIncomplete when some rows went in and others did not: its `details["rows"]`
-        are those that did, put the others.
+        Raises BackPressure if the arena stays full, ValueTooLarge for a row or group that can never
+        fit, and PutIncomplete if only some rows were stored: `details["rows"]` lists those, so put
+        the others again.
         """
         handle = self._handle
         putting = put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
@@ -92,25 +94,25 @@ class Partition:
         expect: Mapping[str, Scalar] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Set tags of rows. expect: only where these tags have these values, else TagConflict."""
+        """Set tags of rows. `expect`: only if the tags have these values now, else TagConflict."""
         self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """The group is complete with n rows; dropped ones count. Nothing for one that was there
-        and has been freed: where its name is used again (`reuse`), put first."""
+        """Close a group at n rows; dropped rows count. A no-op for a group that has been freed. To
+        use its name again, put the new rows first (`reuse=True`)."""
         self._run(core.close_group(self._handle, group, n, timeout))
 
     def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """No new rows from now on (new fields of rows are welcome). Open groups close as they are.
+        """Forbid new rows from now on. New fields of existing rows are still accepted.
 
-        In a partition with `group_size` such groups are short, and no claim of whole groups should
-        get them: they are dropped (`stats()["short_groups"]`, RowsDropped for whoever still puts
-        rows of them). short="keep" closes them with the rows that they have.
+        Open groups close as they are. In a partition with `group_size` an open group is short, so
+        it is dropped: `stats()["short_groups"]` counts them, and a later put of its rows raises
+        RowsDropped. `short="keep"` keeps short groups.
         """
         self._run(core.seal(self._handle, short, timeout))
 
     def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Make every row claimable by the stage again, as for another epoch."""
+        """Make every row claimable by the stage again, for another epoch."""
         self._run(core.reset(self._handle, stage, timeout))
 
     def drop(
@@ -121,9 +123,9 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Dropped:
-        """Drop rows by key, by group or by filter; with none of them the whole partition.
+        """Drop rows by key, group or filter, or the whole partition if none is given.
 
-        Late puts of dropped rows raise RowsDropped. Returns how many rows and bytes went.
+        A later put of dropped rows raises RowsDropped. Returns how many rows and bytes were freed.
         """
         return self._run(changes.drop(self._handle, keys, groups, where, timeout))
 
@@ -143,15 +145,20 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Batch:
-        """Lease rows for a stage: exactly one of `rows`, `groups` (whole ones) or `budget`.
+        """Lease rows for a stage. Give exactly one of `rows`, `groups` or `budget`.
 
-        budget={tag: sum}: as many groups (rows, where the partition has no group_size, or as
-        `unit` says) as fit. The tag of a ready row must be a finite number of 0 or more;
-        InvalidRows names a row where it is not. min: accept fewer. where: only rows, or whole
-        groups, with such tags. fields: what is fetched at once (default: the stage's fields).
-        lease: seconds after which the rows go back, even if the holder still works on them.
+        - `rows`, `groups`: how many; groups are whole.
+        - `budget={tag: sum}`: as many groups as fit; rows if the partition has no `group_size`, or
+          as `unit` says. The tag must be a finite number of 0 or more; InvalidRows names a row
+          whose tag is not.
+        - `min`: accept fewer than asked for.
+        - `where`: only rows with such tags, or groups whose rows all have them.
+        - `fields`: what to fetch at once. Default: the fields of the stage.
+        - `lease`: seconds after which the rows return to the stage, even if this process works on
+          them. Default: as long as the process lives.
 
-        Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
+        Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has had every
+        row.
         """
         demand = Demand(rows, groups, budget, min, where, unit)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
@@ -174,9 +181,9 @@ class Partition:
     ) -> Stream:
         """Claim batch after batch until the partition is sealed and the stage has had every row.
 
-        Asking for the next batch acks the one before; leaving the loop in any other way releases
-        it. batches: end after so many, the last one acked. Other arguments as of `claim`. `timeout`
-        is per batch. It is that of its ack or release too, from 1 s up to 30 s.
+        Asking for the next batch acks the current one. Leaving the loop in any other way releases
+        it. `batches`: end after this many batches, and ack the last. `timeout`: per batch; it also
+        limits the ack or release, to between 1 and 30 s. The other arguments are those of `claim`.
         """
         return Stream(
             self._run,
@@ -207,12 +214,12 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Loader:
-        """As `stream`, for a training loop: the next `prefetch` batches are made ready, in a thread
-        or by a task of the event loop, while the body works on one.
+        """A stream for training loops. It prepares the next `prefetch` batches in a thread, or in a
+        task of the event loop, while the loop works on the current one.
 
-        collate: is called there with each batch, and what it returns (or awaits) is what the loop
-        gets, such as `lambda batch: batch.tensordict(device="cuda")`; `loader.batch` is the batch
-        itself.
+        `collate` is called there with each batch. The loop gets what it returns (or awaits), for
+        example `lambda batch: batch.tensordict(device="cuda")`. `loader.batch` is the batch itself.
+        The other arguments are those of `stream`.
         """
         return Loader(
             self._run,
@@ -245,23 +252,28 @@ class Partition:
         prefetch: int = 1,
         timeout: float | None = None,
     ) -> Plan:
-        """This rank's part of all that the stage has left, for a trainer of `ranks` ranks that all
-        call this alike: as many mini- and micro-batches at each, so that no collective hangs.
+        """Return this rank's part of all rows that the stage has left.
 
-        Waits until the partition is sealed and every row that the stage has left is ready. Each
-        rank gets as many rows as any other (as many whole groups where `unit` is "groups"), of
-        sums of the tag `balance` (default: that of the budget) as equal as can be, and cuts them
-        into `minibatches` an epoch; each of these into micro-batches, of which none has more than
-        budget={tag: sum} unless it is a single row (None: one a mini-batch). Every epoch shuffles
-        anew, by `seed`. remainder: where rows are no multiple of ranks × minibatches, "pad" adds
-        rows that `micro.mask` marks, "drop" leaves some out, which are acked with the others.
+        All ranks of a trainer call this with the same arguments. Each gets the same number of
+        mini-batches and micro-batches, so no collective hangs. Waits until the partition is sealed
+        and all remaining rows are ready.
 
-        rank: processes of one replica (tensor or pipeline parallel) pass the same one. fields: what
-        is fetched (default: the stage's fields). prefetch: micro-batches that are fetched ahead.
+        - `rank`: processes of one tensor- or pipeline-parallel replica pass the same rank.
+        - `minibatches`: per epoch.
+        - `budget={tag: sum}`: no micro-batch exceeds this sum, unless it is a single row. None: one
+          micro-batch per mini-batch.
+        - `balance`: the tag whose sums are made as equal as possible between ranks. Default: the
+          tag of `budget`. Every rank gets the same number of rows, or of groups with
+          `unit="groups"`.
+        - `epochs`, `seed`: every epoch shuffles the rows again.
+        - `remainder`: if rows are not a multiple of ranks × minibatches, "pad" adds rows that
+          `micro.mask` marks; "drop" leaves rows out, and acks them with the others.
+        - `fields`: what to fetch. Default: the fields of the stage.
+        - `prefetch`: how many micro-batches to fetch ahead.
 
-        The rows stay leased until every rank has acked. Raises PartitionConflict where the stage
-        has a plan of other arguments, InvalidRows for a row without such a tag, and, as `claim`,
-        ClaimTimeout, and StreamEnd once the stage has had every row.
+        The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
+        plan with other arguments, InvalidRows for a row without the tag, ClaimTimeout, and
+        StreamEnd when the stage has had every row.
         """
         shape, rank = shape_of(
             rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
@@ -282,13 +294,15 @@ class Partition:
         where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Until so many rows or groups are ready for the stage, or fewer than `below` of them
-        (groups where the partition has a group_size) are not yet done: back-pressure by count.
+        """Wait until enough rows or groups are ready for a stage, or few enough are unfinished.
 
-        where: of those that match. Rows that are leased, or not ready yet, count whatever their
-        tags: they may match when they are ready.
-
-        key: wait until a row with this key exists, without a stage: `part.wait(key="version-7")`.
+        - `rows`, `groups`: wait for at least this many ready ones.
+        - `below`: wait until fewer than this many are unfinished: groups if the partition has a
+          `group_size`, else rows. This slows a producer down by count.
+        - `where`: count only those that match. Rows that are leased or not ready yet always count,
+          because their tags may still change.
+        - `key`: wait until a row with this key exists, without a stage:
+          `part.wait(key="version-7")`.
 
         Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition cannot be met
         any more; RowsGone or RowsDropped if the row of this key was freed or dropped."""
@@ -297,45 +311,46 @@ class Partition:
     def admit(
         self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
     ) -> Admission:
-        """`with part.admit(4, per_version=512):` waits until n groups more may be begun, and
-        so bounds how far rollout runs ahead of the trainer, which says `advance(version)`.
+        """`with part.admit(4, per_version=512):` waits until n more groups may start. This
+        limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
-        At most (max_lag + 1) · per_version groups are permitted, waiting or leased, or finished
-        and not yet given back. The groups that this session opens in the body use the permits;
-        what is left over goes back at its end, or with the process. A finished group gives its
-        place back at the trainer's next `advance`, but none while a group that was begun before it
-        was finished is not all there yet; a dropped or lost one at once. All callers name the same
-        bound (PartitionConflict). Needs a `group_size`.
+        There are (max_lag + 1) × per_version places. A group takes one from its permit until all
+        stages have acked it and the trainer has advanced. It keeps the place while a group that
+        started before it finished is incomplete. Dropped and lost groups free theirs at once.
 
-        Raises ClaimTimeout, PartitionSealed, PartitionGone; InvalidCall for more groups than there
-        can be.
+        Groups that this session starts inside the `with` use the permits. Unused permits return at
+        its end, or with the process. Every caller must give the same bound (PartitionConflict), and
+        the partition needs a `group_size`.
+
+        Raises ClaimTimeout, PartitionSealed, PartitionGone, and InvalidCall for more groups than
+        there are places.
         """
         return Admission(self._run, self._handle, n, max_lag, per_version, timeout)
 
     def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """The trainer is at this version of the weights, 0 in the beginning: `admit` lets groups be
-        begun in place of those that it has finished. Ack what it has trained on before. The same
-        version again is nothing; InvalidCall for an older one."""
+        """Set the version of the trainer's weights, which starts at 0. Groups that the trainer has
+        finished then free their places for `admit`. Ack what was trained on before the call.
+        Repeating a version is a no-op; an older version raises InvalidCall."""
         self._run(changes.advance(self._handle, version, timeout))
 
     def producing(self, items: Iterable[T]) -> Producer[T]:
-        """`for prompt in part.producing(prompts):` yields one item after the other. It ends
-        without an error when no items are left, or when the partition takes no new rows: it was
-        sealed, its `groups=` have closed, or it was dropped.
+        """`for prompt in part.producing(prompts):` yields one item after another. It ends
+        without an error when no items are left, or when the partition takes no new rows: because it
+        was sealed or dropped, or its `groups=` have closed.
 
-        In the body, the same thread or task puts the item's rows through this partition object. A
-        put that arrives too late stores nothing and returns a Ref of no rows; `admit` then enters
-        its body with `n` 0. Outside such a loop both are errors.
+        Put the item's rows in the body, in the same thread or task, through this partition object.
+        A put that comes too late then stores nothing and returns a ref of no rows, and `admit`
+        enters its body with `n` 0. Outside such a loop both raise.
         """
         return Producer(self._run, self._handle, items)
 
     def lost(self, timeout: float | None = None) -> Lost:
-        """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.
+        """Iterate over lists of keys of rows whose bytes were lost with a peer, to put them again.
 
-        Iterate over it: lists of keys, from the first lost row on, each within seconds of the
-        loss; the rows of a group that lost one are among them. Ends when the partition was
-        dropped, or is sealed and every stage has had every row. timeout: per list; None waits for
-        as long as rows can be lost, otherwise DeadlineExceeded.
+        It begins with the first loss; a new list comes within seconds of a loss. All rows of a
+        group that lost one are included. Ends when the partition was dropped, or is sealed and
+        every stage has had every row. `timeout`: per list, then DeadlineExceeded. None waits as
+        long as rows can be lost.
         """
         return Lost(self._run, self._handle, timeout)
 
@@ -349,9 +364,9 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read rows without a lease: these keys in this order, those of a filter, or all.
+        """Read rows without a lease: these keys, in this order; those that match a filter; or all.
 
-        fields None: all of them. RowsGone for rows that were freed or never put.
+        `fields` None: all fields. Raises RowsGone for rows that were freed or never put.
         """
         found = self._run(reads.read(self._handle, keys, where, fields, timeout))
         return Rows(self._run, self._handle, *found)
@@ -362,15 +377,15 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """The rows' keys, groups and tags, without fetching values."""
+        """Return the keys, groups and tags of rows, without values."""
         return self.get(fields=(), where=where, timeout=timeout)
 
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Rows, groups and bytes of this partition, as nested dicts."""
+        """Return rows, groups and bytes of this partition, as nested dicts."""
         return self._run(core.stats(self._handle, timeout))
 
     def __reduce__(self) -> Any:
-        """The same partition, by a client of the process that unpickles it."""
+        """In another process: the same partition, through a client of that process."""
         plane = self._run.__self__  # type: ignore[attr-defined]
         return _reattached, (plane, self.name, self._handle.defined)
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 class Micro(PlannedRows, Converting):
     """The rows of one forward and backward pass. `mask`, bool[n], is False for padding: rows that
-    keep the ranks in step, repeat another one's values, and must count for nothing.
+    keep the ranks in step. They repeat values of another row, and must not count.
     """
 
     def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
@@ -44,14 +44,14 @@ class Micro(PlannedRows, Converting):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value a row, and store them at once; what is given for padding is passed
-        over, and a value of this stage that is there stays. LeaseExpired once the plan has ended.
+        """Add fields, one value per row, and store them at once. Values for padding are ignored.
+        An existing value of this stage stays. Raises LeaseExpired once the plan has ended.
         """
         self._run(self._add(columns, named, timeout))
 
 
 class Mini(Steps):
-    """Iterate over it: its micro-batches, of which the next is fetched while this one trains."""
+    """Iterate over its micro-batches. The next one is fetched while this one trains."""
 
     def __iter__(self) -> Micros:
         return Micros(self._plan, self._number)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class Plan(Planned[Micro]):
         self._run(part.finish("ack", timeout=timeout))
 
     def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """End the plan, for all ranks: the rows go back to their stage."""
+        """End the plan for all ranks. The rows return to their stage."""
         self._stop()
         part = self._joined.part
         part.check()

@@ -27,13 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Streaming[Batch]):
-    """Iterate over it. Asking for the next batch acks the one before, with what was added to it.
+    """Iterate over it. Asking for the next batch acks the current one, with what was added to it.
 
-    Whatever else ends the loop (break, return, an exception, the end of a `with` around it)
-    releases the batch in hand: `ack()` it before a `break` to keep what was done. The rows are back
-    within moments, in a `with` when that ends at the latest. `batches=n` ends the loop after n and
-    acks the last, which `itertools.islice` and `zip` do not: they never ask after their last one.
-    Each loop over a stream has a batch of its own in hand. InvalidCall in a DataLoader's worker.
+    Any other end of the loop (break, return, an exception, the end of a `with`) releases the batch
+    in hand. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the loop
+    after n batches and acks the last; `itertools.islice` and `zip` do not. Each loop over a stream
+    has its own batch. Raises InvalidCall in a worker of torch's DataLoader.
     """
 
     _kind = "Stream"
@@ -42,7 +41,7 @@ class Stream(Streaming[Batch]):
         return StreamLoop(self)
 
     def close(self) -> None:
-        """Release what is in hand; the stream has ended."""
+        """Release the batch in hand. The stream has ended."""
         self._run(self._release())
 
     def __enter__(self) -> Stream:
@@ -67,13 +66,13 @@ class StreamLoop(Looping[Batch], Iterator[Batch]):
 
 
 class Loader(Loading[Batch, "LoaderLoop"]):
-    """Iterate over it, in the training process itself. The next batch is claimed, and made what
-    `collate` makes of it, while the body works on this one.
+    """Iterate over it in the training process. It claims the next batch, and calls `collate` with
+    it, while the loop works on the current one.
 
-    A batch is acked when the loop asks for the next one, with what was added to it; `break`, an
-    exception or the end of a `with` releases it. `batch` is the one in hand. `state_dict()` says
-    what was given out, so that a loader of a restored plane goes on exactly behind it. InvalidCall
-    inside a DataLoader's worker.
+    A batch is acked when the loop asks for the next one. `break`, an exception or the end of a
+    `with` releases it. `batch` is the current one. `state_dict()` says which rows were handed out,
+    so that a loader of a restored plane continues after them. Raises InvalidCall in a worker of
+    torch's DataLoader.
     """
 
     _kind = "Loader"
@@ -163,8 +162,8 @@ class LoaderLoop(Iterator[Any]):
 
 
 class Lost(Losing, Iterator[list[Name]]):
-    """Lists of keys, one after the other, until no row can be lost any more. `missed`: rows of
-    which the peer had forgotten the names before they were asked for."""
+    """Lists of keys, until no row can be lost any more. `missed`: how many rows were lost so long
+    ago that the peer has forgotten their names."""
 
     def __init__(self, run: Run, handle: Handle, timeout: float | None) -> None:
         super().__init__(handle, timeout)
@@ -192,8 +191,8 @@ class Producer(Producing[T], Iterator[T]):
 
 
 class Admission(Admitting):
-    """`part.admit(…)`: waits when its `with` begins, and gives back at its end what no group was
-    opened with. `n` groups may be opened, `version` is the trainer's."""
+    """`part.admit(…)`: waits when its `with` begins, and returns unused permits at its end. `n`
+    groups may start; `version` is the trainer's."""
 
     def __init__(
         self,

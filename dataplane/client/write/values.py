@@ -84,10 +84,10 @@ class Prepared(msgspec.Struct, eq=False):
 
 
 class Kept:
-    """A value that is stored as the Python object that it is, or a whole column of such values.
+    """A value, or a column of values, to store as the Python object that it is.
 
-    `dataplane.object([1, 2])` comes back as that list, and not as an array; in a TensorDict it is
-    data that are no tensor.
+    `dataplane.object([1, 2])` comes back as that list, not as an array. In a TensorDict it becomes
+    non-tensor data.
     """
 
     __slots__ = ("value",)

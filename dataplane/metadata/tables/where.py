@@ -102,11 +102,11 @@ class Tag:
         return self._compared("ge", value)
 
     def isin(self, values: Iterable[Scalar]) -> Where:
-        """True where the tag equals one of `values`."""
+        """Match rows whose tag equals one of `values`."""
         return Where(["in", self._name, [_scalar(value) for value in values]])
 
     def exists(self) -> Where:
-        """True where the row has this tag."""
+        """Match rows that have this tag."""
         return Where(["exists", self._name])
 
     def __bool__(self) -> bool:
@@ -120,7 +120,7 @@ class Tag:
 
 
 def tag(name: str) -> Tag:
-    """The tag `name`, for use in `where=`: `tag("version") >= 6`."""
+    """A tag, for filters: `where=dataplane.tag("version") >= 6`."""
     return Tag(name)
 
 

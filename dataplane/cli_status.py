@@ -50,7 +50,8 @@ def lines(peers: Mapping[str, Stats]) -> Iterator[str]:
     drained = []
     for name in sorted(seen["partitions"], key=_in_order):
         partition = seen["partitions"][name]
-        if partition["rows"] or partition["phase"] == "open" or _waits(seen, name):
+        ended = not partition["rows"] and partition["phase"] != "open"
+        if not ended or partition["lost_rows"] or _waits(seen, name):
             yield from _partition(name, partition, seen)
         else:
             drained.append(name)
@@ -131,6 +132,9 @@ def _partition(name: str, partition: Stats, seen: Stats) -> Iterator[str]:
         f"  partition {name}  {partition['phase']}, {counted(partition['rows'], 'row')}{groups}, "
         f"{sized(partition['bytes'])}"
     )
+    if lost := partition["lost_rows"]:
+        one, many = "row was", "rows were"
+        yield f"    ! {counted(lost, one, many)} lost with a peer: part.lost() names them"
     if told := partition.get("admission"):
         taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
         yield (

@@ -81,10 +81,14 @@ def sized(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a message: "5 s", "3 min", "2.5 h"."""
-    if seconds < 100:
+    """Seconds for a message: "0.2 s", "5 s", "3 min", "2.5 h"."""
+    if 0 < seconds < 0.01:
+        return f"{1000 * seconds:.1g} ms"
+    if seconds < 9.95:
+        return f"{round(seconds, 2):.2g} s"
+    if seconds < 99.5:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
 
 
 # finding and reaching a peer

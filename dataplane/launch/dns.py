@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from dataplane.errors import InvalidConfig, SeedsMissing
+from dataplane.errors import InvalidConfig, SeedsMissing, duration
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def seeds_of(
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
-                f"{name} had {len(found)} addresses after {wait_s:g} s, and {setting} says "
+                f"{name} had {len(found)} addresses after {duration(wait_s)}, and {setting} says "
                 f"{count}: are all hosts there, and no others? On Kubernetes the headless Service "
                 "needs publishNotReadyAddresses: true",
                 name=name,

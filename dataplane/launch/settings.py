@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from dataplane.errors import InvalidConfig
+from dataplane.errors import InvalidConfig, sized
 from dataplane.launch import values
 from dataplane.launch.token import Token, read_token
 from dataplane.launch.values import (
@@ -402,15 +402,15 @@ class PeerConfig:
             self._check_bulk_tls()
         if self.arena_bytes < MIN_ARENA_BYTES:
             raise InvalidConfig(
-                f"an arena of {self.arena_bytes} bytes is too small: give at least "
+                f"an arena of {sized(self.arena_bytes)} is too small: give at least "
                 f"{MIN_ARENA_BYTES >> 20}MiB (--arena or DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 minimum=MIN_ARENA_BYTES,
             )
         if self.arena_bytes > (allowed := values.allowed_memory_bytes()):
             raise InvalidConfig(
-                f"an arena of {self.arena_bytes} bytes is more than the {allowed} bytes of memory "
-                "that this host or cgroup allows: give less (--arena or DATAPLANE_ARENA)",
+                f"an arena of {sized(self.arena_bytes)} is more than the {sized(allowed)} of "
+                "memory that this host or cgroup allows: give less (--arena or DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 allowed_bytes=allowed,
             )

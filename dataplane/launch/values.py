@@ -15,7 +15,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.errors import InvalidConfig, TokenMissing
+from dataplane.errors import InvalidConfig, TokenMissing, sized
 from dataplane.launch.dns import SCHEME, seeds_of
 from dataplane.launch.token import Token
 
@@ -275,7 +275,8 @@ def parse_spill(text: str) -> Spill:
         )
     if colon and size_bytes < MIN_SPILL_BYTES:
         raise InvalidConfig(
-            f"{size_bytes} bytes are too few to spill to: give at least {MIN_SPILL_BYTES >> 20}MiB",
+            f"{sized(size_bytes)} is too little to spill to: give at least "
+            f"{MIN_SPILL_BYTES >> 20}MiB",
             size_bytes=size_bytes,
             minimum=MIN_SPILL_BYTES,
         )
@@ -372,7 +373,7 @@ def parse_device_arena(text: str) -> DeviceMemory:
     memory = DeviceMemory(parse_size(tail if colon else text), twins, first)
     if memory.nbytes < MIN_BYTES:
         raise InvalidConfig(
-            f"a device arena of {memory.nbytes} bytes is too small: give at least "
+            f"a device arena of {sized(memory.nbytes)} is too small: give at least "
             f"{MIN_BYTES >> 20}MiB",
             nbytes=memory.nbytes,
             minimum=MIN_BYTES,

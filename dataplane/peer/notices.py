@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.errors import counted
+from dataplane.errors import counted, duration
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, call_notice
 
@@ -63,6 +63,6 @@ class Telling:
             if many or details.get("only_own"):
                 waited_s = self.host.now() - self._began
                 others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
-                self._notice(f"{self.what}{others} has waited {waited_s:.0f} s: {why}")
+                self._notice(f"{self.what}{others} has waited {duration(waited_s)}: {why}")
         self.soon = False
         self._arm()

@@ -137,7 +137,7 @@ BIG = np.zeros((3, 100_000))
             dataplane.InvalidValue,
             "of row 2 .* not valid text",
         ),
-        ([1, 2, np.zeros(200_000)], {}, dataplane.ValueTooLarge, "at most 1048576 at once"),
+        ([1, 2, np.zeros(200_000)], {}, dataplane.ValueTooLarge, "at most 1.0 MiB at once"),
     ],
 )
 def test_whatever_can_be_wrong_is_found_before_the_first_byte_leaves(

@@ -20,6 +20,7 @@ def partition(rows: int, phase: str, **stages: dict[str, Any]) -> dict[str, Any]
         "phase": phase,
         "stages": stages,
         "admission": {},
+        "lost_rows": 0,
     }
 
 
@@ -55,6 +56,7 @@ PEERS: dict[str, Any] = {
         "everywhere": {
             "partitions": {
                 "step-10": partition(0, "sealed", train=stage(acked_rows=64)),
+                "step-11": partition(0, "sealed") | {"lost_rows": 5},
                 "step-2": partition(0, "sealed", train=stage(acked_rows=64)),
                 "step-3": partition(
                     8,
@@ -115,6 +117,8 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "for 5 min | 1 call waits, the oldest 2 s | 6 released, 4 redelivered | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "
         "2, not come: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 calls wait, the oldest 95 s",
+        "  partition step-11  sealed, 0 rows, 0 B",
+        "    ! 5 rows were lost with a peer: part.lost() names them",
         "  2 drained partitions: step-2, step-10",
     ]
 

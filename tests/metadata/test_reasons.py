@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import StageUndefined, nearest
+from dataplane.errors import StageUndefined, duration, nearest
 from dataplane.metadata.shard.inspection import missing, unfinished
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
@@ -419,3 +419,25 @@ def test_one_of_many_speaks_and_less_and_less_often() -> None:
     for _ in range(8):
         notices.end(SUBJECT)
     assert len(notices) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0 s"),
+        (0.00126, "1 ms"),
+        (0.034, "0.03 s"),
+        (0.2, "0.2 s"),
+        (0.999, "1 s"),
+        (1.99, "2 s"),
+        (2.53, "2.5 s"),
+        (9.97, "10 s"),
+        (99.4, "99 s"),
+        (99.6, "2 min"),
+        (5969.0, "99 min"),
+        (5971.0, "1.7 h"),
+        (2e5, "55.6 h"),
+    ],
+)
+def test_durations_are_rounded_to_two_digits(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown

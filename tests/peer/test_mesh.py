@@ -100,6 +100,12 @@ async def test_a_late_answer_of_a_peer_that_is_connected_is_not_taken_for_a_wron
     far.answer = far.welcome
     with pytest.raises(Unavailable, match=r"Stats within .* s: it is connected.*repeat the call"):
         await mesh.call(THERE, Stats(), timeout_s=1.0)
+    far.answer = None
+    far.streams.close()
+    while mesh.is_linked(Owner(THERE, 2)):
+        await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="was connected before and is not now: it is stopped"):
+        await mesh.call(THERE, Stats(), timeout_s=0.05)
 
 
 async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(

@@ -39,6 +39,7 @@ from dataplane.errors import (
     InvalidRows,
     LeaseExpired,
     ShardFull,
+    sized,
 )
 from dataplane.memory.extents import padded
 from dataplane.wire.limits import MAX_FRAME_BYTES
@@ -199,8 +200,8 @@ class Lease:
         if size > MAX_FRAME_BYTES // 2:
             self.handle.session.keep(written.ranges)
             raise InvalidRows(
-                f"what was added to these {self.n} rows needs a message of {size} bytes: claim "
-                "fewer rows at a time",
+                f"what was added to these {self.n} rows needs a message of {sized(size)}: "
+                "claim fewer rows at a time",
                 size=size,
             )
 

@@ -33,7 +33,7 @@ from dataplane.client.write.rows import (
 )
 from dataplane.client.write.values import Prepared, prepare
 from dataplane.client.write.written import Written, beside, written_of
-from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge
+from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge, sized
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
@@ -106,9 +106,9 @@ class Putting(msgspec.Struct, eq=False):
         needed = max(parcel.nbytes for parcel in parcels)
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or one group's part, of this put has {needed} bytes, and peer "
-                f"{self.handle.session.peer!r} takes at most {cap} at once: put less of it, or "
-                "give the peer a larger arena (DATAPLANE_ARENA, --arena); nothing was put",
+                f"one row, or one group's part, of this put has {sized(needed)}, and peer "
+                f"{self.handle.session.peer!r} takes at most {sized(cap)} at once: put less of it, "
+                "or give the peer a larger arena (DATAPLANE_ARENA, --arena); nothing was put",
                 needed_bytes=needed,
                 cap_bytes=cap,
             )

@@ -25,6 +25,7 @@ from dataplane.errors import (
     InvalidValue,
     PeerLost,
     ProtocolError,
+    duration,
     from_wire,
 )
 from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
@@ -187,9 +188,9 @@ class Connection:
             return look_s
         if is_stopped(self.sock):
             log.warning(
-                "peer %r is stopped (SIGSTOP, or a debugger), and a call has waited %.0f s for it",
+                "peer %r is stopped (SIGSTOP, or a debugger), and a call has waited %s for it",
                 self.peer,
-                waited_s,
+                duration(waited_s),
             )
         return 2 * look_s
 
@@ -324,8 +325,8 @@ def peer_lost(peer: str) -> PeerLost:
 
 def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"peer {peer!r} did not answer within {limit_s:.1f} s and the call was cancelled; see the "
-        "peer's log, or give a longer timeout=",
+        f"peer {peer!r} did not answer within {duration(limit_s)} and the call was cancelled; see "
+        "the peer's log, or give a longer timeout=",
         peer=peer,
         limit_s=limit_s,
     )

@@ -24,6 +24,7 @@ from dataplane.errors import (
     PeerLost,
     ProtocolError,
     VersionMismatch,
+    duration,
 )
 from dataplane.launch import processes
 from dataplane.wire.frames import encode
@@ -149,7 +150,7 @@ def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneErro
     """No call of this client has been there yet."""
     if isinstance(exc, TimeoutError):
         return DeadlineExceeded(
-            f"the peer {where} let nobody in within {limit_s:g} s: is it stopped, or out of "
+            f"the peer {where} let nobody in within {duration(limit_s)}: is it stopped, or out of "
             "descriptors? see its log, and connect again",
             limit_s=limit_s,
         )

@@ -22,6 +22,7 @@ from dataplane.errors import (
     StreamEnd,
     ValueTooLarge,
     counted,
+    sized,
 )
 from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.by_age import ByAge
@@ -270,10 +271,10 @@ class ClaimQueue:
         return self._over(
             claim,
             ValueTooLarge(
-                f"a claim of stage {self.stage!r} of {self.store.partition!r} needs {needed_bytes} "
-                "bytes of other hosts at its own at once, where pulls may use "
-                f"{claim.asked.most_bytes}: claim fewer rows at a time (or with min=), or make "
-                "that arena larger (--arena, DATAPLANE_ARENA)",
+                f"a claim of stage {self.stage!r} of {self.store.partition!r} needs "
+                f"{sized(needed_bytes)} of other hosts at its own at once, where pulls may use "
+                f"{sized(claim.asked.most_bytes)}: claim fewer rows at a time (or with min=), or "
+                "make that arena larger (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

@@ -16,6 +16,7 @@ from dataplane.errors import (
     LimitExceeded,
     PartitionConflict,
     ProtocolError,
+    duration,
 )
 from dataplane.metadata.shard import finishes, weights
 from dataplane.metadata.shard.blocks import Rows
@@ -110,7 +111,7 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
         absent = [one for one in range(plan.shape.ranks) if one not in came]
         why = (
             f"rank {rank} has acked the stage's plan, which was begun "
-            f"{max(0.0, now - plan.lease.started):.0f} s ago and ends when every rank has"
+            f"{duration(max(0.0, now - plan.lease.started))} ago and ends when every rank has"
         )
         if working := sorted({one.rank for one in plan.working}):
             why += f"; have yet to ack: {_shown(working)}"

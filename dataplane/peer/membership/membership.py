@@ -23,6 +23,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
     VersionMismatch,
+    duration,
 )
 from dataplane.launch.settings import LOST_AFTER_S
 from dataplane.metadata.roster.authority import moved, newcomers
@@ -119,7 +120,7 @@ class Membership:
                 "--roster and --token-file?"
             )
             if waited_s >= timeout_s:
-                raise Unavailable(f"not let in within {timeout_s:g} s by {asks}")
+                raise Unavailable(f"not let in within {duration(timeout_s)} by {asks}")
             if waited_s >= told_s + LOG_EVERY_S:
                 told_s = waited_s
                 log.info("waits to be let in by %s", asks)

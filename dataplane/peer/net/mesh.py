@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable, duration
 from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
@@ -204,15 +204,22 @@ class Mesh:
             raise self._silent(address, what, limit_s) from exc
 
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
-        hint = (
-            "it is connected, so what it was asked may still take effect: it is busy, or waits "
-            "itself (dataplane status, and its log); repeat the call, or give it more time"
-            if address in self._links
-            else "is it running, with the same --run, --seeds and --token-file?"
-        )
+        if address in self._links:
+            hint = (
+                "it is connected, so what it was asked may still take effect: it is busy or "
+                "stopped, or waits itself (dataplane status, and its log); repeat the call, or "
+                "give it more time"
+            )
+        elif self.others.incarnation(address) is not None:
+            hint = (
+                "it was connected before and is not now: it is stopped, cut off, or has ended (see "
+                "its log); repeat the call once it is back"
+            )
+        else:
+            hint = "is it running, with the same --run, --seeds and --token-file?"
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
-            f"{limit_s:.3g} s: {hint}",
+            f"{duration(limit_s)}: {hint}",
             address=address,
         )
 

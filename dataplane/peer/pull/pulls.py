@@ -28,6 +28,7 @@ from dataplane.errors import (
     TransferFailed,
     TransportMissing,
     Unavailable,
+    duration,
 )
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
@@ -162,7 +163,7 @@ class Pulls:
         if not ended:
             raise DeadlineExceeded(
                 f"values of {owner.peer} that another call here brings were still on their way "
-                f"after {limit_s:.1f} s; give a longer timeout=",
+                f"after {duration(limit_s)}; give a longer timeout=",
                 limit_s=limit_s,
             )
 

@@ -22,6 +22,7 @@ from dataplane.errors import (
     LimitExceeded,
     StaleEpoch,
     Unavailable,
+    duration,
 )
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, waits_s
@@ -80,7 +81,7 @@ class Waits:
                 age_ms = 0 if isinstance(body, Wait) else body.waited_ms
                 within_s = (age_ms + body.timeout_ms) / 1000
                 reason, details = why()
-                late = f"{what} was not met within {within_s:g} s: {reason}"
+                late = f"{what} was not met within {duration(within_s)}: {reason}"
                 raise ClaimTimeout(late, **details) from exc
 
     def _why(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import BackPressure, sized
+from dataplane.errors import BackPressure, duration, sized
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard import inspection, reasons
@@ -129,7 +129,7 @@ class Room:
                 self.pump()
             if isinstance(exc, TimeoutError):
                 raise self._back_pressure(
-                    waiter, f"none was freed within {timeout_s:.3g} s"
+                    waiter, f"none was freed within {duration(timeout_s)}"
                 ) from exc
             raise
         finally:

@@ -22,6 +22,7 @@ from dataplane.errors import (
     ProtocolError,
     StaleEpoch,
     Unavailable,
+    duration,
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
@@ -178,7 +179,7 @@ class Partitions:
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
                 f"no row of partition {body.partition!r} was lost within "
-                f"{body.timeout_ms / 1000:g} s, and rows can still be",
+                f"{duration(body.timeout_ms / 1000)}, and rows can still be",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 

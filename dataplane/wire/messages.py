@@ -260,8 +260,11 @@ class Drop(Body, tag=33):
 
 
 class Dropped(Body, tag=34):
+    """unknown_tags: tags of the filter that no row has ever had, each with some that rows have."""
+
     rows: int
     bytes: int
+    unknown_tags: dict[str, list[str]] = {}
 
 
 class Read(Body, tag=35):
@@ -280,11 +283,12 @@ class Read(Body, tag=35):
 
 class ReadDone(Body, tag=36):
     """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
-    Between peers columns hold VALUE records."""
+    Between peers columns hold VALUE records. unknown_tags: as in Dropped, on the first page."""
 
     table: Table
     pin: int
     cursor: bytes = b""
+    unknown_tags: dict[str, list[str]] = {}
 
 
 # stages

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
 from collections.abc import Iterator
 
@@ -109,9 +111,11 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
     part.wait(key="version-7", timeout=0)  # it is there
     with pytest.raises(dataplane.ClaimTimeout) as caught:
         part.wait(key="verison-7", timeout=0.2)
-    assert caught.value.message == (
+    assert re.fullmatch(
         "wait for row 'verison-7' of partition 'weights' was not met within 0.2 s: no row has the "
-        "key 'verison-7', but one has 'version-7': is one of the keys misspelt?"
+        "key 'verison-7', but one has 'version-7': is one of the keys misspelt[?]; 1 row was put so "
+        rf"far, the last .+ ago, by pid {os.getpid()} on host a, `.+` \(connected\)",
+        caught.value.message,
     )
     part.put({"path": ["/checkpoints/8"]}, key=8)
     with pytest.raises(dataplane.ClaimTimeout, match="no row has the key '8', but one has 8: "):

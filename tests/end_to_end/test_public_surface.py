@@ -130,6 +130,22 @@ def test_a_partition_seals_itself_by_its_number_of_groups(hosts: Hosts) -> None:
 # claims
 
 
+def test_a_tag_that_no_row_has_is_logged_once(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    fill(here, 2, tags={"version": [1, 2]})
+    for _ in range(2):
+        assert there.drop(where=tag("vresion") < 2).rows == 0
+        assert len(there.rows(where=(tag("vresion") < 2) | (tag("kind") == "a"))) == 0
+    assert len(here.rows(where=tag("version") < 2)) == 1
+    assert [r.getMessage() for r in caplog.records if "which where= names" in r.getMessage()] == [
+        f"partition {there.name!r}: no row has a tag {name!r}, which where= names; rows have "
+        "'version'. Logged once per tag"
+        for name in ("vresion", "kind")
+    ]
+
+
 def test_groups_close_by_name_or_by_the_seal(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"]})
     fill(here, 2, group="closed")

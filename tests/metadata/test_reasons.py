@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import StageUndefined, duration, nearest
-from dataplane.metadata.shard.inspection import missing, unfinished
+from dataplane.metadata.shard.inspection import missing, unfinished, unknown_tags
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
@@ -23,6 +23,7 @@ from dataplane.metadata.shard.reasons import (
     Subject,
     of_admission,
     of_full_arena,
+    of_key,
     only_own,
     reason,
     seen_by_others,
@@ -441,3 +442,34 @@ def test_one_of_many_speaks_and_less_and_less_often() -> None:
 )
 def test_durations_are_rounded_to_two_digits(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("near", "told", "says"),
+    [
+        ("", {}, "; no row was ever put into the partition: start its producer, in this run and"),
+        (
+            "version-7",
+            {"put_rows": 4, "producers": [ALIVE]},
+            ", but one has 'version-7': is one of the keys misspelt?; 4 rows were put so far, the "
+            "last 5 min ago, by pid 7 on host b, `python rollout.py` (connected)",
+        ),
+        (
+            "",
+            {"put_rows": 4, "producers": [GONE]},
+            "; 4 rows were put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
+            "(disconnected 5 min ago): no producer is connected, so restart one",
+        ),
+    ],
+)
+def test_a_wait_for_a_key_says_who_could_put_it(near: str, told: dict[str, Any], says: str) -> None:
+    assert of_key("v-7", near, Facts(**told)).startswith(f"no row has the key 'v-7'{says}")
+
+
+def test_a_tag_that_no_row_has_is_named_with_those_that_rows_have() -> None:
+    s = store()
+    assert unknown_tags(s, ["eq", "vresion", 3]) == {}  # nothing is there that could have tags
+    put(s, [1, 2], version=[1, 2], lang=["a", "b"])
+    where = ["and", ["eq", "vresion", 3], ["or", ["eq", "zzz", 1], ["eq", "lang", "a"]]]
+    assert unknown_tags(s, where) == {"vresion": ["version"], "zzz": ["lang", "version"]}
+    assert unknown_tags(s, None) == {}

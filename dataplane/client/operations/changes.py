@@ -105,6 +105,7 @@ def drop(
     rows = nbytes = 0
     for body in bodies:
         done = yield from ask(body, messages.Dropped, deadline)
+        handle.session.warn_of_tags(name, done.unknown_tags)
         rows += done.rows
         nbytes += done.bytes
     if (keys, groups, where) == (None, None, None):

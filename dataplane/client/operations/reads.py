@@ -143,6 +143,7 @@ def _pages(
             session.pinned(*(p.pin for p in pages))
             raise
         pages.append(page)
+        session.warn_of_tags(handle.name, page.unknown_tags)
         if not page.cursor:
             return pages
         after = page.cursor

@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
 from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
-from dataplane.errors import ClientClosed, PeerLost, counted
+from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.memory.extents import padded
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many
@@ -147,7 +147,7 @@ class Session:
         self.untold: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process: the peer is told under their numbers"""
         self._warned: set[tuple[str, str]] = set()
-        """stages of which a batch was forgotten, and how, that were logged"""
+        """causes that were logged: by stage how a batch was forgotten, and unknown tags"""
         self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
         """numbers of pins whose last view is gone"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
@@ -303,12 +303,25 @@ class Session:
                 due.append(one)
             elif self.leases.discard(one.lease):
                 due.append(Finish(one.lease, "release"))
-                if one.forgotten and len(self._warned) < MAX_WARNED:
-                    cause = one.stage, one.forgotten[0]
-                    if cause not in self._warned:
-                        self._warned.add(cause)
-                        log.warning("%s", one)
+                if one.forgotten:
+                    self.warn_once((one.stage, one.forgotten[0]), str(one))
         return due
+
+    def warn_once(self, cause: tuple[str, str], text: str) -> None:
+        """Log it, unless something of this cause was logged before."""
+        if cause not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(cause)
+            log.warning("%s", text)
+
+    def warn_of_tags(self, partition: str, unknown: Mapping[str, Sequence[str]]) -> None:
+        """A filter names tags that no row has ever had: each is logged once."""
+        for tag, others in unknown.items():
+            have = f"have {few(list(map(repr, others)), len(others))}" if others else "have no tags"
+            self.warn_once(
+                ("where", tag),
+                f"partition {partition!r}: no row has a tag {tag!r}, which where= names; rows "
+                f"{have}. Logged once per tag",
+            )
 
     def tell_again(self, request: Request) -> None:
         """What was to go ahead of a call may not have left with it."""

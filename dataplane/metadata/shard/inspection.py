@@ -29,6 +29,7 @@ from dataplane.wire.tables import INLINE, Name, Where
 
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
+SHOWN_TAGS = 3
 IDLE_S = 30.0
 """A stage is idle when it has leased nothing, and nobody has asked for its rows for so long: a
 claim that waits asks at least every 20 s."""
@@ -73,7 +74,9 @@ def missing(
         "missing": lacking,
         "adders": {name: by for name in lacking if (by := _adder(state, name))},
         "near_fields": _near_fields(state, lacking),
-        "unknown_tags": _unknown_tags(state, where),
+        "unknown_tags": {
+            tag: nearest(tag, sorted(state.tag_names)) for tag in _unknown_tags(state, where)
+        },
         "idle": idle(state, now, pending),
         "open_groups": len(still_open),
         "short": [(group.name, group.seen, group.expected) for group in still_open[:SHOWN_GROUPS]],
@@ -106,13 +109,21 @@ def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
     return {field: near for field in lacking if (near := nearest(field, others))}
 
 
-def _unknown_tags(state: State, where: Where | None) -> dict[str, str]:
-    """The tags of a filter that no row has ever had, each with one that rows have and that has a
-    similar name, or ""."""
+def _unknown_tags(state: State, where: Where | None) -> list[str]:
+    """The tags of a filter that no row has ever had."""
     if where is None or not state.producers.rows:
-        return {}
-    unknown = sorted(tags_of(where) - state.tag_names)
-    return {tag: nearest(tag, sorted(state.tag_names)) for tag in unknown}
+        return []
+    return sorted(tags_of(where) - state.tag_names)
+
+
+def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
+    """Tags of a filter that no row has ever had, each with the one of a similar name that rows
+    have; where there is none, with some that they have."""
+    found = {}
+    for tag in _unknown_tags(state, where)[:SHOWN_TAGS]:
+        near = nearest(tag, sorted(state.tag_names))
+        found[tag] = [near] if near else sorted(state.tag_names)[:SHOWN_TAGS]
+    return found
 
 
 def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
@@ -178,14 +189,14 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
 
 
 def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
-    """What there is of a key that is waited for: parts of `reasons.of_key` by name."""
+    """What there is of a key that is waited for: parts of `reasons.Facts` by name, and `near`: a
+    similar key that a row has, "" where none is."""
     blocks = itertools.islice(reversed(state.blocks.values()), MAX_COMPARED)
     keys = [one for block in blocks for one in block.names or ()]
     alike = next((one for one in keys if str(one) == str(name)), None)  # 7 and "7"
-    latest = state.producers.latest(now)
     return {
         "put_rows": state.producers.rows,
-        "idle_s": latest[0][2] if latest else None,
+        "producers": state.producers.latest(now),
         "near": nearest(str(name), map(str, keys)) if alike is None else alike,
     }
 

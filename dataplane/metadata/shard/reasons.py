@@ -109,7 +109,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     """All of it in one line. wanted: what is asked for, "" where that is all there is. me: how
     `leases` call the process that asks. for_rows: the call waits for rows to come, not to go."""
     if facts.silent:
-        return f"peer {facts.silent}, which keeps this partition, does not answer"
+        return _silent(facts)
     parts = [_figures(facts, wanted)]
     if facts.plan:
         parts.append(facts.plan)
@@ -139,6 +139,10 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
         parts.append(f"{counted(facts.lost, one, many)} lost with a peer: part.lost() names them")
     parts += _seal(facts, for_rows)
     return "; ".join(parts)
+
+
+def _silent(facts: Facts) -> str:
+    return f"peer {facts.silent}, which keeps this partition, does not answer"
 
 
 def _figures(facts: Facts, wanted: str) -> str:
@@ -212,8 +216,8 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
     return said
 
 
-def _elsewhere(facts: Facts) -> str:
-    said = "no row was ever put into it"
+def _elsewhere(facts: Facts, it: str = "it") -> str:
+    said = f"no row was ever put into {it}"
     if facts.near_partitions:
         names = " and ".join(map(repr, facts.near_partitions[:SHOWN_OTHERS]))
         said += f"; this run also has the partition {names}: is one of the names misspelt?"
@@ -226,6 +230,12 @@ def _elsewhere(facts: Facts) -> str:
 
 
 def _produced(facts: Facts) -> list[str]:
+    """By whom rows were put, and what to do."""
+    said, advice = _put(facts), _advice(facts)
+    return [f"{said}: {advice}" if advice else said]
+
+
+def _put(facts: Facts) -> str:
     """By whom rows were put, when, and whether those are still there."""
     said = f"{counted(facts.put_rows, 'row was', 'rows were')} put so far"
     known = facts.producers
@@ -237,8 +247,7 @@ def _produced(facts: Facts) -> list[str]:
         said += f", by {', '.join(shown)}{f', and {more} more' if more > 0 else ''}"
     if facts.put_rows > sum([one.rows for one in known]):
         said += ", and by clients that are no longer known" if known else ""
-    advice = _advice(facts)
-    return [f"{said}: {advice}" if advice else said]
+    return said
 
 
 def _producer(one: Producer) -> str:
@@ -253,9 +262,13 @@ def _producer(one: Producer) -> str:
 SEAL = "call part.seal() if no more rows will come"
 
 
+def _all_gone(facts: Facts) -> bool:
+    return bool(facts.producers) and all(one.gone_s for one in facts.producers)
+
+
 def _advice(facts: Facts) -> str:
     """What to do where only new rows, or the seal, can end the wait."""
-    gone = bool(facts.producers) and all(one.gone_s for one in facts.producers)
+    gone = _all_gone(facts)
     if gone and facts.open_groups and facts.unit == "groups":
         return "no producer is connected, so restart one to complete the open groups"
     if facts.reasons_here:
@@ -265,15 +278,18 @@ def _advice(facts: Facts) -> str:
     return SEAL
 
 
-def of_key(key: object, put_rows: int, idle_s: float | None, near: int | str) -> str:
-    """Why a call waits for a row with this key, and nothing else."""
+def of_key(key: object, near: int | str, facts: Facts) -> str:
+    """Why a call waits for a row with this key, and nothing else. near: a similar key, "" where
+    there is none."""
+    if facts.silent:
+        return _silent(facts)
     said = f"no row has the key {key!r}"
     if near != "":
-        return f"{said}, but one has {near!r}: is one of the keys misspelt?"
-    if not put_rows:
-        return f"{said}; no row was ever put into the partition: start its producer"
-    last = "" if idle_s is None else f", the last {duration(idle_s)} ago"
-    return f"{said}; {counted(put_rows, 'row was', 'rows were')} put so far{last}"
+        said += f", but one has {near!r}: is one of the keys misspelt?"
+    if not facts.put_rows:
+        return f"{said}; {_elsewhere(facts, 'the partition')}"
+    gone = ": no producer is connected, so restart one" if _all_gone(facts) else ""
+    return f"{said}; {_put(facts)}{gone}"
 
 
 class Kept(NamedTuple):

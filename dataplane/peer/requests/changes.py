@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.sessions import Session
@@ -17,6 +18,7 @@ from dataplane.wire.messages import (
     Body,
     Close,
     Drop,
+    Dropped,
     Request,
     Reset,
     Seal,
@@ -56,4 +58,7 @@ class Changes:
         if answer is None:
             answer = entry.store.carry_out(body)
             self.settle(entry)
+        if isinstance(answer, Dropped):  # what is remembered is the answer alone
+            unknown = inspection.unknown_tags(entry.store, body.where)
+            answer = Dropped(answer.rows, answer.bytes, unknown)
         return answer

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dataplane.errors import LeaseExpired, RowsGone, RowsLost, Unavailable
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
-from dataplane.metadata.shard import rows_out
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
@@ -243,7 +243,8 @@ class Reading:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
         on = more and body.rows is None
-        return ReadDone(table, 0, rows_out.place_of(rows) if on else b"")
+        unknown = {} if body.after else inspection.unknown_tags(store, body.where)
+        return ReadDone(table, 0, rows_out.place_of(rows) if on else b"", unknown)
 
     # more fields of leased rows
 

@@ -88,22 +88,27 @@ class Waits:
         self, session: Session, body: Claim | Wait | Admit, said: DataplaneError, since_s: float
     ) -> Why:
         """ "509 of 512 groups ready; 3 rows lack `reward`, leased by pid 7 on host b for 90 s"."""
-        if isinstance(body, Admit) or (isinstance(body, Wait) and body.key is not None):
+        if isinstance(body, Admit):
             return said.message, said.details
         unit = body.want.unit if isinstance(body, Claim) else body.unit
+        near: int | str = ""
         if isinstance(said, ClaimTimeout):
-            facts = self.directory.facts(unit, said.details, body.partition, since_s)
+            told = dict(said.details)
+            near = told.pop("near", "")
+            facts = self.directory.facts(unit, told, body.partition, since_s)
         else:
             home = self.host.roster.home(body.partition)
             facts = reasons.Facts(unit, silent=f"{self.router.mesh.others.name(home)} at {home}")
+        if isinstance(body, Wait) and body.key is not None:
+            return reasons.of_key(body.key, near, facts), facts.details
         for_rows = not (isinstance(body, Wait) and body.below)
-        told = reasons.reason(facts, body.stage, _wanted(body), session.label, for_rows)
+        why = reasons.reason(facts, body.stage, _wanted(body), session.label, for_rows)
         others = (s for s in self.sessions if body.partition in s.partitions)
         alone = self.host.solo and all(other.is_of(session) for other in others)
         # Who waits may be who could end it, and is told.
         own = isinstance(body, Wait) or body.own
         own = own and reasons.only_own(facts, body.stage, session.label, alone)
-        return f"{told}; {reasons.OWN}" if own else told, facts.details | {"only_own": own}
+        return f"{why}; {reasons.OWN}" if own else why, facts.details | {"only_own": own}
 
     # asked for by clients of this host
 

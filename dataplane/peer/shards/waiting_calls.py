@@ -366,9 +366,10 @@ class WaitingCalls:
     # why
 
     def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
+        """With what it waits for: `reasons.Facts` by name, and `near`."""
         assert body.key is not None
         told = inspection.around_key(stage.entry.store, body.key, self.host.now())
-        return ClaimTimeout(reasons.of_key(body.key, **told), **told)
+        return ClaimTimeout(f"there is no row {body.key!r} yet", **told)
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""

@@ -89,7 +89,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
             "unit": "groups",
             "units": 2,
             "open_groups": 2,
-            "short": [("p7", 3, 4), ("p9", 1, -1)],
+            "short": [("p7", 3, 4, ""), ("p9", 1, -1, "")],
             "put_rows": 4,
             "producers": [GONE],
         },
@@ -211,6 +211,17 @@ def test_misspelt_names_are_seen_by_the_shard() -> None:
     )
     with pytest.raises(StageUndefined, match=r"no stage 'trian' \(did you mean 'train'\?\)"):
         one.stage("trian")
+
+
+def test_a_group_that_was_closed_and_got_no_row_is_named_with_a_near_one() -> None:
+    one = store()
+    put(one, ["a", "b"], ["type", "type"])
+    one.close("tpye", 2)  # legal: a producer may close a group before it puts rows
+    one.close("zzz", 1)
+    assert (
+        "3 groups are still open: 'tpye' was closed with 2 rows and has none (did you mean 'type'?)"
+        ", 'zzz' was closed with 1 row and has none, 'type' has 2 rows, and part.close() has not"
+    ) in told(one, "train", "groups")
 
 
 def test_a_stage_that_is_claimed_is_not_called_idle() -> None:

@@ -161,7 +161,7 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
         "missing": {"reward": 3},
         "adders": {},
         "open_groups": 1,
-        "short": [("r", 1, 2)],
+        "short": [("r", 1, 2, "")],
         "leases": [(42, "reward", 2, 90.0)],
         "put_rows": 5,
     }

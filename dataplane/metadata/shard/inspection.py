@@ -65,6 +65,8 @@ def missing(
     )
     alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
     still_open = [group for group in state.groups.values() if not group.closed]
+    still_open.sort(key=lambda group: group.seen > 0)
+    short = still_open[:SHOWN_GROUPS]
     return {
         "ready": ready,
         "units": counts.remaining,
@@ -79,7 +81,10 @@ def missing(
         },
         "idle": idle(state, now, pending),
         "open_groups": len(still_open),
-        "short": [(group.name, group.seen, group.expected) for group in still_open[:SHOWN_GROUPS]],
+        "short": [
+            (group.name, group.seen, group.expected, _near_group(group, still_open))
+            for group in short
+        ],
         "leases": _in_the_way(state, stage, pending, now),
         "sealed": state.sealed,
         "put_rows": state.producers.rows,
@@ -107,6 +112,16 @@ def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
     needed = {field for stage in state.stages.values() for field in stage.fields}
     others = [field for field, had in state.fields.items() if had and field not in needed]
     return {field: near for field in lacking if (near := nearest(field, others))}
+
+
+def _near_group(group: Group, still_open: list[Group]) -> Name:
+    """Another open group, that has rows and whose name this one of none may be a misspelling of, ""
+    where there is none."""
+    if group.seen:
+        return ""
+    others = [one.name for one in still_open[:MAX_COMPARED] if one.seen]
+    alike = next((one for one in others if str(one) == str(group.name)), None)  # 7 and "7"
+    return nearest(str(group.name), map(str, others)) if alike is None else alike
 
 
 def _unknown_tags(state: State, where: Where | None) -> list[str]:

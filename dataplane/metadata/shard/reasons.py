@@ -44,7 +44,7 @@ class Facts:
     ready: units that match. units: that are neither leased nor done. leased: units. excluded:
     ready, but the filter leaves them out. unknown_tags: tags of the filter that no row has → one
     with a similar name. alone: rows without a group. open_groups: how many; short: the first of
-    them as (name, rows, rows it needs or -1). missing: field → rows without it. adders: field → the
+    them as (name, rows, rows it needs or -1, a similar name if it has no rows). missing: field → rows without it. adders: field → the
     stage that has added it to other rows. near_fields: field → a similar one that rows have. idle:
     stages that nobody claims and that have pending rows ready, see `inspection.Idle`. leases:
     [(who, stage, rows, seconds)]. put_rows: that were ever put. producers: who put rows, the most
@@ -64,7 +64,7 @@ class Facts:
     unknown_tags: dict[str, str] = field(default_factory=dict)
     alone: int = 0
     open_groups: int = 0
-    short: Sequence[tuple[Any, int, int]] = ()
+    short: Sequence[tuple[Any, int, int, Any]] = ()
     missing: dict[str, int] = field(default_factory=dict)
     adders: dict[str, str] = field(default_factory=dict)
     near_fields: dict[str, str] = field(default_factory=dict)
@@ -193,7 +193,10 @@ def _open(facts: Facts) -> list[str]:
     return [f"{said} still open" + (f": {shown}" if shown else "")]
 
 
-def _size_of(name: object, rows: int, needed: int) -> str:
+def _size_of(name: object, rows: int, needed: int, near: object) -> str:
+    if not rows:
+        question = f" (did you mean {near!r}?)" if near != "" else ""
+        return f"{name!r} was closed with {counted(needed, 'row')} and has none{question}"
     if needed < 0:
         return (
             f"{name!r} has {counted(rows, 'row')}, and part.close() has not said how many it gets"

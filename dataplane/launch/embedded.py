@@ -127,8 +127,9 @@ class Attached:
         return []
 
     def _of_beginning(self) -> list[str]:
-        remarks = [_gone(dead) for dead in self.before[:1] if dead.card.rows]
-        if self.run.said_by == "launch" and not remarks:
+        expected = self.me.fresh  # connect(fresh=True) asks for an empty run
+        remarks = [_gone(dead) for dead in self.before[:1] if dead.card.rows and not expected]
+        if self.run.said_by == "launch" and not remarks and not expected:
             base = self.living.folder.parent
             left = [one for one in runs.left_by_siblings(base) if one.age_s < RECENT_S]
             remarks += [_ended(min(left, key=lambda one: one.age_s))] if left else []

@@ -161,6 +161,23 @@ def test_numbers_and_objects(arena: Any) -> None:
         to_torch(arena.view([[np.ones(2)]]), "padded")
 
 
+def test_what_makes_no_tensor_comes_with_advice_that_helps(arena: Any) -> None:
+    days = [np.datetime64("2026-01-01"), np.datetime64("2026-01-01T00:00", "ns")]
+    with pytest.raises(InvalidValue, match=r"datetime64\[ns\]'\).astype\('int64'\)") as told:
+        to_torch(arena.view(days))
+    assert "float64" not in told.value.message
+    as_put = "batch['x'] gives the objects as they were put"
+    for layout in ("auto", "list", "padded"):
+        with pytest.raises(InvalidValue) as told:
+            to_torch(arena.view(["a", "b"]), layout)  # type: ignore[arg-type]
+        assert told.value.message.endswith(f"tensor: {as_put}")  # a text has no tensor at all
+    with pytest.raises(InvalidValue) as told:
+        to_torch(arena.view([[np.ones(2)]]), "padded")
+    assert told.value.message.endswith(
+        f"{as_put}, and layout='list' tensors for the arrays in them"
+    )
+
+
 def test_dtypes_that_torch_lacks_are_named(arena: Any) -> None:
     for dtype in ("M8[s]", np.longdouble, "float8_e3m4"):
         values = np.zeros(2, np.uint8 if dtype == "float8_e3m4" else dtype)

@@ -470,19 +470,22 @@ def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str)
             ) from exc
     if layout in ("auto", "list") and (found or not values):
         return tensors
-    raise _no_tensor(column.field, values, layout)
+    raise _no_tensor(column.field, values, layout, arrays=bool(found))
 
 
 _NUMBERS = (bool, int, float, np.generic)
 
 
-def _no_tensor(field: str, values: list[Any], layout: str) -> InvalidValue:
-    """The error of objects that make no tensor: which row, why, and what to do."""
+def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = False) -> InvalidValue:
+    """The error of objects that make no tensor: which row, why, and what to do. arrays: there are
+    some in them."""
     row = next((at for at, one in enumerate(values) if not isinstance(one, _NUMBERS)), None)
     as_put = f"batch[{field!r}] gives the objects as they were put"
     if row is not None:
         why = f"row {row} is {kind_of(values[row])} ({values[row]!r:.40})"
-        instead = f"{as_put}, and layout='list' tensors for the arrays in them"
+        instead = as_put
+        if arrays and layout != "list":
+            instead += ", and layout='list' tensors for the arrays in them"
         return _refused(field, row, layout, why, instead)
     kinds = [_number_kind(value) for value in values]
     row = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 0)
@@ -490,6 +493,14 @@ def _no_tensor(field: str, values: list[Any], layout: str) -> InvalidValue:
         why = f"row {row} is {kinds[row]} ({values[row]!r:.40}) and row 0 {kinds[0]}"
     else:
         why = f"row 0 is {kinds[0]} ({values[0]!r:.40})"
+    times = [one.dtype for one in values if isinstance(one, np.datetime64 | np.timedelta64)]
+    if times:
+        finest = np.result_type(*(one for one in times if one.kind == times[0].kind))
+        instead = (
+            "torch has no dates and durations: put them as ints of one unit, for example as "
+            f"np.asarray(values, {finest.name!r}).astype('int64'); {as_put}"
+        )
+        return _refused(field, row, layout, why, instead)
     instead = (
         "put numbers of one type and of 64 bits at most, for example as np.asarray(values, "
         f"'float64'), or declare the partition with fields={{{field!r}: 'float64'}}, which "

@@ -243,8 +243,8 @@ class StaleEpoch(ProtocolError):
 
 
 class ChangeExpired(DataplaneError):
-    """A request reached the shard after its peer had given up on it. This request changed
-    nothing."""
+    """A request reached the shard after its peer had given up on it. This request changed nothing;
+    an earlier copy of it may have been carried out."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "with keys"

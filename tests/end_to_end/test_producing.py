@@ -113,8 +113,8 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
         part.wait(key="verison-7", timeout=0.2)
     assert re.fullmatch(
         "wait for row 'verison-7' of partition 'weights' was not met within 0.2 s: no row has the "
-        "key 'verison-7', but one has 'version-7': is one of the keys misspelt[?]; 1 row was put so "
-        rf"far, the last .+ ago, by pid {os.getpid()} on host a, `.+` \(connected\)",
+        "key 'verison-7', but one has 'version-7': is one of the keys misspelt[?]; 1 row was put "
+        rf"so far, the last .+ ago, by pid {os.getpid()} on host a, `.+` \(connected\)",
         caught.value.message,
     )
     part.put({"path": ["/checkpoints/8"]}, key=8)

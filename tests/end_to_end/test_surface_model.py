@@ -85,6 +85,27 @@ class Surface(RuleBasedStateMachine):
         for at, key in enumerate(keys):
             self.rows[key] = Row({name: columns[name][at] for name in names}, tag)
 
+    @rule(count=st.integers(1, 3))
+    def produce(self, count: int) -> None:
+        first = len(self.rows) + len(self.dropped)
+        keys = [f"k{first + n}" for n in range(count)]
+        part, seen = self.part, []
+        for key in part.producing(keys):
+            part.put({"x": [value(1, 3)]}, key=[key], tags={"n": 0}, timeout=CALL_S)
+            self.rows[key] = Row({"x": value(1, 3)}, 0)
+            seen.append(key)
+        assert seen == keys
+
+    @rule(data=st.data())
+    def wait_for_a_key(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from([*sorted(self.rows), *sorted(self.dropped), "never"]))
+        if key in self.rows:
+            self.part.wait(key=key, timeout=CALL_S)
+            return
+        gone = key in self.dropped
+        with pytest.raises(dataplane.RowsDropped if gone else dataplane.ClaimTimeout):
+            self.part.wait(key=key, timeout=CALL_S if gone else 0.05)
+
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), size=SIZES)
     def add_a_field(self, data: st.DataObject, size: int) -> None:
@@ -169,6 +190,7 @@ class Surface(RuleBasedStateMachine):
             if "y" not in row.fields:
                 self.part.put({"y": [1]}, key=[key], timeout=CALL_S)
         self.part.seal()
+        assert list(self.part.producing(["late"])) == []
         for stage in NEEDS:
             left = sorted(k for k, row in self.rows.items() if row.stages[stage] != "done")
             seen = [key for batch in self.part.stream(stage, rows=3) for key in self.keys_of(batch)]

@@ -128,6 +128,19 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
+def test_a_retry_is_told_the_same_rows_that_were_passed_over() -> None:
+    """What `ref.kept` counts."""
+    dead, told = Store("p", ONCE, 1), list[Op]()
+    dead.emit = told.append
+    shard = Shard(dead)
+    assert shard.change(body(named(["a", "b"]))) == PutDone()
+    finish(dead, take(dead, "s", Want("rows", 1, 1)))
+    again = body(named(["a", "b", "c"]), number=8)
+    told_again = [shard.change(again), shard.change(again), heir_of(dead, told).change(again)]
+    assert told_again == [PutDone(gone=1, there=1)] * 3
+    assert heir_of(dead, told).change(body(named(["c"]), number=9)) == PutDone(there=1)
+
+
 def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     """Not what others have set since; nor do rows come again that were consumed since."""
     first = body(named(["a", "b"]), tags={"status": ["new", "new"]})

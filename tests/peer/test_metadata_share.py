@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import ShardFull
+from dataplane.errors import BackPressure, ShardFull
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
+from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
-from dataplane.wire.tables import Definition, Rows
+from dataplane.wire.tables import Definition, Owner, Rows
 from tests.metadata.stores import named, put
 
 
@@ -60,6 +61,26 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
         with pytest.raises(ShardFull, match="all of them wait"):
             await wait
     assert (one.waiting, shard.share.writers) == (0, 0)
+
+
+async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_time() -> None:
+    """One change that waited held its caller's floor, and with it the acks that would make room."""
+    shard, changes = Shard(), OutgoingChanges(Owner("tcp://10.0.0.1:7101", 7))
+    floors: list[int] = []
+
+    async def attempt() -> str:
+        change = await changes.begin("p", 1, time.monotonic())
+        floors.append(change.floor)
+        try:
+            if len(floors) < 3:
+                raise BackPressure("there is no room for second copies")
+            return "stored"
+        finally:
+            changes.end("p", 1, change)
+
+    session: Any = SimpleNamespace(waiting=0)
+    assert await shard.share.until_taken(session, attempt) == "stored"
+    assert floors == [1, 2, 3] and (session.waiting, shard.share.writers) == (0, 0)
 
 
 def test_a_restore_brings_no_rows_into_a_full_shard() -> None:

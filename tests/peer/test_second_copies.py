@@ -157,6 +157,30 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
     await peer.copying.copy_here(copies, THERE)
 
 
+async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message that waited until then held its caller's floor, and acks waited behind it."""
+    monkeypatch.setattr(replication, "PATIENCE_S", 0.05)
+    peer = Peer(Engine(set()))
+    left = peer.space.stats()["classes"]["open"]["room_bytes"]
+    await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
+
+    async def none_gone(address: str, body: Pull, **how: Any) -> Pulled:
+        return Pulled(b"", bytes(1))
+
+    peer.mesh.call = none_gone
+    entry: Any = SimpleNamespace(copies=Copies(), name="p", generation=1)
+    named, column = stores.named(["k"]), Column("x", stores.values(1))
+    body = Put("p", 1, named, [column], stores.SPECS, owners=[THERE])
+    call_deadline.set(peer.host.now() + 60.0)
+    began = peer.host.now()
+    with pytest.raises(BackPressure):
+        async with peer.copying.beforehand(entry, body):
+            raise AssertionError("there is no room")
+    assert peer.host.now() - began < 20.0
+
+
 async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
     """An heir answered nobody before it had made all of them anew: where there was no room nobody
     could make any."""

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from dataplane.errors import ShardFull, sized
+from dataplane.errors import BackPressure, ShardFull, sized
 from dataplane.peer.host import Host, call_deadline
 from dataplane.peer.sessions import Session
 
@@ -95,19 +95,19 @@ class MetadataShare:
     # for clients of this host
 
     async def until_taken(self, session: Session, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What a shard answers to new rows, tried again while it has no room for them. ShardFull
-        where the call ends before, or nobody is left who could make room; and at once for small
-        values, which their writer keeps."""
+        """What a shard answers to new rows, tried again while it has no room for them, or for their
+        second copies. BackPressure where the call ends before, or nobody is left who could make
+        room; and at once for small values, which their writer keeps."""
         for tries in itertools.count(1):
             try:
                 return await attempt()
-            except ShardFull as full:
+            except BackPressure as full:
                 if full.details.get("values"):
                     raise
                 await self._pause(session, full, tries)
         raise AssertionError("it counts for ever")
 
-    async def _pause(self, session: Session, full: ShardFull, tries: int) -> None:
+    async def _pause(self, session: Session, full: BackPressure, tries: int) -> None:
         """Before they are tried again, so many times up to now."""
         wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
         left_s = call_deadline.get() - self._host.now() - AGAIN_S[0]
@@ -125,10 +125,10 @@ class MetadataShare:
             session.waiting -= 1
         if vain.done():
             why = "no client can free any: all of them wait"
-            raise ShardFull(f"{full.message}; {why}", **full.details)
+            raise type(full)(f"{full.message}; {why}", **full.details)
 
     def end_in_vain(self) -> None:
-        """Nobody is left who could free rows: ShardFull for all writers here that wait."""
+        """Nobody is left who could free rows: BackPressure for all writers here that wait."""
         if self._vain is not None:
             self._vain.set_result(None)
             self._vain = None

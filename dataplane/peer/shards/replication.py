@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 
@@ -43,7 +43,8 @@ primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB
 MAX_RANGES = 4096
 """So many are brought at once, or a backup is asked to copy."""
 PATIENCE_S = 4.0
-"""How long room for copies is awaited before the asker is told."""
+"""How long room for copies is awaited before the asker is told. It asks again, as another change:
+one that waits longer would hold its caller's floor, and so the acks that make room."""
 AHEAD_S = 30.0
 """For so long a backup keeps copies that no row names: what names them is on its way."""
 
@@ -84,23 +85,14 @@ class Copying:
         others = [one for one in named if one[0] != self.host.owner]
         with self.held(copies, others):
             for owner, ranges, *_ in others:
-                await self._in_time(functools.partial(self.copy_here, copies, owner, ranges))
+                await self.copy_here(copies, owner, ranges)
             for owner, *mine in named:
                 if owner == self.host.owner:
-                    await self._in_time(functools.partial(self.copy_to_backup, entry, *mine))
+                    await self.copy_to_backup(entry, *mine)
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
             self.host.speak()
             yield
-
-    async def _in_time(self, copy: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await copy()
-                return
-            except BackPressure:
-                if self.host.now() + PATIENCE_S > call_deadline.get():
-                    raise
 
     async def copy_held_to_backup(self, entry: Entry, copies: Copies, owner: Owner) -> None:
         """The backup has copies of an owner's copies here before they are all that rows name; where

@@ -100,6 +100,28 @@ def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
     assert shard.put(4, 7, length=[0]) == [(1, list(range(8))), (2, [8, 9])]
 
 
+def test_a_claim_that_fails_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, take, met = Shard(), Store.take, list[object]()
+
+    def fails_for_one(self: Store, stage: str, want: Want, holder: int, *more: Any) -> Any:
+        if more[1] == 1 and want.count == 3:
+            raise RuntimeError("a bug")
+        return take(self, stage, want, holder, *more)
+
+    monkeypatch.setattr(Store, "take", fails_for_one)
+    for number, want in ((1, rows(3)), (2, rows(2)), (3, rows(1, where=["eq", "even", True]))):
+        shard.claim(number, want)
+    monkeypatch.setattr(shard, "shown", lambda outcome: met.append(outcome[0].number))
+    with pytest.raises(RuntimeError, match="a bug"):
+        shard.put(0, 3)
+    assert met == [2, 3]
+    with pytest.raises(RuntimeError, match="a bug"):
+        shard.put(3, 3)
+    monkeypatch.setattr(Store, "take", take)
+    shard.serve()
+    assert met == [2, 3, 1]
+
+
 def test_a_minimum_is_enough() -> None:
     shard = Shard()
     shard.put(0, 2)

@@ -11,7 +11,7 @@ for that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import msgspec
 
@@ -33,6 +33,8 @@ from dataplane.wire.messages import Claim, Claimed, Finish, Want
 
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
+MAX_BROKEN = 16
+"""Claims that may fail before the others are not served either."""
 
 Lane = tuple[str, bytes]
 """Unit, and the filter's MessagePack form, b"" without one."""
@@ -80,6 +82,8 @@ class ClaimQueue:
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
+        self._trying = 0
+        """the number of the claim that is being met"""
 
     def __repr__(self) -> str:
         return f"<ClaimQueue of {self.stage!r}: {len(self)} claims in {len(self._lanes)} lanes>"
@@ -151,22 +155,42 @@ class ClaimQueue:
 
     def serve(self, now: float, keep: bool = True) -> Iterator[Outcome]:
         """Meet all that can be met, one by one as they are asked for, and say what became of whom.
-        keep: what older heads match is not for younger ones."""
+        keep: what older heads match is not for younger ones. A claim that cannot be met because of
+        a bug waits on and keeps nothing from others; the first such error is raised in the end."""
         yield from self._joined(now) if self._joining else []
-        while (outcome := self._next(now, keep)) is not None:
+        broken: dict[int, Exception] = {}
+        while True:
+            try:
+                outcome = self._next(now, keep, broken)
+            except Exception as exc:
+                if self._trying in broken or len(broken) == MAX_BROKEN:
+                    raise
+                broken[self._trying] = exc
+                continue
+            if outcome is None:
+                break
             yield outcome
+        for failure in broken.values():
+            raise failure
 
-    def _next(self, now: float, keep: bool) -> Outcome | None:
+    def _next(self, now: float, keep: bool, broken: Container[int]) -> Outcome | None:
         """What becomes of the first who can be met."""
         kept: list[Kept] = []
         heads = [queue.oldest for queue in self._lanes.values()]
+        if broken:
+            firsts = (self._first(queue, broken) for queue in self._lanes.values())
+            heads = [head for head in firsts if head is not None]
         for head in sorted(heads, key=lambda one: one.since) if len(heads) > 1 else heads:
-            outcome = self._advance(head, now, kept)
+            outcome = self._advance(head, now, kept, broken)
             if outcome is not None:
                 return outcome
             if keep:
                 kept.append((head.want.unit, head.want.where))
         return None
+
+    @staticmethod
+    def _first(queue: ByAge[WaitingClaim], broken: Container[int]) -> WaitingClaim | None:
+        return next((claim for claim in queue if claim.number not in broken), None)
 
     def _joined(self, now: float) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
@@ -188,15 +212,18 @@ class ClaimQueue:
                 outcomes.append((claim, plans.part(member)))
         return outcomes
 
-    def _advance(self, head: WaitingClaim, now: float, kept: list[Kept]) -> Outcome | None:
+    def _advance(
+        self, head: WaitingClaim, now: float, kept: list[Kept], broken: Container[int]
+    ) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
         queue, want = self._lanes[head.lane], head.want
+        self._trying = head.number
         counts = self.store.counts(self.stage, want.unit, want.where)
         if self.store.sealed and not counts.to_come:
             return self._ended(head)
         if not counts.ready:
             return None
-        near = self._near(head, queue, counts) if len(queue) > 1 else None
+        near = self._near(head, queue, counts, broken) if len(queue) > 1 else None
         for claim in (near, head):
             outcome = self._meet(claim, counts, now, kept) if claim is not None else None
             if outcome is not None:
@@ -208,6 +235,7 @@ class ClaimQueue:
     def _meet(
         self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Kept]
     ) -> Outcome | None:
+        self._trying = claim.number
         want, sealed = claim.want, self.store.sealed
         all_there = sealed and counts.remaining == counts.ready
         if want.budget_tag is None:
@@ -284,7 +312,11 @@ class ClaimQueue:
     # who goes before whom
 
     def _near(
-        self, head: WaitingClaim, queue: ByAge[WaitingClaim], counts: Counts
+        self,
+        head: WaitingClaim,
+        queue: ByAge[WaitingClaim],
+        counts: Counts,
+        broken: Container[int],
     ) -> WaitingClaim | None:
         """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
         head's."""
@@ -294,6 +326,8 @@ class ClaimQueue:
         if near.get(head.address):
             return None
         for other in itertools.islice(queue, 1, NEAR_CLAIMS):
+            if other is head or other.number in broken:
+                continue
             enough = min(counts.ready, near.get(other.address, 0)) >= other.least
             if enough and other.want.budget_tag is None:
                 return other

@@ -185,8 +185,10 @@ class Membership:
             return set()
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
-            ending = filter(roster.has, self._ending)  # not who came back under such a name
-            staying -= {owner.peer for owner in ending} | self._unreached | {self.keeper.apart}
+            proven = filter(self.watching.contacts.has_ended, roster.owners)
+            ended = {*self._ending, *proven}  # not who came back under such a name
+            staying -= {owner.peer for owner in ended if roster.has(owner)}
+            staying -= self._unreached | {self.keeper.apart}
         return staying
 
     @property
@@ -202,26 +204,26 @@ class Membership:
         return self.host.now() - heard > AWAY_S
 
     async def say_ending(self) -> None:
-        """To all that this peer wants to leave, while the keeper, which would say so, is away: also
-        to who said the same, which may wait for nobody but this one."""
-        while self.keeper_is_away():
-            others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
-            await asyncio.gather(*map(self._say_ending_to, others))
-            await asyncio.sleep(BEAT_S)
+        """Tell all members that this peer wants to leave, until the keeper, which would tell them,
+        is back. Members that want to leave as well are told too: they may wait for this peer only.
+        """
+        others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
+        await asyncio.gather(*map(self._say_ending_to, others))
         self._unreached.clear()
 
     async def _say_ending_to(self, other: str) -> None:
-        """Whoever was greeted is noticed as it ends; to some this peer had nothing to say before,
-        and they may have ended."""
-        try:
-            async with asyncio.timeout(ASK_S):
-                await self.mesh.hello(other)
-        except (TimeoutError, DataplaneError):
-            self._unreached.add(other)
-            return
-        self._unreached.discard(other)
-        with contextlib.suppress(DataplaneError):  # no authority is there
-            await self.mesh.call(other, Beat(leaving=True), timeout_s=ASK_S)
+        """Greet the member each time, so that its end is noticed. One that has ended answers no
+        greeting, and delays what the others are told by nothing."""
+        while self.keeper_is_away():
+            try:
+                async with asyncio.timeout(ASK_S):
+                    await self.mesh.hello(other)
+                self._unreached.discard(other)
+                with contextlib.suppress(DataplaneError):  # no authority is there
+                    await self.mesh.call(other, Beat(leaving=True), timeout_s=ASK_S)
+            except (TimeoutError, DataplaneError):
+                self._unreached.add(other)
+            await asyncio.sleep(BEAT_S)
 
     def leave(self) -> None:
         """From now on this peer says that it wants to, until it is `deposed`."""

@@ -79,7 +79,8 @@ class Watching:
         before = contacts.is_unreached(owner)
         match look:
             case Look.ENDED:
-                log.info("peer at %s: its host says that its process has ended", owner.peer)
+                if not contacts.has_ended(owner):
+                    log.info("peer at %s: its host says that its process has ended", owner.peer)
                 contacts.ended(owner)
             case Look.REFUSED:
                 contacts.refused(owner, now)

@@ -7,6 +7,7 @@ from dataplane.metadata.roster.failure_detector import (
     ALONE_S,
     DOUBT_S,
     GAP_S,
+    HEARD_S,
     REFUSED_S,
     RETURN_S,
     UNREACHED_S,
@@ -151,11 +152,27 @@ def test_a_keeper_that_hears_nobody_gives_up_in_the_end() -> None:
     assert set(clock.run(ALONE_S + SLACK_S, unreached=(B, C))) == {B, C}
 
 
-def test_after_a_cut_every_member_has_time_to_be_heard_again() -> None:
+def test_time_in_which_the_keeper_heard_nobody_counts_against_no_member() -> None:
     clock = Clock(B, C, D)
-    clock.run(40.0, unreached=(B, C, D))
-    assert not clock.run(RETURN_S - BEAT_S, hears=(B, C))
-    assert clock.run(2 * RETURN_S, hears=(B, C)) == [D]
+    clock.run(ALONE_S - SLACK_S, unreached=(B, C, D))
+    assert not clock.run(LOST_AFTER_S - SLACK_S, hears=(B, C))
+    assert clock.run(2 * SLACK_S, hears=(B, C)) == [D]
+
+
+def test_the_first_member_that_is_heard_after_a_cut_loses_no_other() -> None:
+    """Its report and the keeper's own looks are still of the time of the cut."""
+    clock = Clock(B, C, D)
+    clock.run(30.0, unreached=(B, C, D))
+    cut = clock.run(HEARD_S - BEAT_S, hears=(B,), unreached=(C, D), reporters=(B,))
+    assert not cut
+    assert not clock.run(60.0, hears=(B, C, D))
+
+
+def test_a_keeper_that_hears_half_again_gives_the_others_time_to_be_heard() -> None:
+    clock = Clock(B, C, D)
+    assert not clock.run(REFUSED_S + DOUBT_S - SLACK_S, hears=(B,), refused=(C, D))
+    assert not clock.run(RETURN_S - SLACK_S, hears=(B, C), refused=(D,))
+    assert clock.run(2 * SLACK_S, hears=(B, C), refused=(D,)) == [D]
 
 
 def test_a_keeper_that_hears_under_half_waits_longer() -> None:

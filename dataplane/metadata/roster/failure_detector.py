@@ -12,7 +12,8 @@ A member is lost on one of four grounds:
 - silent: it sends no message for `lost_after_s`.
 
 Except for the first ground, a keeper that hears under half of the members doubts itself first.
-Time in which the keeper itself did not run counts against nobody.
+Time in which the keeper did not run, or heard no member and then heard one again, counts against
+nobody.
 """
 
 from __future__ import annotations
@@ -135,6 +136,11 @@ class FailureDetector:
     def heard(self, peer: Owner, now: float) -> None:
         """A message of this process arrived."""
         self._run(now)
+        deaf_s = now - self._any_heard_at
+        if deaf_s > HEARD_S:  # the other members are heard a moment later
+            self._skip(deaf_s)
+            if self._doubts_since is not None:
+                self._doubts_since = now
         self._heard[peer] = self._any_heard_at = now
 
     def reported(self, by: Owner, unreached: Iterable[Owner]) -> None:
@@ -202,14 +208,18 @@ class FailureDetector:
         return now - self._doubts_since >= DOUBT_S
 
     def _run(self, now: float) -> None:
-        """A keeper that did not run heard nobody: for it, no time has passed."""
+        """A keeper that did not run heard nobody."""
         missed_s = now - self._ran_at
         self._ran_at = now
         if missed_s > STALL_S:
-            self._heard = {owner: at + missed_s for owner, at in self._heard.items()}
-            self._any_heard_at += missed_s
-            if self._doubts_since is not None:
-                self._doubts_since += missed_s
+            self._skip(missed_s)
+
+    def _skip(self, seconds: float) -> None:
+        """For the members, so much of the time until now has not passed."""
+        self._heard = {owner: at + seconds for owner, at in self._heard.items()}
+        self._any_heard_at += seconds
+        if self._doubts_since is not None:
+            self._doubts_since += seconds
 
     def _keep(self, owners: set[Owner], now: float) -> None:
         self._heard = {owner: at for owner, at in self._heard.items() if owner in owners}

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ HEALED_S = 1.2
 LOST_AFTER_S, LONG_S = 4.0, 7.0
 """The grid's peers call one lost that is silent for so long; so these damages last longer."""
 HEADROOM_BYTES = 4 << 20
+LOG_CHARS = 8_000
 X, Y = np.arange(100_000), np.arange(50_000)
 
 
@@ -85,6 +86,17 @@ class Hosts(Cluster):
         timer = threading.Timer(seconds, act)
         self._timers.append(timer)
         timer.start()
+
+    @contextlib.contextmanager
+    def logs_of_a_failure(self) -> Iterator[None]:
+        """Print the end of every peer's log where the body fails."""
+        try:
+            yield
+        except BaseException:
+            for name in self.peers:
+                print(f"--- end of {name}.log")
+                print((self.run_dir / f"{name}.log").read_text()[-LOG_CHARS:])
+            raise
 
     def settle(self) -> None:
         """All that was to pass has passed."""

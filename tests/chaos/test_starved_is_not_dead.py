@@ -12,7 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +33,48 @@ SLACK = 2.0
 """A busy machine notices later than is promised, by this factor at most."""
 CALL_S = 60.0
 LOST_AFTER_S = 8.0
-"""`--lost-after` of the peers that are disturbed. Disturbances that scale with it take 8/20 of the
-time that they would take with the default of 20 s."""
+"""`--lost-after` of the hosts that several cases share, so that disturbances are shorter than with
+the default of 20 s."""
 pytestmark = [pytest.mark.needs("ip"), pytest.mark.timeout(300)]
 
 
+@dataclass
+class _Shared:
+    """The hosts of several cases. A case that lost somebody leaves none of them to the next.
+
+    Numbered: repeated cases have partitions of their own.
+    """
+
+    stack: ExitStack
+    hosts: Hosts | None = None
+    lives: dict[str, int] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def whole(self) -> Hosts:
+        if self.hosts is None or not self._is_whole(self.hosts):
+            self.stack.close()
+            running = _running("--lost-after", f"{LOST_AFTER_S:g}")
+            self.hosts = self.stack.enter_context(running)
+            self.lives = _lives(self.hosts)
+        return self.hosts
+
+    def _is_whole(self, hosts: Hosts) -> bool:
+        try:
+            return _lives(hosts) == self.lives and len(hosts.members()) == len(NAMES)
+        except DataplaneError:
+            return False
+
+
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with _running("--lost-after", f"{LOST_AFTER_S:g}") as running:
-        yield running
+def shared() -> Iterator[_Shared]:
+    with ExitStack() as stack:
+        yield _Shared(stack)
+
+
+@pytest.fixture(scope="class")
+def hosts(shared: _Shared) -> Hosts:
+    """Once per case, and before what looks whether the case leaves processes behind."""
+    return shared.whole()
 
 
 @contextmanager
@@ -107,8 +142,10 @@ class _Caller(threading.Thread):
 def _weather(name: str, weather: Weather, seconds: float) -> Callable[[Hosts], None]:
     def act(hosts: Hosts) -> None:
         hosts.switch.set(hosts.address(name), weather)
-        time.sleep(seconds)
-        hosts.switch.set(hosts.address(name), FAIR)
+        try:
+            time.sleep(seconds)
+        finally:
+            hosts.switch.set(hosts.address(name), FAIR)
 
     return act
 
@@ -116,14 +153,16 @@ def _weather(name: str, weather: Weather, seconds: float) -> Callable[[Hosts], N
 def _stop(seconds: float) -> Callable[[Hosts], None]:
     def act(hosts: Hosts) -> None:
         os.kill(hosts.peers["b"].pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(hosts.peers["b"].pid, signal.SIGCONT)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(hosts.peers["b"].pid, signal.SIGCONT)
 
     return act
 
 
 CALM: dict[str, Callable[[Hosts], None]] = {
-    "stopped for 6 s": _stop(0.75 * LOST_AFTER_S),
+    "stopped for 4 s": _stop(0.5 * LOST_AFTER_S),
     "cut off for 5 s": _weather("b", Weather(cut=True), 5.0),
     "rejects what comes for 4 s": _weather("b", Weather(rejects="to"), 4.0),
     "rejects what goes for 4 s": _weather("b", Weather(rejects="from"), 4.0),
@@ -136,26 +175,33 @@ CALM: dict[str, Callable[[Hosts], None]] = {
 
 
 @pytest.mark.parametrize("what", CALM, ids=lambda text: text.replace(" ", "-"))
-def test_nobody_is_lost_and_calls_go_on(hosts: Hosts, what: str) -> None:
-    _nobody_is_lost(hosts, what, CALM[what])
+def test_nobody_is_lost_and_calls_go_on(shared: _Shared, hosts: Hosts, what: str) -> None:
+    with hosts.logs_of_a_failure():
+        _nobody_is_lost(hosts, f"{what}, {next(shared.numbers)}", CALM[what])
 
 
-def _nobody_is_lost(hosts: Hosts, what: str, disturb: Callable[[Hosts], None]) -> None:
-    _put(hosts, f"rows {what}")
+def _nobody_is_lost(hosts: Hosts, name: str, disturb: Callable[[Hosts], None]) -> None:
+    _put(hosts, f"rows, {name}")
     until(hosts.protected, "backups are in sync", 60)
     before, members = _lives(hosts), hosts.members()
-    callers = [_Caller(hosts, host, f"calls from {host} {what}") for host in "cd"]
+    callers = [_Caller(hosts, host, f"calls from {host}, {name}") for host in "cd"]
     for caller in callers:
         caller.start()
-    disturb(hosts)
-    began = [caller.done for caller in callers]
-    until(lambda: all(c.failed or c.done > n for c, n in zip(callers, began, strict=True)), "calls")
-    for caller in callers:
-        caller.end()
+    try:
+        disturb(hosts)
+        began = [caller.done for caller in callers]
+        until(lambda: all(map(_goes_on, callers, began)), "calls go on, or fail", CALL_S)
+    finally:
+        for caller in callers:
+            caller.end()
     assert [caller.failed for caller in callers] == [[], []]
-    _all_there(hosts, f"rows {what}")
     assert (_lives(hosts), hosts.members()) == (before, members)
+    _all_there(hosts, f"rows, {name}")
     until(hosts.protected, "backups are in sync", 60)
+
+
+def _goes_on(caller: _Caller, began: int) -> bool:
+    return bool(caller.failed) or caller.done > began
 
 
 def _kill(hosts: Hosts) -> None:
@@ -194,7 +240,7 @@ def _start_again(hosts: Hosts) -> None:
 def test_with_the_default_times_a_stall_is_no_death_and_a_death_is_noticed_in_time() -> None:
     """A stopped process is given 20 s. An ended one is noticed after 2 s, where its bulk workers
     ended too after 7 s, and where its host is gone after 10 s."""
-    with _running() as hosts:
+    with _running() as hosts, hosts.logs_of_a_failure():
         _nobody_is_lost(hosts, "stopped for 15 s", _stop(15.0))
         gone = hosts.address("b")
         for kill, within_s in ((_kill, 2.0), (_kill_all, 7.0), (_pull_the_plug, 10.0)):

@@ -144,7 +144,7 @@ class Peer:
             host, mesh, self.keeper, self, begins_anew, config.lost_after_s
         )
         self.shipping.on_whole = self.membership.beat_now
-        self.confirming = Confirming(host, mesh, self.shipping)
+        self.confirming = Confirming(host, mesh, self.shipping, self.membership.keeps_the_roster)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(
             host, mesh, self.membership, self.copying, self.door, router, self.settle

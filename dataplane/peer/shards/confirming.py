@@ -2,7 +2,9 @@
 
 A primary answers only within `host.LEASE_S` of sending the last request that its backup in sync
 confirmed, so a backup that is promoted knows when the old primary has fallen silent. A backup that
-confirms nothing for OVERDUE_S leaves the in-sync set, and calls go on without it.
+confirms nothing for OVERDUE_S leaves the in-sync set, and calls go on without it: the roster keeper
+knows then that the copy is out of date. A primary that keeps the roster itself waits instead until
+its backup confirms or is lost. If its host died, nobody else would know.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class Confirming:
     host: Host
     mesh: Mesh
     shipping: Shipping
+    keeps_the_roster: bool
+    """this peer does, and no consensus store"""
 
     def __post_init__(self) -> None:
         self._backup: Owner | None = None
@@ -49,7 +53,7 @@ class Confirming:
         if backup is None:
             return
         self.mesh.spawn(self._ask(backup))
-        if now - self._heard_at > OVERDUE_S:
+        if now - self._heard_at > OVERDUE_S and not self.keeps_the_roster:
             self.shipping.unconfirmed()
 
     async def _ask(self, backup: Owner) -> None:

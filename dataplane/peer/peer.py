@@ -13,6 +13,7 @@ from dataplane.errors import DataplaneError
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
+from dataplane.memory.device import Device
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers
@@ -83,20 +84,29 @@ class Peer:
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste
-        host, transport = self.host, config.transport
-        self.mesh = mesh = Mesh(host, self._bulk, Gate(config.token, config.run))
-        self.router = router = Router(host, mesh)
-        self.sessions = sessions = Sessions(host, self._session_ended)
+        self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
+        self.router = Router(self.host, self.mesh)
+        self.sessions = Sessions(self.host, self._session_ended)
+        self._keep_memory(devices)
+        self._keep_shards()
+        self._serve_clients()
+        self._take_part()
 
+    def _keep_memory(self, devices: list[Device]) -> None:
+        """Room in this host's memories, and copies of what lies elsewhere."""
+        config, host, mesh = self.config, self.host, self.mesh
         self.room = room = Room(host)
         room.on_wait.append(self._producers_wait)
         self.spilling = self._spilling(config.spill) if config.spill is not None else None
         from_disk = self.spilling.read if self.spilling is not None else None
         self.devices = Devices(host, devices, config.device_arena, room, from_disk)
-        self.pulls = pulls = Pulls(host, mesh, room, self.devices, transport)
+        self.pulls = pulls = Pulls(host, mesh, room, self.devices, config.transport)
         self.device_pulls = DevicePulls(pulls)
         self.copying = Copying(host, mesh, pulls, room)
 
+    def _keep_shards(self) -> None:
+        """Partitions, the calls that wait at them, and the values that they name."""
+        host, mesh, router, room = self.host, self.mesh, self.router, self.room
         self.shipping = Shipping(host, mesh, self.copying)
         self.partitions = parts = Partitions(host, mesh, router, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
@@ -109,31 +119,38 @@ class Peer:
             producers=lambda: room.producers + share.writers,
         )
         share.on_refused.append(calls.producers_wait)
-
-        self.leases = leases = Leases(room.unpin)
         self.references = refs = References(host, mesh, router, room)
         self.effects = Effects(refs, self.copying, room, calls)
+
+    def _serve_clients(self) -> None:
+        """What clients of this host ask for, and the door through which they do."""
+        host, mesh, router, room = self.host, self.mesh, self.router, self.room
+        refs, parts, share = self.references, self.partitions, self.share
+        self.leases = leases = Leases(room.unpin)
         self.grants = grants = Grants(host, room, self.devices)
         self.reading = reading = Reading(host, router, leases, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, refs, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, router)
-        self.directory = Directory(host, mesh, sessions, parts, config.run_dir)
-        self.waits = Waits(host, router, sessions, self.directory)
+        self.directory = Directory(host, mesh, self.sessions, parts, self.config.run_dir)
+        self.waits = Waits(host, router, self.sessions, self.directory)
         self.claims = Claims(host, router, finishing, reading, self.waits, room)
-        answers = Answers(self)
+        self._answers = answers = Answers(self)
         self.door = Door(
             host,
-            sessions,
+            self.sessions,
             answers.handlers,
             answers.unsent,
-            self.grants.let_go,
+            grants.let_go,
             lambda: self.janitor.is_over(),
         )
         self.door.on_claimed = self.claims.answered
-        self._answers = answers
 
+    def _take_part(self) -> None:
+        """This peer's place among the members of its plane, and what ends it."""
+        config, host, mesh, router = self.config, self.host, self.mesh, self.router
+        parts, refs = self.partitions, self.references
         self.keeper = (
             EtcdKeeper(host, config.roster, lambda address: self.membership.has_ended(address))
             if config.roster

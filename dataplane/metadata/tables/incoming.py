@@ -58,15 +58,17 @@ def different(raw: bytes, what: str) -> list[bytes]:
     return keys
 
 
-def rows_in(rows: Rows, *, many: int = MAX_ROWS_PER_MESSAGE) -> RowsIn:
+def rows_in(rows: Rows) -> RowsIn:
     """Check the rows of a message. InvalidRows when there are none, or one twice."""
     keys = keys_in(rows.keys)
     count = len(keys)
     if not count:
         raise InvalidRows("there are no rows in this call; give at least one")
-    if count > many:
+    if count > MAX_ROWS_PER_MESSAGE:
         raise LimitExceeded(
-            f"{count} rows in one message are over the limit of {many}", rows=count, limit=many
+            f"{count} rows in one message are over the limit of {MAX_ROWS_PER_MESSAGE}",
+            rows=count,
+            limit=MAX_ROWS_PER_MESSAGE,
         )
     if rows.names is not None and len(rows.names) != count:
         raise InvalidRows(f"{len(rows.names)} names for {count} keys")

@@ -32,6 +32,13 @@ _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
 def register(commands: Any) -> None:
     what = "drive planes with a trace, and compare them"
     run = commands.add_parser("run", help=what, description=f"{what}: a table, JSON and a page.")
+    _job_options(run)
+    _plane_options(run)
+    run.set_defaults(perform=_run)
+
+
+def _job_options(run: argparse.ArgumentParser) -> None:
+    """What is run, by how many, on which hosts."""
     run.add_argument("--trace", type=names(TASKS), required=True, help=" or ".join(TASKS))
     run.add_argument(
         "--trace-file",
@@ -84,6 +91,10 @@ def register(commands: Any) -> None:
     run.add_argument(
         "--abort", type=share, default=0.0, help="share of the groups cancelled on their way"
     )
+
+
+def _plane_options(run: argparse.ArgumentParser) -> None:
+    """How the planes do it, and within which limits."""
     run.add_argument(
         "--dedup",
         choices=("on", "off", "both"),
@@ -113,7 +124,6 @@ def register(commands: Any) -> None:
         default=None,
         help="write the report here, and the page (.html) beside it",
     )
-    run.set_defaults(perform=_run)
 
 
 def _prompts(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from rich.console import Console
 from bench import bounds, links, machine, outputs, page, report
 from bench.options import names, positive, seconds, share, size, whole
 from bench.planes import PLANES
-from bench.run import Settings, execute, variants
+from bench.run import Progress, Settings, execute, variants
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
 
@@ -200,7 +200,7 @@ def carry_out(
 
 
 def _carried_out(
-    settings: Settings, plane: str, dedup: bool, bar: report.Report, console: Console
+    settings: Settings, plane: str, dedup: bool, bar: Progress, console: Console
 ) -> dict[str, Any]:
     """One run. A run that fails is repeated once; the report keeps what went wrong the first time
     under `failed_before`."""

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -67,6 +67,11 @@ def waits_s(timeout_ms: int) -> float:
     return min(most_s, call_deadline.get() - time.monotonic())
 
 
+def _bounded(label: str, among: Mapping[str, object]) -> str:
+    """A name that a user chose; OTHER where MAX_SUMS others came before it."""
+    return label if label in among or len(among) < MAX_SUMS else OTHER
+
+
 class ByLabel:
     """Sums by a name that a user chose: of the first MAX_SUMS names, and the rest together."""
 
@@ -74,8 +79,7 @@ class ByLabel:
         self.sums: dict[str, int] = {}
 
     def add(self, label: str, amount: int) -> None:
-        if label not in self.sums and len(self.sums) >= MAX_SUMS:
-            label = OTHER
+        label = _bounded(label, self.sums)
         self.sums[label] = self.sums.get(label, 0) + amount
 
 
@@ -360,8 +364,7 @@ class Host:
 
     def acked_here(self, stage: str, rows: int) -> None:
         """A client of this host has acked rows of a stage."""
-        if stage not in self.acked_by_clients and len(self.acked_by_clients) >= MAX_SUMS:
-            stage = OTHER
+        stage = _bounded(stage, self.acked_by_clients)
         self.acked_by_clients.setdefault(stage, Recent(self.now())).add(self.now(), rows)
 
     def label(self, holder: int, label: str) -> None:

@@ -276,7 +276,7 @@ class Authority:
     def _taken_over(self, address: str, then: Roster, ended: bool = True) -> Roster:
         """It tells as well whose a member's shards are, and whether with what they hold. ended: the
         member answers for them no more."""
-        owner = next((o for o in self.roster.owners if o.peer == address), None)
+        owner = self.roster.owner_at(address)
         heir = then.heir_of(self.roster, owner) if owner is not None else None
         if owner is None or heir is None or heir == owner:
             return then

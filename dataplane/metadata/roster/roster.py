@@ -248,6 +248,10 @@ class Roster:
         pairs = zip(self.members, self.incarnations, strict=True)
         return [Owner(member, incarnation) for member, incarnation in pairs if incarnation]
 
+    def owner_at(self, address: str | None) -> Owner | None:
+        """The member at an address, if it was seen."""
+        return next((owner for owner in self.owners if owner.peer == address), None)
+
     def _index(self, address: str) -> int:
         try:
             return self.members.index(canonical(address))

@@ -255,8 +255,8 @@ class Membership:
 
     def has_ended(self, address: str) -> bool:
         """Whether the member's process at this address is proven to have ended."""
-        owners = [owner for owner in self.host.roster.owners if owner.peer == address]
-        return any(map(self.watching.contacts.has_ended, owners))
+        owner = self.host.roster.owner_at(address)
+        return owner is not None and self.watching.contacts.has_ended(owner)
 
     def _beat(self, caller: Caller, body: Beat) -> Body:
         if self.office.is_open and self.keeper.sure():

@@ -250,11 +250,11 @@ class Shipping:
 
     def turned(self, new: Roster) -> None:
         """A new roster may name another backup, or call it in sync."""
-        owner = self._backup_by(new)
+        address, in_sync = new.backup_of(self.host.address)
+        owner, before = new.owner_at(address), self.backup
         parted, self._parting = self._parting, None
         if parted is not None:
             parted.cancel()
-        before, in_sync = self.backup, new.backup_of(self.host.address)[1]
         required = self.progress.required
         stays = owner == before and parted is None and (self.synced or in_sync or not required)
         stays |= owner == before and self._is_overdue  # it goes on from where it was, as a learner
@@ -288,7 +288,8 @@ class Shipping:
         if self._parting is not None:
             self._parting.cancel()
             self._parting = None
-            self._change_to(self._backup_by(self.host.roster))
+            roster = self.host.roster
+            self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
         elif self.synced and self.backup is not None:
             log.warning(
                 "backup %s: does not confirm, removed from the in-sync set", self.backup.peer
@@ -302,10 +303,6 @@ class Shipping:
     def confirmed(self) -> None:
         """The backup confirmed what it was asked just now."""
         self._is_overdue = False
-
-    def _backup_by(self, roster: Roster) -> Owner | None:
-        address, _ = roster.backup_of(self.host.address)
-        return next((o for o in roster.owners if o.peer == address), None)
 
     def _change_to(self, owner: Owner | None) -> None:
         self.backup, self._in_vain, self._is_overdue = owner, 0, False

@@ -394,7 +394,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
         assert said.levelname == "WARNING"
         assert "it starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
-            r"was killed, and had 3 rows \d+ s ago: see .*embedded.log.old", caplog.text
+            r"was killed, and had 3 rows \S+ s ago: see .*embedded.log.old", caplog.text
         )
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 

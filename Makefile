@@ -84,7 +84,7 @@ surface: $(VENV)/.test-installed
 
 SOAK_MINUTES ?= 10
 soak: $(VENV)/.bench-installed
-	$(BIN)/python -m bench soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
+	$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
 
 # The whole grid of damages and moments on real processes; some cells need CAP_NET_ADMIN.
 chaos: test-packages $(VENV)/.test-installed

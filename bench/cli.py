@@ -8,15 +8,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import headline, links, perf_command, publish, run_command, smallest, soak
+from bench import headline, links, perf_command, publish, run_command, smallest
 from bench.bounds import Impossible
 from bench.compare import command as compare
-from bench.faults import command as faults
 from bench.outputs import NotWritten
 from bench.page import command as page_command
 from bench.sim import command as sim
 from bench.traces import commands as trace_commands
 from bench.traces.parquet import TraceError
+from tests.faults import command as faults
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.register(commands)
     sim.register(commands)
     faults.register(commands)
-    soak.register(commands)
     page_command.register(commands)
     publish.register(commands)
     return parser

@@ -8,8 +8,6 @@ speaks encrypted, as between hosts; counted is the processor time that the prima
 from __future__ import annotations
 
 import os
-import secrets
-import tempfile
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers import two_peers
+from bench.cluster import clients
 from bench.processes import die_with, spawned
 
 ROWS = 16
@@ -35,32 +33,28 @@ PARTITION = "lives"
 
 def measure() -> list[float]:
     """Processor seconds of the primary for one life, one figure a repetition."""
-    with tempfile.TemporaryDirectory(prefix="bench-token-") as folder:
-        token = Path(folder) / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        with two_peers(ARENA, "off", token=str(token)) as clients:
-            primary, other = _roles(*clients)
-            pipes, children = [], []
-            for nth in range(PROCESSES):
-                child, ours = spawned(_worker, other.peer, other.name, nth)
-                children.append(child)
-                pipes.append(ours)
-            pid, samples = primary.stats()["pid"], []
-            for repetition in range(4):
-                lives = LIVES if repetition else WARM_LIVES
-                before = _processor_s(pid)
-                for pipe in pipes:
-                    pipe.send(lives)
-                for pipe in pipes:
-                    pipe.recv()
-                if repetition:
-                    samples.append((_processor_s(pid) - before) / (lives * PROCESSES * THREADS))
+    with clients("ab", ARENA, "--transport", "off", token=True) as found:
+        primary, other = _roles(*found)
+        pipes, children = [], []
+        for nth in range(PROCESSES):
+            child, ours = spawned(_worker, other.peer, other.name, nth)
+            children.append(child)
+            pipes.append(ours)
+        pid, samples = primary.stats()["pid"], []
+        for repetition in range(4):
+            lives = LIVES if repetition else WARM_LIVES
+            before = _processor_s(pid)
             for pipe in pipes:
-                pipe.send(0)
-            for child in children:
-                child.join()
-            return samples
+                pipe.send(lives)
+            for pipe in pipes:
+                pipe.recv()
+            if repetition:
+                samples.append((_processor_s(pid) - before) / (lives * PROCESSES * THREADS))
+        for pipe in pipes:
+            pipe.send(0)
+        for child in children:
+            child.join()
+        return samples
 
 
 def _roles(one: Any, other: Any) -> tuple[Any, Any]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from bench import lives, row_way
 from bench.ceilings import Ceilings
+from bench.cluster import clients
 from bench.compare.cpu import cpu_seconds
-from bench.peers import one_peer, two_peers
 from bench.processes import die_with, spawned
 
 ROWS = 256
@@ -44,9 +44,10 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
     samples: Samples = defaultdict(list)
     block = np.random.default_rng(0).integers(0, 255, (ROWS, VALUE_BYTES), np.uint8)
     with ExitStack() as stack:
-        alone = stack.enter_context(one_peer(ARENA))
+        (alone,) = stack.enter_context(clients(["alone"], ARENA))
         # behind it, for the clients that are processes of their own look for these
-        near, far = stack.enter_context(two_peers(ARENA, "off"))  # TCP: its ceiling is a socket
+        # over TCP: its ceiling is a socket
+        near, far = stack.enter_context(clients("ab", ARENA, "--transport", "off"))
         ceilings = stack.enter_context(Ceilings(block))
         figures = _Figures(near, far, alone, block, samples)
         figures.touch_arenas()
@@ -119,8 +120,8 @@ class _Figures:
             rows = np.split(self.block[: ROWS // 4], n, axis=1)
             columns = dict(zip(_names(n), map(np.ascontiguousarray, rows), strict=True))
             note(f"fields_{n}_s", self._put(part, columns))
-        for clients in (1, 4):
-            note(f"clients_{clients}", _many_clients(self.near.peer, self.near.name, clients))
+        for count in (1, 4):
+            note(f"clients_{count}", _many_clients(self.near.peer, self.near.name, count))
 
     def _note(self, name: str, value: float) -> None:
         self.samples[name].append(value)

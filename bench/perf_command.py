@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from bench import bounds, gpu, machine, outputs, report, transports
+from bench.cluster import Failed
 from bench.options import names
-from bench.processes import ProcessDied
 
 
 def register(commands: Any) -> None:
@@ -50,7 +50,7 @@ def _perf(options: argparse.Namespace, command: str) -> int:
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told | {"spread": spread} | described)
-    except (DataplaneError, ProcessDied) as exc:
+    except (DataplaneError, Failed) as exc:
         console.print(f"nothing more was measured: {exc}", markup=False)
         return 1
     finally:  # also where it is stopped, or the disk is full

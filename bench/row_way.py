@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers import many_peers
+from bench.cluster import clients as clients_of
 
 BY_THE_CLOCK = {"Beat", "Rostered", "Stats", "StatsDone"}
 """Sent whether or not there are rows."""
@@ -27,7 +27,7 @@ STEP_S = 30.0
 def measure() -> dict[str, Any]:
     """`row`: requests, their answers, and two for a bulk read. `by_kind`: of them, by name. The
     middle one of several ways; those before it made the links."""
-    with many_peers(5, ARENA) as clients:
+    with clients_of("abcde", ARENA) as clients:
         producer, consumer, name = _apart(clients)
         near = producer.partition(name, stages={"train": ["x"]})
         far = consumer.partition(name)

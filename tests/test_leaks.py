@@ -120,7 +120,7 @@ def test_what_a_slow_collection_leaves_to_the_next_is_no_leak(
 def test_a_peer_that_hangs_as_it_is_told_to_end_fails_its_test_and_says_where(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conftest, "END_S", 0.2)
+    monkeypatch.setattr("bench.cluster.END_S", 0.2)
     hangs = """
         import signal, time
 
@@ -132,7 +132,7 @@ def test_a_peer_that_hangs_as_it_is_told_to_end_fails_its_test_and_says_where(
         hang()
     """
     cluster = conftest.Cluster(run_dir)
-    cluster._run("a", [sys.executable, "-c", textwrap.dedent(hangs)])
+    cluster.spawn("a", [sys.executable, "-c", textwrap.dedent(hangs)])
     conftest.until(lambda: "runs" in cluster.log("a"), "it runs")
     with pytest.raises(AssertionError, match=r"had not ended (?s:.*) in hang"):
         cluster.stop()

@@ -16,8 +16,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from bench.cluster import clients
 from bench.gpu.device import Gpu
-from bench.peers import two_peers
 
 MIB = 1 << 20
 LARGE_BYTES = 128 * MIB
@@ -38,7 +38,8 @@ def measure(
     """The report's `gpu`. nbytes: of each large value. tick(done, all): after each round."""
     samples: Samples = defaultdict(list)
     arena = f"{4 * ROWS * nbytes // MIB}MiB"
-    with two_peers(arena, "off:nixl,ucx", f"{gpu.kind}{arena}", "required") as (near, far):
+    options = ["--transport", "off:nixl,ucx", "--device-arena", f"{gpu.kind}{arena}"]
+    with clients("ab", arena, *options, devices="required") as (near, far):
         figures = _Figures(gpu, near, far, nbytes, samples)
         for nth in range(rounds + 1):
             figures.round()

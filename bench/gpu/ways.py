@@ -14,9 +14,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from bench.cluster import Failed, clients
 from bench.gpu.device import Gpu
-from bench.peers import two_peers
-from bench.processes import ProcessDied
 from dataplane.errors import DataplaneError
 from dataplane.transport import registry
 
@@ -39,7 +38,7 @@ def measure(
     for done, name in enumerate(names, 1):
         try:
             told[name] = _measured(gpu, rounds, nbytes, name)
-        except (DataplaneError, ProcessDied) as exc:
+        except (DataplaneError, Failed) as exc:
             told[name] = _not_run(str(exc))
         tick(done, len(names))
     return told
@@ -50,7 +49,8 @@ def _measured(gpu: Gpu, rounds: int, nbytes: int, name: str) -> dict[str, Any]:
         return _not_run(why)
     arena = f"{4 * ROWS * nbytes // MIB}MiB"
     seconds, ceilings = [], []
-    with two_peers(arena, f"required:{name}", f"{gpu.kind}{arena}", "required") as (near, far):
+    options = ["--transport", f"required:{name}", "--device-arena", f"{gpu.kind}{arena}"]
+    with clients("ab", arena, *options, devices="required") as (near, far):
         put, claimed = (one.partition("p", stages={"s": ["x"]}) for one in (near, far))
         for _ in range(rounds + 1):
             put.put({"x": [gpu.array(nbytes) for _ in range(ROWS)]})

@@ -8,14 +8,13 @@ the bench runs without it.
 from __future__ import annotations
 
 import os
-import secrets
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench.cluster import peer_command, token_file
 from bench.columns import DEDUP
 from bench.planes.base import (
     Array,
@@ -41,14 +40,6 @@ def _host_name(host: int) -> str:
     return f"host{host}"
 
 
-def _token(folder: str) -> str:
-    """A new cluster token's file: peers that others could reach want one."""
-    path = Path(folder) / "token"
-    path.touch(0o600)
-    path.write_text(secrets.token_hex(32))
-    return str(path)
-
-
 class DataplanePlane(Plane):
     """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
 
@@ -63,23 +54,16 @@ class DataplanePlane(Plane):
         hosts = job.addresses or ["127.0.0.1"] * job.hosts
         ports = zip(hosts, free_ports(job.hosts), strict=True)
         self._addresses = [f"tcp://{host}:{port}" for host, port in ports]
-        self._token = _token(job.folder) if job.addresses else None
+        self._token = str(token_file(Path(job.folder))) if job.addresses else None
         self._clients: list[Any] = []
 
     def services(self) -> list[Service]:
         return [self._peer(host) for host in range(self.job.hosts)]
 
     def _peer(self, host: int) -> Service:
-        options = {
-            "--run": self._plane_name,
-            "--name": _host_name(host),
-            "--listen": self._addresses[host],
-            "--seeds": ",".join(self._addresses),
-            "--arena": str(self.job.arena_bytes),
-        }
-        argv = [sys.executable, "-m", "dataplane", "peer"]
-        for name, value in options.items():
-            argv += [name, value]
+        options = ["--listen", self._addresses[host], "--seeds", ",".join(self._addresses)]
+        options += ["--arena", str(self.job.arena_bytes)]
+        argv = peer_command(_host_name(host), self._plane_name, *options)
         env = {"DATAPLANE_RUN_DIR": self.job.folder}
         env |= {"DATAPLANE_TOKEN_FILE": self._token} if self._token else {}
         return Service(f"peer-{_host_name(host)}", leashed(argv), env, host=host)

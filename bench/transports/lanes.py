@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers import two_peers
-from bench.processes import ProcessDied
+from bench.cluster import Failed, clients
 from bench.transports.loops import Loop, LoopFailed
 from bench.transports.pulls import Pulls, WrongTransport
 from bench.transports.shapes import SHAPES, Shape
@@ -33,7 +32,7 @@ class NotRun(RuntimeError):
     """A transport cannot be measured here; the message says why."""
 
 
-_NOT_RUN = (NotRun, LoopFailed, ProcessDied, WrongTransport)
+_NOT_RUN = (NotRun, LoopFailed, Failed, WrongTransport)
 
 
 def measure(
@@ -76,7 +75,8 @@ def _measured(
 ) -> Iterator[dict[str, dict[str, float]]]:
     """One shape after another: its figures by its name."""
     largest = max(shape.nbytes for shape in shapes)
-    with Loop(name, largest) as loop, two_peers(arena, f"required:{name}") as (owner, reader):
+    transport = ("--transport", f"required:{name}")
+    with Loop(name, largest) as loop, clients("ab", arena, *transport) as (owner, reader):
         for shape in shapes:
             pulls = Pulls(owner, reader, shape, block)
             pulls.warm()

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from bench.cluster import members, until
 from bench.links import Network
 from dataplane import DataplaneError, Partition, Plane
-from deploy.testbed.peers import Peers, members, name, peers, until
+from deploy.testbed.peers import Peers, name, peers
 
 HOSTS = 4
 GROUPS, ROWS, WORDS = 12, 4, 4_096
 VALUE_BYTES = 8 * WORDS
+PATIENCE_S = 60.0
 FAIL_OVER_S = 10.0
 """The promise, of machines that have processor time for their peers."""
 CALL_S = 4.0
@@ -30,7 +32,7 @@ _NEAR, _CUT = 1, 3
 def cut() -> dict[str, Any]:
     """A host is cut off, its rows are read elsewhere, and it comes back as an empty one."""
     with Network(HOSTS) as network, peers(network) as running:
-        near, far = running.connect(_NEAR), running.connect(_CUT)
+        near, far = running.of(_NEAR), running.of(_CUT)
         part = near.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
         _put(part, "near")
         _put(far.partition("p"), "far")
@@ -38,7 +40,11 @@ def cut() -> dict[str, Any]:
         network.cut(_CUT)
         began = time.monotonic()
         gone = network.address(_CUT)
-        until(lambda: not any(gone in member for member in members(near)), "it is called lost")
+        until(
+            lambda: not any(gone in member for member in members(near)),
+            "it is called lost",
+            PATIENCE_S,
+        )
         noticed_s = time.monotonic() - began
         batch = part.claim("s", groups=2 * GROUPS, timeout=60)
         claimed_s = time.monotonic() - began
@@ -67,7 +73,7 @@ def cut() -> dict[str, Any]:
 def parted() -> dict[str, Any]:
     """Two hosts do not reach each other: calls between them end, and all is well when they do."""
     with Network(HOSTS) as network, peers(network) as running:
-        one, other = running.connect(_NEAR), running.connect(_CUT)
+        one, other = running.of(_NEAR), running.of(_CUT)
         part = one.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
         _put(other.partition("p"), "far")
         network.sever(_NEAR, _CUT)
@@ -76,8 +82,12 @@ def parted() -> dict[str, Any]:
         ended_s = time.monotonic() - began
         network.mend(_NEAR, _CUT)
         healed = time.monotonic()
-        until(lambda: len(members(one)) == HOSTS, "all are members again")
-        until(lambda: _read(running.connect(_NEAR).partition("p")) == "read", "the rows are read")
+        until(lambda: len(members(one)) == HOSTS, "all are members again", PATIENCE_S)
+        until(
+            lambda: _read(running.of(_NEAR).partition("p")) == "read",
+            "the rows are read",
+            PATIENCE_S,
+        )
         healed_s = time.monotonic() - healed
         for client in (one, other):
             _leave(client)
@@ -134,15 +144,19 @@ def _returns(running: Peers, near: Plane, before: dict[str, int]) -> float:
     """Until the host is a member again, as another life of its peer, with nothing."""
     began = time.monotonic()
     name_ = name(_CUT)
-    until(lambda: _lives(near).get(name_, before[name_]) != before[name_], f"{name_} is back")
-    with running.connect(_CUT) as again:
+    until(
+        lambda: _lives(near).get(name_, before[name_]) != before[name_],
+        f"{name_} is back",
+        PATIENCE_S,
+    )
+    with running.of(_CUT) as again:
         until(lambda: again.stats()["arena"]["used_bytes"] < VALUE_BYTES * ROWS, "it is empty", 20)
     return time.monotonic() - began
 
 
 def _travels(running: Peers) -> bool:
     """Rows put at the host that returned are read elsewhere."""
-    with running.connect(_CUT) as again, running.connect(_NEAR) as near:
+    with running.of(_CUT) as again, running.of(_NEAR) as near:
         part = again.partition("after", {"s": ["x"]}, group_size=ROWS)
         _put(part, "after")
         batch = near.partition("after").claim("s", groups=GROUPS, timeout=60)

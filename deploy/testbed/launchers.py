@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.cluster import token_file
 from bench.links import Network
 from bench.processes import leashed
 from dataplane.launch import rundir
@@ -51,9 +52,7 @@ def torchrun() -> dict[str, Any]:
 
 def _agent(network: Network, home: Path, host: int, token: str) -> subprocess.Popen[str]:
     home.mkdir(0o700)
-    secret = home / "token"
-    secret.touch(0o600)
-    secret.write_text(token)
+    secret = token_file(home, token)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
     command += ["--nproc-per-node", str(RANKS), "--node-rank", str(host), "--rdzv-id", "testbed"]
     command += ["--master-addr", network.address(0), "--master-port", str(_PORT), str(_EXAMPLE)]

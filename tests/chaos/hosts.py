@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import dataplane
+from bench.cluster import in_sync, members, token_file
 from dataplane import Plane
-from dataplane.launch.token import new_token
 from tests.chaos.network import FAIR, Switch, Weather
-from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.conftest import Cluster
 
 PORT = 7101
 VICTIM = "c"
@@ -40,43 +39,33 @@ class Hosts(Cluster):
 
     def __init__(self, run_dir: Path, *options: str) -> None:
         """options: what every peer is started with."""
-        super().__init__(run_dir)
-        self.options = options
+        super().__init__(run_dir, arena="64MiB", options=options)
         self.switch = Switch(PORT)
         self.planes: dict[str, Plane] = {}
         self._timers: list[threading.Timer] = []
-        token = run_dir / "token"
-        token.touch(0o600)
-        token.write_text(new_token())
-        os.environ["DATAPLANE_TOKEN_FILE"] = str(token)
+        os.environ["DATAPLANE_TOKEN_FILE"] = str(token_file(run_dir))
 
     @staticmethod
     def address(name: str) -> str:
         return f"10.77.0.{ord(name) - ord('a') + 1}"
 
-    def launch(self, name: str, *more: str, seeds: str = "abc") -> None:
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
-        command += ["--arena", "64MiB", "--listen", f"tcp://{self.address(name)}:{PORT}"]
-        command += ["--seeds", ",".join(f"tcp://{self.address(s)}:{PORT}" for s in seeds)]
-        command += [*self.options, *more]
+    def seed(self, *names: str) -> None:
+        self.addresses = {name: f"tcp://{self.address(name)}:{PORT}" for name in "abcde"}
+        self.seeds = [self.addresses[name] for name in names]
+
+    def spawn(self, name: str, command: list[str]) -> None:
         log = str(self.run_dir / f"{name}.log")
         self.peers[name] = self.switch.start(self.address(name), command, log)
 
-    def start_all(self, names: str = "abc") -> None:
-        for name in names:
-            self.launch(name, seeds=names)
-        for name in names:
-            self._await(name)
-            self.planes[name] = self.connect(name)
-        until(self.protected, "backups are in sync", 60)
-
-    def protected(self) -> bool:
-        return self.planes["a"].stats()["roster"]["unprotected"] == 0
+    def start_all(self, *names: str) -> None:
+        super().start_all(*names)
+        self.planes = {name: self.connect(name) for name in names}
+        in_sync(self.planes["a"])
 
     def members(self) -> set[str]:
         """Their addresses, without ports."""
-        members = self.planes["a"].stats()["roster"]["members"]
-        return {member.removeprefix("tcp://").rpartition(":")[0] for member in members}
+        found = members(self.planes["a"])
+        return {member.removeprefix("tcp://").rpartition(":")[0] for member in found}
 
     @property
     def victim(self) -> int:
@@ -131,8 +120,7 @@ class Damage:
 
 
 def _kill(hosts: Hosts) -> None:
-    hosts.peers[VICTIM].kill()
-    hosts.peers[VICTIM].wait()
+    hosts.kill(VICTIM)
 
 
 def _stop(hosts: Hosts) -> None:

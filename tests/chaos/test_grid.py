@@ -21,7 +21,7 @@ import pytest
 import dataplane
 from dataplane import DataplaneError, Partition
 from tests.chaos.hosts import DAMAGES, LOST_AFTER_S, VICTIM, Hosts, X, Y
-from tests.end_to_end.conftest import until
+from tests.end_to_end.conftest import in_sync, until
 
 BOUND_S = 25.0
 """A call's deadline is 20 s, and a client waits 5 s beyond it for its peer."""
@@ -61,7 +61,7 @@ def hosts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setenv("DATAPLANE_TOKEN_FILE", "")
     running = Hosts(run_dir, "--lost-after", f"{LOST_AFTER_S:g}")
     try:
-        running.start_all()
+        running.start_all(*"abc")
     except PermissionError as exc:
         running.switch.close()
         pytest.skip(str(exc))
@@ -141,7 +141,7 @@ def whole_again(hosts: Hosts, damage: str, moment: str) -> None:
         until(lambda: hosts.peers[VICTIM].poll() is not None, "the drained peer ends", PASSED_S)
     members = {hosts.address(name) for name in alive}
     until(lambda: hosts.members() == members, f"{sorted(alive)} are members", PASSED_S)
-    until(hosts.protected, "every shard has a backup in sync", PASSED_S)
+    in_sync(hosts.planes["a"], PASSED_S)
 
 
 def once_each(part: Partition, one_done: bool) -> None:

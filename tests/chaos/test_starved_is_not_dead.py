@@ -25,7 +25,7 @@ from dataplane import DataplaneError, InternalError, RowsGone
 from dataplane.metadata.roster.roster import Roster
 from tests.chaos.hosts import PORT, Hosts
 from tests.chaos.network import FAIR, Weather
-from tests.end_to_end.conftest import until
+from tests.end_to_end.conftest import in_sync, until
 
 NAMES = "abcd"
 ROWS, GROUP, WORDS = 80, 4, 2_000
@@ -84,7 +84,7 @@ def _running(*options: str) -> Iterator[Hosts]:
         patch.setenv("DATAPLANE_TOKEN_FILE", "")
         running = Hosts(Path(folder), *options)
         try:
-            running.start_all(NAMES)
+            running.start_all(*NAMES)
             _put(running, "first")
             _all_there(running, "first")  # what connections and threads there will be there are
             yield running
@@ -182,7 +182,7 @@ def test_nobody_is_lost_and_calls_go_on(shared: _Shared, hosts: Hosts, what: str
 
 def _nobody_is_lost(hosts: Hosts, name: str, disturb: Callable[[Hosts], None]) -> None:
     _put(hosts, f"rows, {name}")
-    until(hosts.protected, "backups are in sync", 60)
+    in_sync(hosts.planes["a"])
     before, members = _lives(hosts), hosts.members()
     callers = [_Caller(hosts, host, f"calls from {host}, {name}") for host in "cd"]
     for caller in callers:
@@ -197,7 +197,7 @@ def _nobody_is_lost(hosts: Hosts, name: str, disturb: Callable[[Hosts], None]) -
     assert [caller.failed for caller in callers] == [[], []]
     assert (_lives(hosts), hosts.members()) == (before, members)
     _all_there(hosts, f"rows, {name}")
-    until(hosts.protected, "backups are in sync", 60)
+    in_sync(hosts.planes["a"])
 
 
 def _goes_on(caller: _Caller, began: int) -> bool:
@@ -234,7 +234,7 @@ def _start_again(hosts: Hosts) -> None:
     hosts._await("b")
     hosts.planes["b"] = hosts.connect("b")
     until(lambda: hosts.address("b") in hosts.members(), "b is a member again", 60)
-    until(hosts.protected, "backups are in sync", 60)
+    in_sync(hosts.planes["a"])
 
 
 def test_with_the_default_times_a_stall_is_no_death_and_a_death_is_noticed_in_time() -> None:
@@ -262,7 +262,7 @@ def test_a_primary_that_is_cut_off_answers_nothing_from_the_past(hosts: Hosts) -
     name = next(n for n in names if roster.home(n) == address)
     here = hosts.planes["b"].partition(name, {"s": ["x"]}, free="drop")
     here.put({"x": [1]}, key=["k"])
-    until(hosts.protected, "backups are in sync", 60)
+    in_sync(hosts.planes["a"])
     hosts.switch.set(hosts.address("b"), Weather(cut=True))
     time.sleep(1.5)
     there = hosts.planes["c"].partition(name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import dataplane
 from dataplane import DataplaneError, Partition, Plane
 from dataplane.metadata.roster.roster import Roster
 from tests.end_to_end.attacks import no_leaks
-from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
+from tests.end_to_end.conftest import Cluster, in_sync, line, until
 
 BOUND_S = 12.0
 """A peer that is gone is recognised and told of within this."""
@@ -36,33 +34,11 @@ def failing(call: Callable[[], Any], seconds: float = BOUND_S) -> DataplaneError
 
 
 class Addressed(Cluster):
-    """Peers whose addresses are known, so that one can be started again at its own."""
-
-    options: tuple[str, ...] = ()
-    """what every peer is started with"""
-
-    def launch(self, names: str) -> None:
-        self.addresses = dict(zip(names, free_addresses(len(names)), strict=True))
-
-    def start_one(self, name: str) -> None:
-        self.begin(name)
-        self._await(name)
-
-    def begin(self, name: str) -> None:
-        """Start it, and do not wait until it serves."""
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
-        command += ["--arena", "64MiB", "--listen", self.addresses[name]]
-        command += ["--seeds", ",".join(self.addresses.values()), *self.options]
-        with open(self.run_dir / f"{name}.log", "ab") as log:
-            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def kill(self, name: str) -> None:
-        self.peers[name].kill()
-        self.peers[name].wait()
+    """Peers that know where partitions have their home."""
 
     def homed(self, name: str) -> str:
         """A partition whose home, and that of its stage "s", is this peer."""
-        roster = Roster.from_seeds(list(self.addresses.values()))
+        roster = Roster.from_seeds(self.seeds)
         address = self.addresses[name]
         numbers = (f"h{n}" for n in range(10_000))
         return next(p for p in numbers if roster.home(p) == address)
@@ -70,23 +46,16 @@ class Addressed(Cluster):
 
 @pytest.fixture
 def hosts(run_dir: Any) -> Any:
-    running = Addressed(run_dir)
+    running = Addressed(run_dir, arena="64MiB")
     yield running
     running.stop()
 
 
 def both(hosts: Addressed, name: str) -> tuple[Plane, Plane, Partition, Partition]:
-    hosts.launch("ab")
-    hosts.start_one("a")
-    hosts.start_one("b")
+    hosts.start_all("a", "b")
     a, b = hosts.connect("a"), hosts.connect("b")
     part = a.partition(hosts.homed(name), stages={"s": ["x"]})
     return a, b, part, b.partition(part.name)
-
-
-def in_sync(plane: Plane) -> None:
-    """Wait until every peer of the plane has a backup that has all it has."""
-    until(lambda: plane.stats()["roster"]["unprotected"] == 0, "all backups are in sync", 60)
 
 
 def incarnation(plane: Plane, name: str) -> int | None:
@@ -220,7 +189,7 @@ def test_a_claim_waits_through_its_homes_new_start(hosts: Addressed) -> None:
     del far
     home = a.stats()["address"]
     names = (f"w{n}" for n in range(10_000))
-    roster = Roster.from_seeds(list(hosts.addresses.values()))
+    roster = Roster.from_seeds(hosts.seeds)
     name = next(n for n in names if roster.home(n) != home)
     stage = a.partition(name, stages={"s": ["x"]})
     with pytest.raises(dataplane.ClaimTimeout):
@@ -242,7 +211,7 @@ def test_a_claim_waits_through_its_homes_new_start(hosts: Addressed) -> None:
 
 
 def test_a_peer_that_starts_late_is_waited_for(hosts: Addressed) -> None:
-    hosts.launch("ab")
+    hosts.seed("a", "b")
     hosts.start_one("a")
     with hosts.connect("a") as a:
         name = hosts.homed("b")

@@ -20,7 +20,7 @@ import pytest
 import dataplane
 from dataplane import cli
 from dataplane.launch import embedded, rundir
-from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, peer_command, until
 from tests.processes import all_ending, ending
 
 LOCK, START = "embedded.lock", rundir.STARTING
@@ -133,9 +133,7 @@ def test_a_peer_that_is_not_to_linger_waits_for_whoever_started_it(
 
 def test_unread_rows_keep_an_embedded_peer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATAPLANE_LINGER")
-    config = ["--linger", "0.2", "--linger-unread", "30"]
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "embedded"]
-    command += ["--run", PLANE, *config]
+    command = peer_command("embedded", PLANE, "--linger", "0.2", "--linger-unread", "30")
     with ending(subprocess.Popen(command, stderr=subprocess.DEVNULL)) as peer:
         until(lambda: (folder / "embedded.sock").exists(), "the peer is up")
         with dataplane.connect() as plane:

@@ -17,7 +17,7 @@ from dataplane.launch.token import new_token
 from tests.end_to_end.conftest import PLANE, Cluster
 
 COUNT = 1_000
-"""At each door; `python -m bench.strangers` does it with 100,000."""
+"""At each door; `python -m tests.faults.strangers` does it with 100,000."""
 
 
 class Honest:
@@ -63,7 +63,7 @@ def test_corrupt_frames_disturb_nobody(
         file.write_text(new_token())
         monkeypatch.setenv("DATAPLANE_TOKEN_FILE", str(file))
     cluster.start("a", "b", arena="64MiB")
-    command = [sys.executable, "-m", "bench.strangers", "--name", "b", "--run", PLANE]
+    command = [sys.executable, "-m", "tests.faults.strangers", "--name", "b", "--run", PLANE]
     with (
         cluster.connect("a") as here,
         cluster.connect("b") as there,

@@ -23,9 +23,9 @@ sys.exit(main(sys.argv[1:]))
 class Forgetful(Cluster):
     """Peers that remember fewer drops."""
 
-    def _run(self, name: str, command: list[str]) -> None:
+    def spawn(self, name: str, command: list[str]) -> None:
         assert command[1:3] == ["-m", "dataplane"]
-        super()._run(name, [sys.executable, "-c", FORGETFUL, *command[3:]])
+        super().spawn(name, [sys.executable, "-c", FORGETFUL, *command[3:]])
 
 
 @pytest.fixture

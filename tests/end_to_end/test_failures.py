@@ -7,7 +7,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 import dataplane
-from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, peer_command, until
 
 HOLDER = """
     import dataplane, sys
@@ -249,8 +248,7 @@ def test_garbage_at_the_local_door_ends_only_that_connection(cluster: Cluster) -
 
 def test_a_second_peer_of_the_same_name_is_refused(cluster: Cluster) -> None:
     cluster.start("a")
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", PLANE]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    second = subprocess.run(peer_command("a", PLANE), capture_output=True, text=True, timeout=30)
     assert second.returncode == 2 and "'a'" in second.stderr
     with cluster.connect("a") as plane:
         assert plane.stats()["peer"] == "a"
@@ -259,8 +257,7 @@ def test_a_second_peer_of_the_same_name_is_refused(cluster: Cluster) -> None:
 def test_an_address_in_use_is_refused(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         mine = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", "b", "--run", PLANE]
-        command += ["--listen", mine, "--seeds", f"{mine},tcp://127.0.0.1:1"]
+        command = peer_command("b", PLANE, "--listen", mine, "--seeds", f"{mine},tcp://127.0.0.1:1")
         peer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert peer.returncode == 2 and mine in peer.stderr
 

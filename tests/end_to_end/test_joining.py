@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dataplane import ClaimTimeout, PartitionUndefined, PeerLost, Plane, StaleEpoch, Unavailable
-from tests.end_to_end.conftest import PLANE, free_addresses, until
+from tests.end_to_end.conftest import free_addresses, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
 from tests.end_to_end.test_succession import check, planes, put, rows
 
@@ -19,14 +17,8 @@ __all__ = ["hosts", "planes"]
 
 
 def join(hosts: Addressed, name: str) -> Plane:
-    (address,) = free_addresses(1)
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
-    command += ["--arena", "64MiB", "--listen", address, "--join"]
-    command += ["--seeds", ",".join(hosts.addresses.values())]
-    with open(hosts.run_dir / f"{name}.log", "ab") as log:
-        hosts.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
-    path = hosts.run_dir / PLANE / f"{name}.sock"
-    until(lambda: hosts._is_up(name, path), f"peer {name} is up")
+    (hosts.addresses[name],) = free_addresses(1)
+    hosts.start_one(name, "--join")
     return hosts.connect(name)
 
 
@@ -70,7 +62,7 @@ def test_where_all_seeds_died_the_plane_begins_anew_for_who_joined_too(
     for name in "abc":
         hosts.kill(name)
     for name in "abc":
-        hosts.begin(name)
+        hosts.launch(name)
     with pytest.raises(PeerLost):
         while True:
             with contextlib.suppress(ClaimTimeout, StaleEpoch, Unavailable):

@@ -32,9 +32,7 @@ def told_to_end(hosts: Addressed, name: str) -> None:
 
 @pytest.fixture
 def four(hosts: Addressed) -> Iterator[dict[str, Plane]]:
-    hosts.launch("abcd")
-    for name in "abcd":
-        hosts.start_one(name)
+    hosts.start_all(*"abcd")
     found = {name: hosts.connect(name) for name in "abcd"}
     in_sync(found["b"])
     yield found

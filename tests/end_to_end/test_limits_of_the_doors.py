@@ -35,8 +35,8 @@ from dataplane.wire.messages import (
     Welcome,
 )
 from dataplane.wire.tables import Definition
-from tests.end_to_end.conftest import PLANE, Cluster, until
-from tests.end_to_end.test_strangers_at_the_doors import peer_command, still_works
+from tests.end_to_end.conftest import PLANE, Cluster, peer_command, until
+from tests.end_to_end.test_strangers_at_the_doors import still_works
 from tests.processes import ending
 
 MIB = 1 << 20
@@ -213,9 +213,9 @@ def start_with_few_descriptors(cluster: Cluster, limit: int) -> None:
 
     with open(cluster.run_dir / "a.log", "wb") as log:
         cluster.peers["a"] = subprocess.Popen(
-            peer_command("a", "--arena", "64MiB"), stdout=log, stderr=log, preexec_fn=few
+            peer_command("a", PLANE, "--arena", "64MiB"), stdout=log, stderr=log, preexec_fn=few
         )
-    cluster._await("a")
+    cluster.await_up("a")
 
 
 def test_a_peer_lets_in_as_many_clients_as_it_has_descriptors_for_and_serves_them(
@@ -269,7 +269,7 @@ def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
 
 
 def test_a_peer_says_at_once_that_it_may_open_too_few_files(run_dir: Path) -> None:
-    limited = ["bash", "-c", 'ulimit -n 30 && exec "$@"', "-", *peer_command("a")]
+    limited = ["bash", "-c", 'ulimit -n 30 && exec "$@"', "-", *peer_command("a", PLANE)]
     ended = subprocess.run(limited, capture_output=True, text=True)
     assert ended.returncode == 2 and "ulimit -n" in ended.stderr
 

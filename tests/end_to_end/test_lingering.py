@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
-from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
+from tests.end_to_end.conftest import Cluster, until
 
 IDLE_S, BUSY_S = 0.4, 5.0
 
 
 def start(cluster: Cluster) -> None:
     """`busy` is the first seed, so that `idle` serves when both are there."""
-    addresses = free_addresses(2)
-    lingers = {"busy": BUSY_S, "idle": IDLE_S}
-    for (name, linger), address in zip(lingers.items(), addresses, strict=True):
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
-        command += ["--run", PLANE, "--arena", "32MiB", "--listen", address]
-        command += ["--seeds", ",".join(addresses), "--linger", str(linger)]
-        cluster._run(name, command)
-    cluster._await("busy")
+    cluster.seed("busy", "idle")
+    for name, linger in (("busy", BUSY_S), ("idle", IDLE_S)):
+        cluster.launch(name, "--arena", "32MiB", "--linger", str(linger))
+    cluster.await_up("busy")
 
 
 def test_an_idle_host_stays_while_another_has_a_client_and_both_leave_then(

@@ -16,11 +16,11 @@ from dataplane.launch.token import Token, new_token, read_token
 from dataplane.launch.values import check_metrics, parse_metrics
 from dataplane.peer.host import MAX_SUMS, OTHER, ByLabel
 from dataplane.peer.watch import metrics
-from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, peer_command, until
 from tests.end_to_end.scrape import free_address, page, scrape
 
 ROOT = Path(__file__).parents[2]
-PEER = [sys.executable, "-m", "dataplane", "peer", "--run", PLANE, "--arena", "16MiB"]
+PEER = peer_command("a", PLANE, "--arena", "16MiB")
 
 
 def test_bytes_rows_and_calls_are_counted_by_stage(cluster: Cluster) -> None:
@@ -89,8 +89,8 @@ def test_a_peer_that_is_told_nothing_shows_nothing_and_needs_no_library(cluster:
     )
     assert refused.returncode == 2
     assert "pip install 'dataplane-rl[metrics]'" in refused.stderr
-    cluster._run("a", command)
-    cluster._await("a")
+    cluster.spawn("a", command)
+    cluster.await_up("a")
     with cluster.connect("a") as plane:
         assert plane.stats()["peer"] == "a"
 
@@ -98,12 +98,12 @@ def test_a_peer_that_is_told_nothing_shows_nothing_and_needs_no_library(cluster:
 def test_what_is_well_and_what_is_ready(cluster: Cluster) -> None:
     address, (seed, own) = free_address(), free_addresses(2)
     alone = ["--name", "b", "--listen", own, "--seeds", f"{seed},{own}", "--metrics", address]
-    cluster._run("b", [*PEER, *alone])
+    cluster.spawn("b", [*PEER, *alone])
     until(lambda: page(address, "/healthz")[0] == 200, "its loop answers")
     assert page(address, "/readyz")[0] == 503, "it waits for the first seed"
     assert scrape(address).value("dataplane_ready") == 0
     assert page(address, "/")[0] == 404
-    cluster._run("a", [*PEER, "--name", "a", "--listen", seed, "--seeds", f"{seed},{own}"])
+    cluster.spawn("a", [*PEER, "--listen", seed, "--seeds", f"{seed},{own}"])
     until(lambda: page(address, "/readyz")[0] == 200, "it serves clients")
 
 

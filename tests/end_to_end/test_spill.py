@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import dataplane
-from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.conftest import PLANE, Cluster, peer_command, until
 from tests.end_to_end.telling import MIB, arena, check, rows
 
 
@@ -311,6 +310,6 @@ def test_a_directory_to_spill_to_that_cannot_be_is_refused(tmp_path: Path) -> No
         (f"{tmp_path}:much", "is not a size"),
         (f"{tmp_path}:1GiB", "must be a directory of uid"),
     ):
-        command = [sys.executable, "-m", "dataplane", "peer", "--arena", "16MiB"]
-        done = subprocess.run([*command, "--spill", setting], capture_output=True, text=True)
+        command = peer_command("a", PLANE, "--arena", "16MiB", "--spill", setting)
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and says in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -21,11 +20,7 @@ from dataplane.launch import embedded
 from dataplane.wire import frames, limits, peering
 from dataplane.wire.messages import Failed, Hello, Request
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
-from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
-
-
-def peer_command(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE, *arguments]
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, peer_command, until
 
 
 def refused(*command: str) -> str:
@@ -139,15 +134,13 @@ def sent_away(cluster: Cluster, key: str) -> str:
 
 
 def launch(cluster: Cluster, name: str, key: str, *arguments: str) -> None:
-    with open(cluster.run_dir / f"{key}.log", "wb") as out:
-        command = peer_command(name, *arguments)
-        cluster.peers[key] = subprocess.Popen(command, stdout=out, stderr=out)
+    cluster.spawn(key, peer_command(name, PLANE, *arguments))
 
 
 def test_a_peer_with_other_seeds_is_not_let_in(cluster: Cluster) -> None:
     first, second, third = free_addresses(3)
     launch(cluster, "a", "a", "--listen", first, "--seeds", f"{first},{second}")
-    until(lambda: cluster._is_up("a", cluster.run_dir / PLANE / "a.sock"), "a is up")
+    cluster.await_up("a")
     launch(cluster, "b", "b", "--listen", second, "--seeds", f"{first},{second},{third}")
     assert "same --run and --seeds" in sent_away(cluster, "b")
     with cluster.connect("a") as plane:
@@ -164,7 +157,7 @@ def test_a_second_peer_of_one_name_on_another_host_is_not_let_in(
         launch(cluster, "a", host.name, *arguments)
         if host is hosts[0]:
             path = host / PLANE / "a.sock"
-            until(lambda path=path: cluster._is_up("host-1", path), "the first is up")
+            until(lambda path=path: cluster.is_up("host-1", path), "the first is up")
     assert "give each its own --name" in sent_away(cluster, "host-2")
     monkeypatch.setenv("DATAPLANE_RUN_DIR", str(hosts[0]))
     with cluster.connect("a") as plane:
@@ -173,11 +166,8 @@ def test_a_second_peer_of_one_name_on_another_host_is_not_let_in(
 
 def test_a_seed_that_does_not_answer_is_named_in_bounded_time(cluster: Cluster) -> None:
     mine, dead = free_addresses(2)
-    command = peer_command("a", "--listen", mine, "--seeds", f"{mine},{dead}")
-    log = open(cluster.run_dir / "a.log", "wb")  # noqa: SIM115
-    cluster.peers["a"] = subprocess.Popen(command, stdout=log, stderr=log)
-    log.close()
-    until(lambda: cluster._is_up("a", cluster.run_dir / PLANE / "a.sock"), "a is up")
+    launch(cluster, "a", "a", "--listen", mine, "--seeds", f"{mine},{dead}")
+    cluster.await_up("a")
     with cluster.connect("a") as plane:
         began = time.monotonic()
         with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*is it running"):
@@ -205,12 +195,12 @@ def test_what_a_peer_cannot_be_started_with_is_refused(
         (["--arena", "900TiB"], "this host or cgroup allows: give less"),
         (["--name", "a/b"], "letters, digits"),
     ):
-        assert says in refused(*peer_command("a", *arguments))
+        assert says in refused(*peer_command("a", PLANE, *arguments))
     file = cluster.run_dir / "file"
     file.touch()
     for run_dir in (file, file / "below", Path("/proc/nowhere")):
         monkeypatch.setenv("DATAPLANE_RUN_DIR", str(run_dir))
-        assert "DATAPLANE_RUN_DIR" in refused(*peer_command("a"))
+        assert "DATAPLANE_RUN_DIR" in refused(*peer_command("a", PLANE))
         with pytest.raises(dataplane.InvalidConfig, match="DATAPLANE_RUN_DIR"):
             dataplane.connect()
 

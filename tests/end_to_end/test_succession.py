@@ -24,11 +24,7 @@ GO_ON_S = 10.0
 @pytest.fixture
 def planes(hosts: Addressed) -> Iterator[dict[str, Plane]]:
     """Three peers, backed up, and a client of each: `a` keeps the roster, the others host rows."""
-    hosts.launch("abc")
-    for name in "abc":
-        hosts.begin(name)
-    for name in "abc":
-        hosts._await(name)
+    hosts.start_all(*"abc")
     found = {name: hosts.connect(name) for name in "abc"}
     in_sync(found["b"])
     yield found
@@ -206,7 +202,7 @@ def test_a_dead_host_returns_empty_and_is_a_backup_again(
 def test_leases_of_the_dead_come_back_also_from_before_the_backup_came(
     hosts: Addressed, planes: dict[str, Plane]
 ) -> None:
-    roster = Roster.from_seeds(list(hosts.addresses.values()))
+    roster = Roster.from_seeds(hosts.seeds)
     at_b = (name for name in map(str, range(99)) if roster.home(name) == hosts.addresses["b"])
     part = planes["b"].partition(next(at_b), stages={"s": ["x"]}, replicas=2)
     put(part, "b")
@@ -214,8 +210,7 @@ def test_leases_of_the_dead_come_back_also_from_before_the_backup_came(
     before = incarnation(planes["b"], "c")
     hosts.kill("c")
     planes.pop("c").close()
-    hosts.begin("c")
-    hosts._await("c")
+    hosts.start_one("c")
     planes["c"] = hosts.connect("c")
     until(lambda: incarnation(planes["b"], "c") not in (None, before), "c is another one")
     in_sync(planes["b"])
@@ -229,11 +224,7 @@ def test_leases_of_the_dead_come_back_also_from_before_the_backup_came(
 def test_a_partition_of_which_both_copies_are_lost_is_gone_and_says_so(hosts: Addressed) -> None:
     """Its shard's primary and backup die at once. Who waits is told, its bytes are free, and the
     name can be declared anew: what is old stays out."""
-    hosts.launch("abcd")
-    for name in "abcd":
-        hosts.begin(name)
-    for name in "abcd":
-        hosts._await(name)
+    hosts.start_all(*"abcd")
     planes = {name: hosts.connect(name) for name in "abcd"}
     in_sync(planes["b"])
     names = {address: name for name, address in hosts.addresses.items()}

@@ -18,8 +18,7 @@ from dataplane.launch.token import Token, new_token, read_token
 from dataplane.peer.net.greetings import Gate
 from dataplane.wire import limits, peering
 from dataplane.wire.peering import PeerHello, PeerRequest
-from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
-from tests.end_to_end.test_strangers_at_the_doors import peer_command
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, peer_command, until
 
 REFUSALS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -109,11 +108,10 @@ def test_a_peer_without_the_token_is_told_what_may_be_wrong(
     addresses = free_addresses(2)
     logs = {name: cluster.run_dir / f"{name}.log" for name in "ab"}
     for name, listen in zip("ab", addresses, strict=True):
-        command = peer_command(name, "--listen", listen, "--seeds", ",".join(addresses))
-        with open(logs[name], "wb") as log:
-            cluster.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        command = peer_command(name, PLANE, "--listen", listen, "--seeds", ",".join(addresses))
+        cluster.spawn(name, command)
         monkeypatch.delenv("DATAPLANE_TOKEN_FILE", raising=False)
-    cluster._await("a")
+    cluster.await_up("a")
     with (
         cluster.connect("a") as plane,
         pytest.raises(dataplane.Unavailable, match="same --run, --seeds and --token-file"),
@@ -164,7 +162,7 @@ def test_with_a_token_peers_listen_beyond_loopback(
 ) -> None:
     addresses = [f"tcp://192.0.2.7:{port}" for port in (7101, 7102)]
     for name, listen in zip("ab", addresses, strict=True):
-        command = peer_command(name, "--listen", listen, "--seeds", ",".join(addresses))
-        cluster._run(name, ["ip", "netns", "exec", namespace, *command])
-        cluster._await(name)
+        command = peer_command(name, PLANE, "--listen", listen, "--seeds", ",".join(addresses))
+        cluster.spawn(name, ["ip", "netns", "exec", namespace, *command])
+        cluster.await_up(name)
     rows_travel(cluster)

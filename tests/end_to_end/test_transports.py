@@ -14,7 +14,7 @@ import pytest
 
 import dataplane
 from dataplane.errors import TransportMissing
-from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.conftest import PLANE, Cluster, peer_command, until
 from tests.end_to_end.scrape import free_address, scrape
 
 ROOT = Path(__file__).parents[2]
@@ -98,13 +98,13 @@ def test_a_required_transport_carries_every_value(
 def test_a_required_transport_that_is_not_there_ends_the_peer_within_seconds(
     cluster: Cluster,
 ) -> None:
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", PLANE]
     for name, what in (("carrier-pigeon", "no installed package"), ("stranger", "not a subclass")):
         began = time.monotonic()
-        address = "tcp://127.0.0.1:1,tcp://127.0.0.1:2"
+        addresses = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+        command = peer_command("a", PLANE, "--listen", addresses[0], "--arena", "8MiB")
+        command += ["--seeds", ",".join(addresses)]
         refused = subprocess.run(
-            [*command, "--transport", f"required:{name}", "--listen", address.split(",")[0]]
-            + ["--seeds", address, "--arena", "8MiB"],
+            [*command, "--transport", f"required:{name}"],
             capture_output=True,
             text=True,
             check=False,

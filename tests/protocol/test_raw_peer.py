@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import xxhash
 import zmq
 
+from bench.cluster import peer_command
 from tests.processes import ending
 from tests.protocol.make_vectors import Layout, pack
 
@@ -41,11 +41,10 @@ def peer(tmp_path_factory: pytest.TempPathFactory, addresses: list[str]) -> Iter
     """The socket of a peer with two seeds; the other one is this test."""
     run_dir = Path(tmp_path_factory.mktemp("run"))
     run_dir.chmod(0o700)
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", "raw"]
-    command += ["--arena", "16MiB", "--listen", addresses[0], "--seeds", ",".join(addresses)]
+    options = ("--arena", "16MiB", "--listen", addresses[0], "--seeds", ",".join(addresses))
     environment = os.environ | {"DATAPLANE_RUN_DIR": str(run_dir)}
     path = run_dir / "raw" / "a.sock"
-    with ending(subprocess.Popen(command, env=environment)) as process:
+    with ending(subprocess.Popen(peer_command("a", "raw", *options), env=environment)) as process:
         end = time.monotonic() + SECONDS
         while True:
             try:

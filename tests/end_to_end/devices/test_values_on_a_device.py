@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -15,7 +14,7 @@ import pytest
 import dataplane
 from dataplane import aio
 from dataplane.memory.device_twin import TwinArray, TwinDevice
-from tests.end_to_end.conftest import PLANE, Cluster
+from tests.end_to_end.conftest import PLANE, Cluster, peer_command
 from tests.end_to_end.devices.twins import (
     MIB,
     all_free,
@@ -152,7 +151,7 @@ def test_a_peer_without_a_device_takes_such_values_into_host_memory(
 
 
 def started(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--run", PLANE]
+    command = peer_command("x", PLANE)
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=30, check=False
     )
@@ -160,7 +159,7 @@ def started(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_gpu_memory_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
     environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--run", PLANE]
+    command = peer_command("x", PLANE)
     refused = subprocess.run(
         [*command, "--device-arena", "2GiB"],
         capture_output=True,

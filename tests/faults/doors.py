@@ -9,9 +9,7 @@ from typing import Any
 
 import zmq
 
-from bench.faults.load import CALL_S, Consumer, Producer, join, start
-from bench.faults.peers import OTHER, PLANE, VICTIM, Peers, three_peers
-from bench.strangers import Target, attack, next_frame
+from bench.cluster import Cluster
 from dataplane.launch import rundir
 from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
@@ -20,6 +18,9 @@ from dataplane.transport.bulk_frames import (
     decode_from_owner,
     encode,
 )
+from tests.faults.load import CALL_S, Consumer, Producer, join, start
+from tests.faults.peers import OTHER, PLANE, VICTIM, peers
+from tests.faults.strangers import Target, attack, next_frame
 
 ANSWER_S = 2.0
 HONEST_S = 0.05
@@ -29,7 +30,7 @@ HONEST_S = 0.05
 def corrupt_frames(count: int) -> dict[str, Any]:
     """`count` at every door, from members and strangers: nothing ends, nothing grows, and rows go
     from a client of another host to one of the attacked peer meanwhile, as if nothing happened."""
-    with three_peers() as peers, peers.connect(VICTIM) as far, peers.connect(OTHER) as near:
+    with peers() as cluster, cluster.connect(VICTIM) as far, cluster.connect(OTHER) as near:
         part = far.partition("honest", {"s": ["x"]}, free="acked")
         producer, consumer = Producer(part, "far", HONEST_S), Consumer(near.partition("honest"))
         threads = start(producer, consumer)
@@ -53,12 +54,12 @@ def corrupt_frames(count: int) -> dict[str, Any]:
 
 def stranger() -> dict[str, Any]:
     """Who does not have the token gets nothing but a refusal."""
-    with three_peers() as peers:
-        answers = {name: _at_peer_door(address) for name, address in peers.addresses.items()}
+    with peers() as cluster:
+        answers = {name: _at_peer_door(at) for name, at in cluster.addresses.items()}
         target = Target.find(OTHER, PLANE)
         bulk = _at_bulk_port(target.bulk)
         mode = stat.S_IMODE(rundir.plane_dir(PLANE).stat().st_mode)
-        works = _still_works(peers)
+        works = _still_works(cluster)
     ok = not any(answers.values()) and not bulk and mode == 0o700 and works
     return {
         "ok": ok,
@@ -91,8 +92,8 @@ def _at_bulk_port(address: str) -> bool:
     return False
 
 
-def _still_works(peers: Peers) -> bool:
-    with peers.connect(OTHER) as plane:
+def _still_works(cluster: Cluster) -> bool:
+    with cluster.connect(OTHER) as plane:
         part = plane.partition("works", {"s": ["x"]})
         part.put({"x": [1]}, key=["k"])
         with part.claim("s", rows=1, timeout=ANSWER_S) as batch:

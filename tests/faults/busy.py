@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.faults.load import Consumer, Producer, join, start
-from bench.faults.peers import KEEPER, START_S, Peers, members, until, whole
+from bench.cluster import START_S, Cluster, in_sync, members, until
 from dataplane import DataplaneError, Plane
+from tests.faults.load import Consumer, Producer, join, start
+from tests.faults.peers import KEEPER
 
 PARTITION = "busy"
 LONGEST_S = 3.0
@@ -29,7 +30,7 @@ Outcome = dict[str, Any]
 class Busy:
     """clients, producers, consumers: by host, of those that are up."""
 
-    peers: Peers
+    peers: Cluster
     replicas: int
     pause_s: float = 0.01
     clients: dict[str, Plane] = field(default_factory=dict)
@@ -88,10 +89,10 @@ class Busy:
         self.peers.kill(host)
         self.leave(host)
         told: Outcome = {"killed": what}
-        keeps = host == KEEPER and not self.peers.roster
+        keeps = host == KEEPER and not self.peers.options  # else etcd keeps the roster
         if not keeps:
-            client, left = next(iter(self.clients.values())), len(self.peers.processes) - 1
-            until(lambda: members(client) == left, f"{what} is no member any more", NOTICED_S)
+            client, left = next(iter(self.clients.values())), len(self.peers.peers) - 1
+            until(lambda: len(members(client)) == left, f"{what} is no member any more", NOTICED_S)
             told["noticed_s"] = round(time.monotonic() - began, 2)
         time.sleep(max(0.0, began + down_s - time.monotonic()))
         puts = [one.slowest_s for one in living if isinstance(one, Producer)]
@@ -105,9 +106,10 @@ class Busy:
 
     def again(self, host: str) -> None:
         """A host that was killed is started, and everything has a backup in sync again."""
-        self.peers.start(host)
-        until(lambda: self.peers.is_up(host), f"peer {host} is up again", START_S)
-        whole(next(iter(self.clients.values())), len(self.peers.processes))
+        self.peers.start_one(host)
+        client, count = next(iter(self.clients.values())), len(self.peers.peers)
+        until(lambda: len(members(client)) == count, f"{count} are members", START_S)
+        in_sync(client)
 
     def outcome(self) -> Outcome:
         """The partition is sealed and drained: of what was acknowledged no row is lost with two

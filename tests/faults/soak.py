@@ -1,4 +1,4 @@
-"""`python -m bench soak`: three peers under steady load for as long as one likes.
+"""`python -m tests.faults.soak`: three peers under steady load for as long as one likes.
 
 Rows flow through one partition after another while clients come and go; every few seconds it is
 noted what each peer has and how long calls took. At the end memory, descriptors and latency must be
@@ -11,8 +11,10 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,10 @@ import psutil
 from rich.console import Console
 
 from bench import machine, outputs
+from bench.cluster import Cluster
 from bench.options import minutes
+from dataplane import StreamEnd
+from tests.faults.peers import KEEPER, OTHER, VICTIM, peers
 
 STEP_ROWS = 200
 GROUP = 4
@@ -53,7 +58,7 @@ class Sample:
 class Load:
     """One producer and one consumer of each step, in threads, with clients of their own."""
 
-    peers: Any
+    cluster: Cluster
     stopped: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
     took_s: list[float] = field(default_factory=list)
@@ -69,17 +74,15 @@ class Load:
             self.failure = exc
 
     def _step(self, name: str, number: int) -> None:
-        from bench.faults.peers import KEEPER, OTHER, VICTIM
-
         near, far = ((OTHER, VICTIM), (VICTIM, OTHER))[number % 2]
-        with self.peers.connect(near) as putting, self.peers.connect(far) as taking:
+        with self.cluster.connect(near) as putting, self.cluster.connect(far) as taking:
             part = putting.partition(name, {"s": ["x"]}, group_size=GROUP)
             producer = threading.Thread(target=self._produce, args=(part,))
             producer.start()
             self._consume(taking.partition(name))
             producer.join()
             part.drop()
-        with self.peers.connect(KEEPER) as third:  # its loop is looked at as well
+        with self.cluster.connect(KEEPER) as third:  # its loop is looked at as well
             self._timed(third.stats)
 
     def _produce(self, part: Any) -> None:
@@ -90,8 +93,6 @@ class Load:
         part.seal()
 
     def _consume(self, part: Any) -> None:
-        from dataplane import StreamEnd
-
         while True:
             try:
                 batch = self._timed(lambda: part.claim("s", groups=1, timeout=CALL_S))
@@ -136,9 +137,9 @@ def _median(samples: list[Sample], name: str) -> float:
     return float(statistics.median(getattr(one, name) for one in samples))
 
 
-def _sample(peers: Any, load: Load, began: float) -> Sample:
+def _sample(cluster: Cluster, load: Load, began: float) -> Sample:
     took_ms, load.took_s = sorted(1000 * s for s in load.took_s), []
-    processes = [psutil.Process(one.pid) for one in peers.processes.values()]
+    processes = [psutil.Process(one.pid) for one in cluster.peers.values()]
     memories = [process.memory_info() for process in processes]
     return Sample(
         round(time.monotonic() - began, 1),
@@ -152,18 +153,16 @@ def _sample(peers: Any, load: Load, began: float) -> Sample:
 
 
 def soak(minutes: float, console: Console) -> dict[str, Any]:
-    from bench.faults.peers import three_peers
-
     every_s = min(60.0 / LINES, minutes * 60 / (2 * LINES))
-    with three_peers() as peers:
-        load, samples = Load(peers), list[Sample]()
+    with peers() as cluster:
+        load, samples = Load(cluster), list[Sample]()
         thread = threading.Thread(target=load.run)
         began = time.monotonic()
         thread.start()
         try:
             while time.monotonic() - began < minutes * 60 and thread.is_alive():
                 load.stopped.wait(every_s)
-                samples.append(_sample(peers, load, began))
+                samples.append(_sample(cluster, load, began))
                 console.print(_line(samples[-1]), highlight=False)
         finally:
             load.stopped.set()
@@ -182,19 +181,20 @@ def _line(one: Sample) -> str:
     )
 
 
-def register(commands: Any) -> None:
-    command = commands.add_parser("soak", help="steady load, and whether anything grows")
-    command.add_argument("--minutes", type=minutes, default=5.0)
-    command.add_argument("--json", type=outputs.output, default=None, help="write the outcome here")
-    command.set_defaults(perform=perform)
-
-
-def perform(options: argparse.Namespace, command: str) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """0 when nothing grew."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--minutes", type=minutes, default=5.0)
+    parser.add_argument("--json", type=outputs.output, default=None, help="write the outcome here")
+    options = parser.parse_args(argv)
     console = Console()
     outcome = soak(options.minutes, console)
     console.print(json.dumps(outcome), markup=False, soft_wrap=True)
     if options.json:
-        told = {"outcome": outcome, "machine": machine.describe(), "command": command}
+        told = {"outcome": outcome, "machine": machine.describe()}
         outputs.write_json(options.json, told)
     return 0 if outcome["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,19 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.faults.busy import Busy, Outcome
-from bench.faults.etcd import etcd
-from bench.faults.peers import (
-    KEEPER,
-    NAMES,
-    OTHER,
-    VICTIM,
-    members,
-    several_peers,
-    three_peers,
-    until,
-)
+from bench.cluster import members, until
 from dataplane import ClaimTimeout, ConnectError, DataplaneError, DeadlineExceeded, Partition
+from tests.etcd import etcd
+from tests.faults.busy import Busy, Outcome
+from tests.faults.peers import KEEPER, NAMES, OTHER, VICTIM, peers
 
 NOTICED_S, FROZEN_S = 3.0, 24.0
 """A death is noticed within 2 s and silence after 20 s; a busy machine takes longer."""
@@ -36,8 +28,8 @@ def killed(replicas: int) -> Outcome:
     """In turn the primary of a busy partition, its backup, a host whose only part is that it owns
     bytes, and one that only reads, of five."""
     names = (*FOUR, "e")
-    with several_peers(names) as peers:
-        busy = Busy(peers, replicas)
+    with peers(names) as cluster:
+        busy = Busy(cluster, replicas)
         busy.join(KEEPER)
         for role in ("primary", "backup", "owner", "reader"):
             for host in names[1:]:
@@ -59,20 +51,20 @@ def killed(replicas: int) -> Outcome:
 
 def killed_authority() -> Outcome:
     """Of three, the host whose peer makes the rosters, which etcd keeps."""
-    with etcd() as server, three_peers(server) as peers:
-        busy = Busy(peers, replicas=2)
+    with etcd() as server, peers(roster=server.roster) as cluster:
+        busy = Busy(cluster, replicas=2)
         for host in NAMES:
             busy.join(host)
         time.sleep(LOAD_S)
-        victim = peers.authority()
+        victim = cluster.keeper()
         busy.kill(victim, "authority", NOTICED_S + LOAD_S)
         return busy.outcome()
 
 
 def deaths(replicas: int, seconds: float) -> Outcome:
     """Of four hosts, each under load, one dies every 14 s and is back after 5."""
-    with several_peers(FOUR) as peers:
-        busy = Busy(peers, replicas)
+    with peers(FOUR) as cluster:
+        busy = Busy(cluster, replicas)
         for host in FOUR:
             busy.join(host)
         for nth in range(max(1, round(seconds / EVERY_S))):
@@ -87,8 +79,8 @@ def deaths(replicas: int, seconds: float) -> Outcome:
 def frozen() -> Outcome:
     """SIGSTOP of a host whose client holds rows; they go to others, and what it says when it wakes
     is refused."""
-    with three_peers() as peers, ExitStack() as stack:
-        planes = {name: peers.connect(name) for name in NAMES}
+    with peers() as cluster, ExitStack() as stack:
+        planes = {name: cluster.connect(name) for name in NAMES}
         for plane in planes.values():
             stack.callback(_leave, plane)
         part = planes[KEEPER].partition("p", {"s": ["x"]}, replicas=2)
@@ -96,16 +88,16 @@ def frozen() -> Outcome:
         near.put({"x": [[n] for n in range(8)]}, key=[f"k{n}" for n in range(8)])
         held = far.claim("s", rows=4, timeout=PATIENCE_S)
         stopped_at = time.monotonic()
-        peers.freeze(VICTIM)
+        cluster.freeze(VICTIM)
         try:
-            until(lambda: members(planes[OTHER]) == 2, "the frozen peer is noticed", PATIENCE_S)
+            until(lambda: len(members(planes[OTHER])) == 2, "it is noticed", PATIENCE_S)
             noticed_s = time.monotonic() - stopped_at
             again = part.claim("s", rows=8, timeout=PATIENCE_S)
             claimed_s = time.monotonic() - stopped_at
         finally:
-            peers.wake(VICTIM)
+            cluster.wake(VICTIM)
         late = _error_of(held.ack)
-        until(lambda: members(planes[OTHER]) == 3, "it is a member again", PATIENCE_S)
+        until(lambda: len(members(planes[OTHER])) == 3, "it is a member again", PATIENCE_S)
         twice = _claimed_meanwhile(near)
         again.ack()
         part.seal()
@@ -132,19 +124,19 @@ def _claimed_meanwhile(part: Partition) -> int:
 def failing_calls() -> Outcome:
     """How long calls take to fail when the other side is gone: their deadline at most."""
     deadline_s = 1.0
-    with three_peers() as peers, ExitStack() as stack:
-        near, gone = peers.connect(OTHER), peers.connect(VICTIM)
+    with peers() as cluster, ExitStack() as stack:
+        near, gone = cluster.connect(OTHER), cluster.connect(VICTIM)
         stack.callback(_leave, near)
         stack.callback(_leave, gone)
         far = gone.partition("p", {"s": ["x"]}, free="drop")
         far.put({"x": np.zeros((2, 100_000))}, key=["k", "l"])  # too large to live in the shard
         part = near.partition("p")
         part.get(keys=["l"])
-        peers.freeze(VICTIM)
+        cluster.freeze(VICTIM)
         frozen_s, frozen_as = _timed(lambda: part.get(keys=["k"], timeout=deadline_s))
         own_s, own_as = _timed(lambda: far.get(keys=["k"], timeout=deadline_s))
-        peers.wake(VICTIM)
-        peers.kill(VICTIM)
+        cluster.wake(VICTIM)
+        cluster.kill(VICTIM)
         dead_s, dead_as = _timed(lambda: far.get(keys=["k"], timeout=deadline_s))
     most = max(frozen_s, own_s, dead_s)
     return {

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.faults.peers import OTHER, three_peers
 from dataplane import BackPressure, DeadlineExceeded, Partition, PartitionGone
+from tests.faults.peers import OTHER, peers
 
 ROW = np.zeros(1 << 20, np.uint8)
 PACE_S = 0.05
@@ -49,12 +49,16 @@ class _Memory:
 def slow_consumer(seconds: float) -> dict[str, Any]:
     """Memory stays at the arena's size, and the throughput is the consumer's."""
     stop = threading.Event()
-    with three_peers() as peers, peers.connect(OTHER) as producing, peers.connect(OTHER) as taking:
+    with (
+        peers() as cluster,
+        cluster.connect(OTHER) as producing,
+        cluster.connect(OTHER) as taking,
+    ):
         part = producing.partition("p", {"s": ["x"]})
         arena = producing.stats()["arena"]["size_bytes"]
         load = _Load(part, stop)
         producer = threading.Thread(target=load.run)
-        memory = _Memory(psutil.Process(peers.processes[OTHER].pid))
+        memory = _Memory(psutil.Process(cluster.peers[OTHER].pid))
         memory.look()
         producer.start()
         taken, used = 0, 0

@@ -52,7 +52,7 @@ def test_a_scenario_that_breaks_off_is_a_broken_promise(
     def breaks() -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr("bench.faults.dying.frozen", breaks)
+    monkeypatch.setattr("tests.faults.dying.frozen", breaks)
     report = tmp_path / "report.json"
     assert main(["faults", "--only", "frozen", "--json", str(report)]) == 1
     outcome = json.loads(report.read_text())["outcomes"]["frozen"]

@@ -72,7 +72,7 @@ def _write(path: Path | None, told: dict[str, Any]) -> None:
 
 def _missing() -> dict[str, str]:
     """The scenarios that this machine cannot play, and why."""
-    from bench.faults import etcd
+    from tests import etcd
 
     why = etcd.missing()
     return {"killed_authority": why} if why else {}
@@ -86,7 +86,7 @@ def _outcome(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _scenarios(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    from bench.faults import doors, dying, pressure  # they import the library, other commands not
+    from tests.faults import doors, dying, pressure  # they import the library, other commands not
 
     return {
         "killed_two_replicas": functools.partial(dying.killed, 2),

@@ -1,9 +1,9 @@
 """Corrupt frames at every door of a peer: messages of the protocol, damaged, and plain noise.
 
 What is sent follows from a seed. With a cluster token ($DATAPLANE_TOKEN_FILE) it comes from
-strangers and from members, without one all are members. `python -m bench.strangers` does it to a
-peer of this host: it and its bulk workers must neither end nor grow, and every door must answer or
-close.
+strangers and from members, without one all are members. `python -m tests.faults.strangers` does
+it to a peer of this host: it and its bulk workers must neither end nor grow, and every door must
+answer or close.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataplane.wire import frames, limits, peering
 from dataplane.wire.messages import Hello, Request, Welcome
 from dataplane.wire.peering import PeerHello, PeerRequest
 
-VECTORS = Path(__file__).resolve().parents[1] / "protocol" / "vectors"
+VECTORS = Path(__file__).resolve().parents[2] / "protocol" / "vectors"
 BETWEEN_PEERS = 8
 """Descriptors of what one peer has with another: four for a link, one for the other's, a bulk
 connection or two. A link that a busy machine had broken when they were first counted is back."""
@@ -317,7 +317,7 @@ def _send_and_leave(door: socket.socket, said: bytes) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.strangers")
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.strangers")
     parser.add_argument("--name", help="the peer (default: the only one of this host)")
     parser.add_argument("--run", help="the run (default: this process's)")
     parser.add_argument("--count", type=bounds.frames, default=100_000, help="frames at each door")

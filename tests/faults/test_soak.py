@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
-from bench.soak import Sample, verdict
+from tests.faults.soak import Sample, main, verdict
 
 MIB = 1 << 20
 STEADY = Sample(0.0, 90 * MIB, 40, 9, 0, 2.0, 9.0)
@@ -39,7 +38,7 @@ def test_what_grows_is_told(growth: dict[str, float]) -> None:
 
 def test_a_short_run_is_clean_and_says_what_it_saw(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
-    main(["soak", "--minutes", "0.1", "--json", str(report)])
+    main(["--minutes", "0.1", "--json", str(report)])
     outcome = json.loads(report.read_text())["outcome"]
     assert "error" not in outcome and outcome["rows"] > 0, outcome
     assert outcome["grown_descriptors"] < 12, outcome

@@ -1,1 +1,0 @@
-"""`python -m bench faults`: damage to a plane of three peers, and what became of its promises."""

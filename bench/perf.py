@@ -19,7 +19,7 @@ import numpy as np
 from bench import lives, row_way
 from bench.ceilings import Ceilings
 from bench.cluster import clients
-from bench.compare.cpu import cpu_seconds
+from bench.cpu import cpu_seconds
 from bench.processes import die_with, spawned
 
 ROWS = 256

@@ -22,10 +22,9 @@ from typing import Any
 
 import msgspec
 
-from bench import figures
+from bench import cpu, figures
 from bench.check import Ledger
 from bench.columns import DEDUP, Choice, all_fields, group_bytes, rollout_fields
-from bench.compare import cpu
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
 from bench.links import (

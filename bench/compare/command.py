@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import bounds, machine, outputs, report
 from bench.compare import measure, table
-from bench.compare.contenders import CONTENDERS
+from bench.compare.ends import NAMES
 from bench.options import names, several, size, up_to, whole
 
 
@@ -23,7 +23,7 @@ def register(commands: Any) -> None:
     what = "one batch through dataplane and other planes"
     parser = commands.add_parser("compare", help=what, description=f"{what}: a table and JSON.")
     parser.add_argument(
-        "--planes", type=names(CONTENDERS), default=defaults.planes, help=",".join(CONTENDERS)
+        "--planes", type=names(NAMES), default=defaults.planes, help=",".join(NAMES)
     )
     parser.add_argument("--sizes", type=several(sizes), default=defaults.sizes, help="64MiB,512MiB")
     parser.add_argument("--hosts", type=several(hosts), default=defaults.hosts, help="1,2")

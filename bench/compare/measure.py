@@ -1,6 +1,6 @@
 """All trees of a comparison, and the report of what they did.
 
-Contenders take turns: one tree after the other, and the whole line again for every round, so that a
+Planes take turns: one tree after the other, and the whole line again for every round, so that a
 busy neighbour or a changing clock meets all of them. Figures are medians over all samples.
 """
 
@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from bench.compare import tree
 from bench.compare.batch import ROWS
-from bench.compare.contenders import CONTENDERS
-from bench.compare.courier import Contender, Site
+from bench.compare.ends import NAMES, TWO_HOSTS
 from bench.compare.tree import SINGLE, Figure, Figures, Plan
+from bench.machine import version
+from bench.planes import PLANES
 
 _MIB = 1 << 20
 _GB = 1e9
-_FREE_FORM = "tensordict"  # the package that the packed form is made with
 
 Tick = Callable[[int, int], None]
 Report = dict[str, Any]
@@ -31,7 +30,7 @@ Report = dict[str, Any]
 class Settings:
     """What the command line says."""
 
-    planes: tuple[str, ...] = tuple(CONTENDERS)
+    planes: tuple[str, ...] = NAMES
     sizes: tuple[int, ...] = (64 * _MIB, 512 * _MIB)
     hosts: tuple[int, ...] = (1, 2)
     rows: int = ROWS
@@ -43,7 +42,7 @@ class Settings:
 
 def measure(settings: Settings, tick: Tick, keep: Callable[[Report], None]) -> Report:
     """The report. After each tree: tick(done, all), and keep(the report so far)."""
-    planes = {name: describe(CONTENDERS[name], settings) for name in settings.planes}
+    planes = {name: describe(name) for name in settings.planes}
     able = [name for name in settings.planes if planes[name]["status"] == "ok"]
     trees = [(n, h) for _ in range(settings.rounds) for h in settings.hosts for n in able]
     collected: dict[tuple[str, int], list[Figures]] = {}
@@ -73,40 +72,28 @@ def _report(
         "results": results,
         "ratios": ratios(results),
         "rows": settings.rows,
-        "not_run": not_run(),
     }
 
 
-def not_run() -> dict[str, str]:
-    """Forms of a get that cannot be made here, and why."""
-    form = tree.FORMS[-1]
-    return {} if find_spec(_FREE_FORM) else {form: f"it needs {_FREE_FORM}"}
-
-
 def plan(settings: Settings) -> Plan:
-    forms = tuple(form for form in tree.FORMS if form not in not_run())
     return Plan(
         batches={f"{nbytes / _MIB:g} MiB": nbytes for nbytes in settings.sizes},
         rows=settings.rows,
         repeats=settings.repeats,
         singles=settings.singles,
-        forms=forms,
         seed=settings.seed,
     )
 
 
-def describe(contender: type[Contender], settings: Settings) -> Report:
-    """What it is made of, how it is set by number of hosts, and whether it can run here."""
-    versions = contender.versions()
-    missing = [package for package, version in versions.items() if version is None]
-    largest = max(settings.sizes)
-    sites = [Site(hosts=n, largest=largest, folder="", parent=0) for n in settings.hosts]
+def describe(name: str) -> Report:
+    """What a plane is made of, and whether it can run here."""
+    packages = PLANES[name].packages or ("dataplane-rl",)
+    missing = PLANES[name].missing()
     return {
         "status": "not installed" if missing else "ok",
         "error": f"it needs {', '.join(missing)}" if missing else "",
-        "versions": versions,
-        "settings": {str(site.hosts): contender(site).settings() for site in sites},
-        "two_hosts": contender.two_hosts,
+        "versions": {package: version(package) for package in packages},
+        "two_hosts": TWO_HOSTS[name],
     }
 
 

@@ -19,14 +19,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for batch in dict.fromkeys(line["batch"] for line in results):
         console.print(_table(report, [line for line in results if line["batch"] == batch], batch))
     console.print(
-        "handle: the plane's get returned. read: and every byte was read once. packed: and it is a "
-        "TensorDict of jagged tensors. floor: the reader reads as many bytes of its own. cycle: "
-        "one row got and done with. Each is its own get of its own put. cpu: processor seconds a "
-        "GB, or milliseconds a row.",
+        "handle: the plane's get returned. read: and every byte was read once. floor: the reader "
+        "reads as many bytes of its own. cycle: one row got and read. Each is its own get of its "
+        "own put. cpu: processor seconds a GB, or milliseconds a row.",
         style="dim",
     )
-    for form, why in report["not_run"].items():
-        console.print(f"{form}: not run: {why}", markup=False)
     for name, plane in report["planes"].items():
         if plane["status"] != "ok":
             console.print(f"{name}: {plane['status']}: {plane['error']}", markup=False)

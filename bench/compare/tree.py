@@ -1,4 +1,4 @@
-"""One contender's process tree: its services, a writer and a reader, and what they are told to do.
+"""One plane's process tree: its services, a writer and a reader, and what they are told to do.
 
 Trees run one after the other, so that none works beside another's idle processes.
 """
@@ -18,13 +18,15 @@ from typing import Any
 
 import msgspec
 
-from bench.compare.contenders import CONTENDERS
-from bench.compare.courier import Contender, Site
-from bench.compare.cpu import between, cpu_seconds
+from bench.compare.ends import Job, job
 from bench.compare.worker import Command, Hire
+from bench.cpu import between, cpu_seconds
+from bench.planes import PLANES
 from bench.processes import Crew
 
-FORMS = ("handle", "read", "packed")
+FORMS = ("handle", "read")
+WRITER, READER = "rollout", "train"
+"""As roles of `bench run`."""
 SINGLE = "1 row"
 SINGLE_BYTES = 4096
 _START_S = 150.0
@@ -64,40 +66,32 @@ class Plan:
     rows: int
     repeats: int
     singles: int
-    forms: tuple[str, ...]
     seed: int = 0
 
 
 class Tree:
     """A running tree."""
 
-    def __init__(self, contender: Contender, crew: Crew) -> None:
-        self._contender = contender
+    def __init__(self, name: str, job: Job, crew: Crew) -> None:
+        self._name = name
+        self._job = job
+        self._plane = PLANES[name](job)
         self._crew = crew
         self._ready: dict[str, dict[str, Any]] = {}
         self._replies: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def start(self) -> None:
-        services = self._contender.services()
-        for service in services:
+        for service in self._plane.services():
             self._crew.start(service.name, service.argv, service.env, service.speaks)
-        self._listen("the services", lambda: self._contender.reachable(self._ready), _START_S)
-        last = self._contender.site.hosts - 1
-        for role, host in (("writer", 0), ("reader", last)):
+        self._listen("the services", lambda: self._plane.reachable(self._ready), _START_S)
+        for role, host in ((WRITER, 0), (READER, self._job.hosts - 1)):
+            address = self._plane.address(host)
             hire = Hire(
-                plane=self._contender.name,
-                role=role,
-                address=self._contender.address(host),
-                parent=os.getpid(),
+                job=self._job, plane=self._name, role=role, rank=0, host=host, address=address
             )
-            argv = [
-                sys.executable,
-                "-m",
-                "bench.compare.worker",
-                msgspec.json.encode(hire).decode(),
-            ]
-            self._crew.start(role, argv, self._contender.environment())
-        hired = {"writer", "reader"}
+            told = msgspec.json.encode(hire).decode()
+            self._crew.start(role, [sys.executable, "-m", "bench.compare.worker", told])
+        hired = {WRITER, READER}
         self._listen("its workers", lambda: self._ready.keys() >= hired, _START_S)
 
     def _listen(self, awaited: str, reached: Callable[[], bool], within_s: float) -> None:
@@ -125,72 +119,75 @@ class Tree:
         figure.add(said["seconds"], between(before, cpu_seconds(self._crew.pids())))
 
     def leave(self) -> None:
-        for role in ("reader", "writer"):
+        for role in (READER, WRITER):
             self._crew.tell(role, msgspec.json.encode(Command(do="leave")).decode())
-        left = lambda: all(self._crew.members[r].done for r in ("reader", "writer"))  # noqa: E731
+        left = lambda: all(self._crew.members[r].done for r in (READER, WRITER))  # noqa: E731
         self._listen("its workers at the end", left, _START_S)
+
+    def close(self) -> None:
+        self._plane.close()
 
 
 @contextmanager
-def standing(name: str, hosts: int, largest: int) -> Iterator[Tree]:
+def standing(name: str, hosts: int, rows: int, largest: int) -> Iterator[Tree]:
     """A tree that has started; ended, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = Site(hosts=hosts, largest=largest, folder=folder, parent=os.getpid())
-        contender = CONTENDERS[name](site)
+        told = job(hosts, rows, largest, folder, os.getpid())
         with Crew(Path(folder)) as crew:
-            tree = Tree(contender, crew)
-            tree.start()
-            yield tree
-            tree.leave()
+            tree = Tree(name, told, crew)
+            try:
+                tree.start()
+                yield tree
+                tree.leave()
+            finally:
+                tree.close()
 
 
 def run(name: str, hosts: int, plan: Plan) -> Figures:
-    """Every figure of the plan, once through, in one new tree."""
+    """Every figure of the plan, once through: batches in one new tree, single rows in another."""
     figures: Figures = {}
-    with standing(name, hosts, max(plan.batches.values())) as tree:
+    with standing(name, hosts, plan.rows, max(plan.batches.values())) as tree:
         for size, nbytes in plan.batches.items():
             _batch(tree, plan, size, nbytes, figures)
-        if plan.singles:
+    if plan.singles:
+        with standing(name, hosts, 1, SINGLE_BYTES) as tree:
             _singles(tree, plan, figures)
     return figures
 
 
 def _batch(tree: Tree, plan: Plan, size: str, nbytes: int, figures: Figures) -> None:
-    rows = {"rows": plan.rows}
-    written = tree.ask("writer", "load", nbytes=nbytes, seed=plan.seed, **rows)
-    for operation in ("floor", "put", *plan.forms):
+    written = tree.ask(WRITER, "load", nbytes=nbytes, seed=plan.seed)
+    for operation in ("floor", "put", *FORMS):
         figures[size, operation] = Figure(written["nbytes"])
     for nth in range(plan.repeats + 1):
         if nth:
-            tree.measured(figures[size, "floor"], "reader", "floor", nbytes=written["nbytes"])
-        for form in plan.forms:
+            tree.measured(figures[size, "floor"], READER, "floor", nbytes=written["nbytes"])
+        for form in FORMS:
             warm = nth > 0  # the first pass makes connections, imports and pages
             kept = {f: figures[size, f] if warm else Figure(0) for f in ("put", form)}
-            tree.measured(kept["put"], "writer", "put")
-            tree.ask("reader", "expect", **rows)
-            tree.measured(kept[form], "reader", "get", form=form)
+            tree.measured(kept["put"], WRITER, "put")
+            tree.ask(READER, "expect")
+            tree.measured(kept[form], READER, "get", form=form)
             if not warm:
                 _check(tree, size, written["digest"])
-            tree.ask("reader", "free")
-            tree.ask("writer", "forget")
+            tree.ask(READER, "free")
 
 
 def _check(tree: Tree, name: str, put: str) -> None:
-    if (got := tree.ask("reader", "check")["digest"]) != put:
+    if (got := tree.ask(READER, "check")["digest"]) != put:
         raise WrongContent(f"{name}: {got} was read where {put} was put")
 
 
 def _singles(tree: Tree, plan: Plan, figures: Figures) -> None:
-    written = tree.ask("writer", "load", nbytes=SINGLE_BYTES, seed=plan.seed, rows=1)
+    written = tree.ask(WRITER, "load", nbytes=SINGLE_BYTES, seed=plan.seed)
     for operation in ("put", "cycle"):
         figures[SINGLE, operation] = Figure(written["nbytes"])
     for nth in range(plan.repeats + 1):
         times = {"times": plan.singles if nth else max(1, plan.singles // 10)}
         kept = {o: figures[SINGLE, o] if nth else Figure(0) for o in ("put", "cycle")}
-        tree.measured(kept["put"], "writer", "put", **times)
-        tree.ask("reader", "expect", rows=1, **times)
-        tree.measured(kept["cycle"], "reader", "get", form="cycle", **times)
+        tree.measured(kept["put"], WRITER, "put", **times)
+        tree.ask(READER, "expect", **times)
+        tree.measured(kept["cycle"], READER, "get", form="read", **times)
         if not nth:
             _check(tree, SINGLE, written["digest"])
-        tree.ask("reader", "free")
-        tree.ask("writer", "forget")
+        tree.ask(READER, "free")

@@ -14,72 +14,69 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.compare import batch
-from bench.compare.contenders import CONTENDERS
-from bench.compare.courier import Courier
+from bench.compare import batch, ends
+from bench.compare.ends import End
 from bench.events import emit
+from bench.planes.base import Worker
 from bench.processes import die_with
 
 
-class Hire(msgspec.Struct, frozen=True, kw_only=True):
+class Hire(Worker, frozen=True, kw_only=True):
     """Who this worker is."""
 
-    plane: str
-    role: str  # writer or reader
-    address: dict[str, Any]
-    parent: int
+    job: ends.Job
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to do. `nbytes` and `rows` name a batch; `times`: so often, one after the other."""
+    """One thing to do. `nbytes` and `seed` name a batch; `times`: so often, one after the other."""
 
     do: str
     nbytes: int = 0
-    rows: int = 0
     seed: int = 0
     form: str = ""
     times: int = 1
 
 
 def main(hire: Hire) -> None:
-    courier = CONTENDERS[hire.plane].courier(hire.role, hire.address)
+    end = ends.end(hire)
     emit("ready")
     held: list[Any] = []
     for line in sys.stdin:
         command = msgspec.json.decode(line, type=Command)
         if command.do == "leave":
             break
-        said = perform(courier, command, held)
+        said = perform(end, command, held, hire.job.rows)
         emit("did", do=command.do, **said)
     held.clear()
-    courier.close()
+    end.close()
     emit("done")
 
 
-def perform(courier: Courier, command: Command, held: list[Any]) -> dict[str, Any]:
+def perform(end: End, command: Command, held: list[Any], rows: int = 0) -> dict[str, Any]:
     """What the command asks for, and what is to be told about it."""
     match command.do:
         case "load":
-            columns = batch.batch(command.nbytes, command.seed, command.rows)
-            courier.load(columns)
+            columns = batch.batch(command.nbytes, command.seed, rows)
+            end.load(columns)
             return {"nbytes": batch.size_of(columns), "digest": str(batch.digest(columns))}
         case "put":
-            return {"seconds": [_timed(courier.put) for _ in range(command.times)]}
+            seconds = [_timed(end.put) for _ in range(command.times)]
+            end.tell()
+            return {"seconds": seconds}
         case "expect":
-            courier.expect(command.rows, command.times)
+            end.expect(command.times)
             gc.collect()  # not while the next get is measured
         case "get":
-            return {"seconds": [_get(courier, command.form, held) for _ in range(command.times)]}
+            return {"seconds": [_get(end, command.form, held) for _ in range(command.times)]}
         case "check":
-            return {"digest": str(batch.digest(courier.rows(held[-1])))}
+            return {"digest": str(batch.digest(end.rows(held[-1])))}
         case "floor":
             own = np.ones(command.nbytes, np.uint8)
             return {"seconds": [_timed(lambda: batch.read([own])) for _ in range(command.times)]}
         case "free":
-            while held:
-                courier.free(held.pop())
-        case "forget":
-            courier.forget()
+            for _ in held:
+                end.free()
+            held.clear()
         case unknown:
             raise ValueError(f"there is no command {unknown!r}")
     return {}
@@ -91,31 +88,18 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - began
 
 
-def _get(courier: Courier, form: str, held: list[Any]) -> float:
-    """One get in one form. What was got stays until `free`, what was made of it does not."""
+def _get(end: End, form: str, held: list[Any]) -> float:
+    """One get, with every byte read or the handle alone. What was got stays until `free`."""
     began = time.perf_counter()
-    got = courier.get()
-    match form:
-        case "handle":
-            took = time.perf_counter() - began
-        case "read":
-            batch.read(courier.buffers(got))
-            took = time.perf_counter() - began
-        case "packed":
-            packed = courier.tensordict(got)
-            took = time.perf_counter() - began
-            del packed
-        case "cycle":
-            batch.read(courier.buffers(got))
-            courier.settle(got)
-            took = time.perf_counter() - began
-        case unknown:
-            raise ValueError(f"there is no form {unknown!r}")
+    got = end.get()
+    if form == "read":
+        batch.read(end.buffers(got))
+    took = time.perf_counter() - began
     held.append(got)
     return took
 
 
 if __name__ == "__main__":
     given = msgspec.json.decode(sys.argv[1], type=Hire)
-    die_with(given.parent)
+    die_with(given.job.parent)
     main(given)

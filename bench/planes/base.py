@@ -190,6 +190,10 @@ class Batch(ABC):
     def column(self, field: str) -> Sequence[Array]:
         """One array a row, read-only."""
 
+    def buffers(self, field: str) -> Sequence[Array]:
+        """The same values as contiguous arrays, as large as the plane has them."""
+        return self.column(field)
+
     @abstractmethod
     def add(self, columns: Columns) -> None:
         """New fields for these rows, once."""

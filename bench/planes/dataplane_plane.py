@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.cluster import peer_command, token_file
 from bench.columns import DEDUP
 from bench.planes.base import (
@@ -131,6 +133,11 @@ class DataplaneBatch(Batch):
     def column(self, field: str) -> Sequence[Array]:
         values: Sequence[Array] = self._batch[field]
         return values
+
+    def buffers(self, field: str) -> Sequence[Array]:
+        column = self._batch.numpy(field, view=True)
+        # Small values of rows lie row by row, at equal distances.
+        return column if isinstance(column, list) else [np.ascontiguousarray(column)]
 
     def add(self, columns: Columns) -> None:
         self._batch.add(**columns)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bench.columns import DEDUP
 from bench.machine import memory_bytes
@@ -32,6 +33,8 @@ from bench.planes.fan_out import Follower, Leader
 
 _SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
 _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
+_WHOLE = "*"  # the place of all fields together
+_OFFERS = "offers"
 
 
 def store_bytes(job: Job) -> int:
@@ -103,8 +106,32 @@ class RayStorePlane(RayPlane):
         return StoreEndpoint(worker)
 
 
+class Fetched(Mapping[str, Sequence[Array]]):
+    """A group's columns as they came; rows are made of one each time it is looked at."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self.columns = columns
+
+    def __getitem__(self, field: str) -> Sequence[Array]:
+        """One array a row."""
+        raise NotImplementedError
+
+    def buffers(self, field: str) -> Sequence[Array]:
+        """The same values as contiguous arrays, as large as the plane has them."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
 class BoardEndpoint(Endpoint):
-    """A worker whose groups are found through the board; subclasses know where values are."""
+    """A worker whose groups are found through the board; subclasses know where values are.
+
+    `bench compare` stores, fetches and discards without the board's groups: it only measures bytes.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.job = worker.job
@@ -137,7 +164,7 @@ class BoardEndpoint(Endpoint):
             prompt, places, unseen = taken
             if self._leader:
                 self._leader.tell(prompt)
-            group = Group(prompt, self.fetch(step, prompt, places, unseen))
+            group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
             if self._leader:
@@ -160,14 +187,31 @@ class BoardEndpoint(Endpoint):
         self._follower = self._follower or Follower(self.job.folder, self._trainer)
         while (prompt := self._follower.hear()) is not None:
             places, unseen = ray.get(self._board.places.remote(prompt, fields, self._host))
-            group = Group(prompt, self.fetch(step, prompt, places, unseen))
+            group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
             del places
             yield group
             del group
             self._follower.answer()
 
-    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
-        """Put a group's fields; returns their places for the board."""
+    def offer(self, places: Sequence[dict[str, Any]]) -> None:
+        """Leave places for whoever takes them, beside the groups of a job."""
+        import ray
+
+        ray.get([self._board.offer.remote(_OFFERS, one) for one in places])
+
+    def take(self, puts: int) -> list[dict[str, Any]]:
+        """The oldest places that nobody has taken; waits until there are as many."""
+        import ray
+
+        found: list[dict[str, Any]] = ray.get(self._board.take.remote(_OFFERS, puts))
+        return found
+
+    def form(self, columns: Columns) -> Any:
+        """Columns in the form that this plane puts best. `compare` makes it beforehand."""
+        raise NotImplementedError
+
+    def store(self, step: int, prompt: int, columns: Any) -> dict[str, Any]:
+        """Put a group's fields, as columns or in their best form; returns their places."""
         raise NotImplementedError
 
     def fetch(
@@ -191,6 +235,17 @@ class BoardEndpoint(Endpoint):
         ray.shutdown()
 
 
+class Packed(Fetched):
+    """Of each field the rows end to end, and where each ends: what Ray hands out uncopied."""
+
+    def __getitem__(self, field: str) -> Sequence[Array]:
+        values, ends = self.columns[field]
+        return [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+    def buffers(self, field: str) -> Sequence[Array]:
+        return [self.columns[field][0]]
+
+
 class StoreEndpoint(BoardEndpoint):
     """A driver on its host's raylet."""
 
@@ -199,9 +254,16 @@ class StoreEndpoint(BoardEndpoint):
         self._copied_in = 0
         self._across = 0
 
-    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+    def form(self, columns: Columns) -> Packed:
+        """One object for all fields: the best case of a reader that wants all of them."""
+        ends = {name: np.cumsum([0, *map(len, values)]) for name, values in columns.items()}
+        return Packed({name: (np.concatenate(columns[name]), ends[name]) for name in columns})
+
+    def store(self, step: int, prompt: int, columns: Any) -> dict[str, Any]:
         import ray
 
+        if isinstance(columns, Packed):
+            return {_WHOLE: (0, [ray.put(columns)])}
         places = {}
         for name, values in columns.items():
             form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
@@ -215,6 +277,9 @@ class StoreEndpoint(BoardEndpoint):
         import ray
 
         self._across += unseen
+        if _WHOLE in places:
+            whole: Packed = ray.get(places[_WHOLE][1][0])
+            return whole
         found = ray.get([places[name][1][0] for name in places])
         return dict(zip(places, found, strict=True))
 

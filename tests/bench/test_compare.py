@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from bench.cli import main
-from bench.compare import batch, table
-from bench.compare.contenders import CONTENDERS
-from bench.compare.cpu import between
+from bench.compare import batch
+from bench.compare.ends import NAMES, job
 from bench.compare.measure import Report, Settings, describe, measure, ratios
-from bench.compare.transfer_queue_courier import TransferQueue, TransferQueueCourier
-from bench.compare.tree import Tree
+from bench.compare.tree import SINGLE_BYTES, Tree
 from bench.compare.worker import Command, perform
+from bench.cpu import between
+from bench.planes import PLANES
+from bench.planes.transfer_queue import TransferQueueEndpoint
 from tests import leaks
 
 MIB = 1 << 20
@@ -38,13 +37,14 @@ def test_a_batch_has_the_size_that_was_asked_for_and_is_ragged() -> None:
         assert len({value.shape for value in columns[name]}) == 1
 
 
-def test_transfer_queue_is_given_a_single_row_dense_and_several_ragged() -> None:
+def test_transfer_queue_is_given_a_single_row_dense_and_several_ragged(tmp_path: Path) -> None:
     """A jagged tensor of one row takes it twice as long to put."""
     pytest.importorskip("tensordict")
-    courier = object.__new__(TransferQueueCourier)  # without the cluster that it attaches to
+    endpoint = object.__new__(TransferQueueEndpoint)  # without the cluster that it attaches to
     for rows in (1, 3):
-        courier.load(batch.batch(MIB, seed=0, rows=rows))
-        assert [courier._fields[name].is_nested for name in batch.FIELDS] == [
+        endpoint.job = job(1, rows, MIB, str(tmp_path), 0)
+        form = endpoint.form(batch.batch(MIB, seed=0, rows=rows))
+        assert [form[name].is_nested for name in batch.FIELDS] == [
             rows > 1 and name in batch.RAGGED for name in batch.FIELDS
         ]
 
@@ -81,8 +81,7 @@ def test_dataplane_carries_the_batch_and_single_rows(hosts: int) -> None:
     assert report["planes"]["dataplane"]["error"] == ""
     assert kept == [report]
     found = {(line["batch"], line["operation"]): line for line in report["results"]}
-    packed = {("1 MiB", "packed")} if find_spec("tensordict") else set()
-    assert found.keys() == packed | {
+    assert found.keys() == {
         ("1 MiB", "floor"),
         ("1 MiB", "put"),
         ("1 MiB", "handle"),
@@ -98,21 +97,18 @@ def test_dataplane_carries_the_batch_and_single_rows(hosts: int) -> None:
     assert not leaks.children()
 
 
-def test_a_plane_that_is_not_installed_is_reported_by_name(tmp_path: Path) -> None:
-    class Absent(TransferQueue):
-        packages = ("no-such-package", "numpy")
-
-    told = describe(Absent, Settings(sizes=(MIB,), hosts=(1, 2)))
+def test_a_plane_that_is_not_installed_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PLANES["ray-store"], "packages", ("no-such-package", "numpy"))
+    told = describe("ray-store")
     assert told["status"] == "not installed"
     assert told["error"] == "it needs no-such-package"
     assert told["versions"]["no-such-package"] is None
-    assert [told["settings"][hosts]["num_data_storage_units"] for hosts in "12"] == [2, 4]
 
 
 def test_the_command_writes_every_plane_whether_it_is_installed_or_not(tmp_path: Path) -> None:
     file = tmp_path / "out" / "compare.json"
     few = ["--rounds", "1", "--repeats", "1", "--singles", "2", "--rows", "4"]
-    absent = [name for name, c in CONTENDERS.items() if None in c.versions().values()]
+    absent = [name for name in NAMES if PLANES[name].missing()]
     planes = ",".join(["dataplane", *absent])
     small = ["--sizes", "1MiB", "--hosts", "1", "--planes", planes]
     assert main(["compare", *small, *few, "--json", str(file)]) == 0
@@ -123,9 +119,9 @@ def test_the_command_writes_every_plane_whether_it_is_installed_or_not(tmp_path:
     assert told["command"].startswith("python -m bench compare")
 
 
-@pytest.mark.parametrize("rows", [4, 1], ids=["batch", "single"])
+@pytest.mark.parametrize("nbytes", [MIB, SINGLE_BYTES], ids=["batch", "single"])
 def test_content_that_differs_ends_the_planes_part_as_an_error(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = Tree.ask
     loaded = 0
@@ -133,8 +129,8 @@ def test_content_that_differs_ends_the_planes_part_as_an_error(
     def lying(tree: Tree, role: str, do: str, **details: Any) -> dict[str, Any]:
         nonlocal loaded
         said = ask(tree, role, do, **details)
-        loaded = details["rows"] if do == "load" else loaded
-        return said | {"digest": "0"} if (do, loaded) == ("check", rows) else said
+        loaded = details["nbytes"] if do == "load" else loaded
+        return said | {"digest": "0"} if (do, loaded) == ("check", nbytes) else said
 
     monkeypatch.setattr(Tree, "ask", lying)
     settings = Settings(planes=("dataplane",), sizes=(MIB,), hosts=(1,), rows=4, rounds=1)
@@ -144,16 +140,6 @@ def test_content_that_differs_ends_the_planes_part_as_an_error(
     assert "WrongContent" in report["planes"]["dataplane"]["error"]
     assert report["results"] == []
     assert not leaks.children()
-
-
-def test_a_form_that_cannot_be_made_is_reported_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bench.compare.measure.find_spec", lambda name: None)
-    report = measure(Settings(planes=()), silent, lambda told: None)
-    assert report["not_run"] == {"packed": "it needs tensordict"}
-    table.show(Console(), report)
-    assert "packed: not run: it needs tensordict" in capsys.readouterr().out
 
 
 def test_a_ratio_says_how_many_times_quicker_dataplane_is() -> None:

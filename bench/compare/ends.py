@@ -1,0 +1,168 @@
+"""The two ends of a comparison, on the endpoints with which `bench run` drives the same planes.
+
+The writer only puts, the reader only gets. What is timed is `put`, `get` and, for single rows,
+what else belongs to a row's cycle.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from bench.compare.batch import FIELDS, Array, Columns
+from bench.planes import PLANES
+from bench.planes.base import Endpoint, Worker
+from bench.planes.base import Job as _Job
+from bench.planes.ray_store import BoardEndpoint
+
+NAMES = ("dataplane", "transfer_queue", "ray-store")
+TWO_HOSTS = {
+    "dataplane": "two peers with an arena each; bytes cross over TCP on loopback",
+    "transfer_queue": "two raylets at two loopback addresses with two storage units each, writer "
+    "on the first, reader on the second; bytes go over TCP on one host as well",
+    "ray-store": "two raylets at two loopback addresses with an object store each; the object "
+    "managers copy over TCP",
+}
+_STEP, _STAGE = 0, "train"
+_ARENA_BATCHES = 4  # so many of the largest batch fit into an arena, or a store
+_SMALLEST_ARENA = 256 << 20
+
+
+class Job(_Job, frozen=True, kw_only=True):
+    """Groups of `rows` rows with the fields of a batch, from one writer to one reader."""
+
+    rows: int
+
+    @property
+    def samples(self) -> int:
+        return self.rows
+
+    def stages(self) -> dict[str, list[str]]:
+        return {_STAGE: list(FIELDS)}
+
+    def phases(self) -> tuple[tuple[str, ...], ...]:
+        return ((_STAGE,),)
+
+
+def job(hosts: int, rows: int, largest: int, folder: str, parent: int) -> Job:
+    """largest: bytes of the largest batch."""
+    return Job(
+        trace="math",
+        prompts=0,
+        steps=0,  # it goes on for as long as it is told to
+        seed=0,
+        hosts=hosts,
+        trainers=1,
+        dedup=False,
+        columns="all",
+        arena_bytes=max(_SMALLEST_ARENA, _ARENA_BATCHES * largest),
+        folder=folder,
+        parent=parent,
+        rows=rows,
+    )
+
+
+class End(ABC):
+    """One worker's end."""
+
+    @abstractmethod
+    def load(self, columns: Columns) -> None:
+        """Bring a batch into the form that this plane puts best. Not timed."""
+
+    @abstractmethod
+    def put(self) -> None:
+        """Put what was loaded; returns when others can get it."""
+
+    def tell(self) -> None:  # noqa: B027  # some planes tell the reader by themselves
+        """Tell the reader where it is. Not timed."""
+
+    def expect(self, puts: int) -> None:  # noqa: B027
+        """Hear of so many puts. Not timed."""
+
+    @abstractmethod
+    def get(self) -> Any:
+        """The next batch, oldest first: whatever this plane hands out, its columns in reach."""
+
+    def buffers(self, held: Any) -> Iterator[Array]:
+        """What was got as contiguous arrays, as large as the plane has them."""
+        for name in FIELDS:
+            yield from held.buffers(name)
+
+    @abstractmethod
+    def rows(self, held: Any) -> Columns:
+        """What was got as one array a row and field, for the check. Not timed."""
+
+    def free(self) -> None:  # noqa: B027
+        """The reader is done with the oldest batch that it got. Not timed."""
+
+    def close(self) -> None:  # noqa: B027  # Ray's driver ends with its process
+        """Leave the plane in order."""
+
+
+class Claimed(End):
+    """Of a plane that hands out batches: a get also acks the batch before."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._numbers = count()
+        self._batches = endpoint.batches(_STEP, _STAGE)
+        self._columns: Columns = {}
+
+    def load(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def put(self) -> None:
+        self._endpoint.put(_STEP, next(self._numbers), self._columns)
+
+    def get(self) -> Any:
+        return next(self._batches)
+
+    def rows(self, held: Any) -> Columns:
+        return {name: list(held.column(name)) for name in FIELDS}
+
+    def close(self) -> None:
+        self._batches.close()
+        self._endpoint.close()
+
+
+class Placed(End):
+    """Of a plane on Ray: its places go from the writer to the reader outside the timed part."""
+
+    def __init__(self, endpoint: BoardEndpoint) -> None:
+        self._endpoint = endpoint
+        self._numbers = count()
+        self._form: Any = None
+        self._put: list[dict[str, Any]] = []
+        self._expected: deque[dict[str, Any]] = deque()
+        self._got: deque[int] = deque()
+
+    def load(self, columns: Columns) -> None:
+        self._form = self._endpoint.form(columns)
+
+    def put(self) -> None:
+        self._put.append(self._endpoint.store(_STEP, next(self._numbers), self._form))
+
+    def tell(self) -> None:
+        self._endpoint.offer(self._put)
+        self._put.clear()
+
+    def expect(self, puts: int) -> None:
+        self._expected.extend(self._endpoint.take(puts))
+
+    def get(self) -> Any:
+        self._got.append(next(self._numbers))
+        return self._endpoint.fetch(_STEP, self._got[-1], self._expected.popleft(), 0)
+
+    def rows(self, held: Any) -> Columns:
+        return {name: list(held[name]) for name in FIELDS}
+
+    def free(self) -> None:
+        self._endpoint.discard(_STEP, self._got.popleft())
+
+
+def end(worker: Worker) -> End:
+    endpoint = PLANES[worker.plane].attach(worker)
+    return Placed(endpoint) if isinstance(endpoint, BoardEndpoint) else Claimed(endpoint)

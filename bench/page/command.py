@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.outputs import output, replacing
-from bench.page import drawing
+from bench.outputs import output
 from bench.page.document import chosen, load, pictures, write
 
 _PICTURES = ("hosts", "share", "memory")
@@ -18,12 +17,9 @@ _PICTURES = ("hosts", "share", "memory")
 def register(commands: Any) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser("report", help="one HTML page of JSON reports")
-    parser.add_argument("files", type=Path, nargs="+", help="of run, memory, perf, compare or sim")
+    parser.add_argument("files", type=Path, nargs="+", help="of run, memory, compare or sim")
     parser.add_argument("-o", "--output", type=output, help="report.html")
-    parser.add_argument(
-        "--only", default="", help="figures by name and nothing else: throughput,memory"
-    )
-    parser.add_argument("--png", type=output, help="the figures' drawings in one picture")
+    parser.add_argument("--only", default="", help="figures by name and nothing else: hosts,memory")
     parser.add_argument(
         "--pictures",
         type=Path,
@@ -44,21 +40,16 @@ def perform(options: argparse.Namespace, command: str) -> int:
 
 def _perform(options: argparse.Namespace) -> str:
     """What is wrong, or nothing."""
-    if not (options.output or options.png or options.pictures):
-        return "nothing to write: name a page (-o), a picture (--png) or a folder (--pictures)"
-    inputs = [path.resolve() for path in options.files]
-    for path in filter(None, (options.output, options.png)):
-        if path.resolve() in inputs:
-            return f"{path} is one of the reports: name another file for the page"
+    if not (options.output or options.pictures):
+        return "nothing to write: name a page (-o) or a folder for pictures (--pictures)"
+    if options.output and options.output.resolve() in map(Path.resolve, options.files):
+        return f"{options.output} is one of the reports: name another file for the page"
     only = [name for name in options.only.split(",") if name]
     try:
         reports = [load(path) for path in options.files]
         if options.output:
             write(options.output, reports, only)
         found = chosen(reports, only)
-        if options.png:
-            with replacing(options.png) as partial:
-                drawing.tiled(found, partial)
         if options.pictures:
             wanted = [figure for figure in found if only or figure.name in _PICTURES]
             if not wanted:

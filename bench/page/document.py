@@ -93,7 +93,6 @@ def _figure(figure: Figure) -> str:
     )
     panels = "".join(
         f"<figure><figcaption>{escape(panel.title)}</figcaption>"
-        + (f"<p>{escape(panel.note)}</p>" if panel.note else "")
         + f"{drawing.inline(panel, f'{figure.name}{nth}')}</figure>"
         for nth, panel in enumerate(figure.panels)
     )

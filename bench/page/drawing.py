@@ -20,9 +20,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Sheet
-from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 Theme = Mapping[str, str]
@@ -62,12 +60,11 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A drawing, what it is of, how high it is in pixels, and what is to be said of it."""
+    """A drawing, what it is of, and how high it is in pixels."""
 
     title: str
     height: float
     draw: Callable[[Axes, Theme], None]
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +158,8 @@ def rows(
     title: str,
     content: Sequence[Row],
     scale: Scale,
-    whole: float | None = None,
-    note: str = "",
 ) -> Panel:
-    """Rows below each other. `whole`: a line down through them at what counts as all there is."""
-
+    """Rows below each other."""
     sizes = [1.0 if row.marks or row.told else _HEADING for row in content]
 
     def draw(ax: Axes, theme: Theme) -> None:
@@ -188,10 +182,8 @@ def rows(
             ax.set_xticks([])
         ax.spines["left"].set_visible(False)
         ax.grid(axis="x", color=theme["grid"], lw=1)
-        if whole is not None:
-            ax.axvline(whole, color=theme["soft"], lw=1.2, ls=(0, (4, 3)), zorder=1)
 
-    return Panel(title, _ROW * sum(sizes) + 46, draw, note)
+    return Panel(title, _ROW * sum(sizes) + 46, draw)
 
 
 def lines(
@@ -340,26 +332,3 @@ def picture(heading: str, panel: Panel, path: Path, theme: Theme) -> None:
     """As an SVG file by itself, with its titles. Letters are paths: alike on any machine."""
     with _style(theme, **{"svg.hashsalt": path.name, "svg.fonttype": "path"}):
         _sheet(panel, theme, heading).savefig(path, format="svg", metadata=_NO_METADATA)
-
-
-def tiled(figures: Sequence[Figure], path: Path) -> None:
-    """All their panels in one PNG, in two columns, with twice the pixels."""
-    drawn = []
-    with _style(LIGHT, **{"svg.fonttype": "path"}):
-        for title, panel in (
-            (figure.title, panel) for figure in figures for panel in figure.panels
-        ):
-            sheet = _sheet(panel, LIGHT, title)
-            sheet.set_dpi(144)
-            canvas = FigureCanvasAgg(sheet)
-            canvas.draw()
-            drawn.append(np.asarray(canvas.buffer_rgba()))
-    beside = [drawn[n : n + 2] for n in range(0, len(drawn), 2)]
-    columns = max(len(pair) for pair in beside)
-    heights = [max(image.shape[0] for image in pair) for pair in beside]
-    whole = np.full((sum(heights), columns * 2 * WIDTH, 4), 255, np.uint8)
-    for top, pair in zip(itertools.accumulate(heights, initial=0), beside, strict=False):
-        for place, image in enumerate(pair):
-            high, wide = image.shape[:2]
-            whole[top : top + high, place * 2 * WIDTH : place * 2 * WIDTH + wide] = image
-    imsave(path, whole, format="png")

@@ -1,4 +1,4 @@
-"""What can be drawn of reports: runs first, then the other commands, `compare`, `perf`, `sim`."""
+"""What can be drawn of reports: runs first, then the other commands, `compare`, `sim`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.page.runs import OUTCOMES, Report, colour, differ, grouped, switch
 
 _OPERATIONS = {
     "put": "put", "handle": "get: handle in hand", "read": "get: every byte read once",
-    "packed": "get: packed TensorDict", "cycle": "get and done with, one row",
+    "cycle": "get and read, one row",
 }  # fmt: skip
 
 
@@ -18,15 +18,11 @@ def figures(reports: Sequence[Report]) -> list[Figure]:
     """All that can be drawn from what is there."""
     of_runs = [run for report in reports for run in report.get("runs", ())]
     cases = [case for report in reports for case in report.get("memory", ())]
-    perf = [report for report in reports if "ceiling" in report]
     drawn = (
         *(draw(of_runs) for draw in (runs.hosts, runs.memory, runs.share, runs.links)),
         runs.smallest(cases),
-        *(draw(of_runs) for draw in (runs.throughput, runs.stages, runs.latency, runs.processes)),
+        runs.stages(of_runs),
         *map(compare, reports),
-        *map(ceilings, perf),
-        *map(transports, reports),
-        *map(scaling, perf),
         *map(accuracy, reports),
         *map(model, reports),
     )
@@ -55,7 +51,7 @@ def compare(told: Report) -> Figure | None:
         name: f"{OUTCOMES.get(plane['status'], plane['status'])}: {plane['error']}"
         for name, plane in told["planes"].items()
         if plane["status"] != "ok"
-    } | dict(told.get("not_run", {}))
+    }
     absent = "; ".join(f"{name} ({why.splitlines()[0]})" for name, why in whys.items())
     sentence = (
         f"{told['rows']} ragged rows a batch; dots are medians, lines reach from the quickest to "
@@ -66,84 +62,6 @@ def compare(told: Report) -> Figure | None:
     )
     title = "The same batch through other planes"
     return Figure("compare", title, sentence.rstrip(), panels)
-
-
-def ceilings(told: Report) -> Figure:
-    """The hot path as shares of what the machine can do."""
-    shares = (
-        ("put, of memcpy", told["put"]["of_memcpy"], told["put"]["GBps"]),
-        ("pull, of a socket", told["pull"]["of_socket"], told["pull"]["GBps"]),
-    )
-    content = [
-        Row(name, f"{share:.2f} ({rate:.1f} GB/s)", [drawing.bar(share, "dataplane")])
-        for name, share, rate in shares
-    ]
-    scale = Scale("share of the ceiling, measured in the same run", low=0)
-    sentence = (
-        f"256 rows of 1 MiB, medians of {told.get('rounds', 'several')} rounds; 1.0 is one memcpy "
-        "of the same bytes, or one raw TCP connection."
-    )
-    panel = drawing.rows("put and pull", content, scale, whole=1.0)
-    return Figure("ceilings", "The hot path", sentence, [panel])
-
-
-def transports(report: Report) -> Figure | None:
-    """A panel a transport, a bar a batch; one that was not run is named with its reason."""
-    told = report.get("transports")
-    if not told:
-        return None
-    run = {name: shapes for name, shapes in told.items() if shapes.get("status") != "not run"}
-    panels = []
-    for name, shapes in run.items():
-        content, counted = [], []
-        for shape, found in shapes.items():
-            share, batch = found["of_ceiling"], shape.replace("x", " × ", 1)
-            rate = f"{share:.2f} ({found['GBps']:.1f} GB/s)"
-            content.append(Row(batch, rate, [drawing.bar(share, "dataplane")]))
-            counted.append(
-                f"{batch}: {found['copies_per_byte']:.2f} copies of a byte, "
-                f"{found['exchanges_per_batch']:.1f} exchanges"
-            )
-        scale = Scale("share of the bare loop, in the same run", low=0)
-        note = "; ".join(counted)
-        panels.append(drawing.rows(name, content, scale, whole=1.0, note=note))
-    missing = [f"{name} was not run: {told[name]['error']}" for name in told if name not in run]
-    sentence = " ".join(
-        (
-            "Pulls between two peers; 1.0 is the same engine between two processes without this "
-            "library (a raw TCP connection for tcp).",
-            *(f"{why.rstrip('.')}." for why in missing),
-        )
-    )
-    return Figure("transports", "Transports", sentence, panels)
-
-
-def scaling(told: Report) -> Figure | None:
-    """What happens to a figure of the hot path when there is more of something."""
-    shard = told.get("shard") or {}
-    blocks = {
-        "clients of one peer: operations a second": told.get("clients"),
-        "fields for the same bytes: GB/s of a put": told.get("fields"),
-        "live rows: ms that a claim takes (p50)": shard
-        and {
-            "10 thousand": shard["claim_ms_p50_at_10k"],
-            "1 million": shard["claim_ms_p50_at_1m"],
-        },
-    }
-    panels = [
-        drawing.rows(
-            title,
-            [
-                Row(str(n), number(float(value)), [drawing.bar(float(value), "dataplane")])
-                for n, value in values.items()
-            ],
-            Scale(title.partition(": ")[2], low=0),
-        )
-        for title, values in blocks.items()
-        if values
-    ]
-    sentence = "Each panel is one question: what happens to a figure when there is more."
-    return Figure("scaling", "Scaling", sentence, panels) if panels else None
 
 
 def accuracy(told: Report) -> Figure | None:

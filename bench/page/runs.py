@@ -47,13 +47,7 @@ _ACTIVITIES = (
     ("bench", "the bench's own work", ("generate", "digest", "check")),
     ("work", "the stage's own work", ()),  # and whatever else there is
 )
-_CALLS = (
-    ("rollout", "put", "put one group"),
-    ("reward", "claim", "wait for a group to score"),
-    ("train", "claim", "wait for a group to train"),
-)
 _LEAD_S = -1.0  # of the start-up is shown
-_NAMED = 3  # processes drawn by name
 
 
 def colour(plane: str) -> str:
@@ -91,6 +85,10 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     shown["link"] = f"links of {link}" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
+
+
+def _alike(one: Run, other: Run, settings: Sequence[str]) -> bool:
+    return all(one[name] == other[name] for name in settings)
 
 
 def differ(runs: Sequence[Run], setting: str) -> bool:
@@ -210,7 +208,8 @@ def share(runs: Sequence[Run]) -> Figure | None:
     panels = []
     for members in grouped(linked, (*_WORK, "dedup")):
         timed = [(run, took[0]) for run in members if (took := step(run))]
-        most = max(run["hosts"] for run in linked if run["trace"] == members[0]["trace"])
+        like = [run for run in linked if _alike(run, members[0], ("trace", "dedup"))]
+        most = max(run["hosts"] for run in like)
         if not timed or members[0]["hosts"] < most:
             continue
         content = []
@@ -340,39 +339,6 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
     return said + "."
 
 
-def processes(runs: Sequence[Run]) -> Figure | None:
-    """A panel a run, with its largest processes; those of a job on the same axes."""
-    drawn = _curved(runs)
-    panels = []
-    for members in grouped(drawn, _WORK):
-        ends = [run["memory_curve"]["seconds"][-1] for run in members]
-        ends += [at for run in members for at, _ in _kill(run)]
-        for run in members:
-            told, kind = run["memory_curve"], colour(run["plane"])
-            peaks = run["peak_memory_bytes"]
-            names = sorted(told["processes"], key=lambda name: -peaks.get(name, 0))[:_NAMED]
-            curves = []
-            for name, values in _wholes(run).items():
-                said = f"{name}\n{gib(max(values))}"
-                curves.append(Line(said, kind, _curve(run, values), dots=False))
-            for name in names:
-                curve = _curve(run, told["processes"][name])
-                if curve:
-                    said = name.replace(" of ", "\nof ")
-                    curves.append(Line(said, "soft", curve, dots=False, thin=True))
-            if cross := _kill(run):
-                whom = ", ".join(run["killed"]["processes"]) or "a child"
-                curves.append(Line(f"✕ {whom}\nkilled", kind, [], crosses=cross))
-            title = f"{label(run, members)}: {_job(run, runs)}"
-            time = Scale("seconds since the start signal", low=_LEAD_S, high=max(ends))
-            panels.append(drawing.lines(title, curves, time, Scale("GiB"), _limit(run)))
-    sentence = (
-        f"Thick: all of a host, or of a run without limits; thin: the {_NAMED} largest parts."
-    )
-    title = "Memory, process by process"
-    return Figure("processes", title, sentence, panels) if panels else None
-
-
 def smallest(cases: Sequence[Run]) -> Figure | None:
     """Lines over the number of prompts, one a plane and dedup; what has no answer is named."""
     title = "How little memory is enough"
@@ -422,55 +388,6 @@ def _amount(case: Run) -> str:
     return gib(case["smallest_bytes"])
 
 
-def throughput(runs: Sequence[Run]) -> Figure | None:
-    """A panel for each job and dedup, a bar for each run; runs that ended otherwise say how."""
-    if not runs:
-        return None
-    panels = []
-    for members in grouped(runs, (*_WORK, "dedup")):
-        content = []
-        for run in members:
-            name = label(run, members)
-            if (took := step(run)) is None:
-                how = OUTCOMES.get(run["status"], str(run["status"]))
-                content.append(Row(f"✕ {name}", how.partition(":")[0].partition(",")[0]))
-                continue
-            seconds, kind = took
-            rate = run["rows"] / run.get("steps", 1) / seconds
-            told = f"{number(rate)} rows/s · {seconds:.2f} s {kind}".rstrip()
-            marks = [drawing.bar(seconds, colour(run["plane"]))]
-            if kind == "steady":
-                marks.append(drawing.dots(run["step_seconds"][:1], colour(run["plane"]), True))
-            content.append(Row(name, told, marks))
-        scale, note = Scale("seconds of a step", low=0), _beside_others(members)
-        title = _job(members[0], runs)
-        title += f", dedup {switch(members[0]['dedup'])}" if differ(runs, "dedup") else ""
-        panels.append(drawing.rows(title, content, scale, note=note))
-    sentence = (
-        "Shorter bars are better. A step ends when its last row was compared at a trainer; a "
-        "steady one is the median of all but the first, which is cold (hollow points)."
-    )
-    return Figure("throughput", "Every run", sentence, panels)
-
-
-def _beside_others(members: Sequence[Run]) -> str:
-    """dataplane's best run of a job and the best other; cold and steady steps do not mix."""
-    timed = [(took, run) for run in members if (took := step(run))]
-    ours = [(took, run) for took, run in timed if run["plane"] == "dataplane"]
-    if not ours or all(run["plane"] == "dataplane" for run in members):
-        return ""
-    (seconds, kind), best = min(ours, key=lambda pair: pair[0][0])
-    others = [(took, run) for took, run in timed if run["plane"] != "dataplane"]
-    if not others:
-        return f"{label(best, members)} took {seconds:.2f} s, nobody else finished."
-    alike = [(took[0], run) for took, run in others if took[1] == kind]
-    if not alike:
-        return ""
-    time, rival = min(alike, key=lambda pair: pair[0])
-    how = f"{time / seconds:.2g} × as fast as {label(rival, members)}"
-    return f"{label(best, members)}: {how}, the best other run that finished."
-
-
 def stages(runs: Sequence[Run]) -> Figure | None:
     """For each run a panel, a bar a role: seconds split by what its workers did."""
     finished = [r for r in runs if r["status"] == "ok" and r["seconds"] and r.get("workers")]
@@ -514,28 +431,3 @@ def _by_role(run: Run) -> dict[str, dict[str, float]]:
         role: {kind: seconds / workers[role] for kind, seconds in kinds.items()}
         for role, kinds in sums.items()
     }
-
-
-def latency(runs: Sequence[Run]) -> Figure | None:
-    """A panel a job: a line from p50 to the maximum for each run and call."""
-    timed = [run for run in runs if run["status"] == "ok" and run.get("latency_ms")]
-    panels = []
-    for members in grouped(timed, _WORK):
-        content = []
-        for role, call, title in _CALLS:
-            here = [run for run in members if call in run["latency_ms"].get(role, {})]
-            content += [Row(title)] if here else []
-            for run in here:
-                told, kind = run["latency_ms"][role][call], colour(run["plane"])
-                p50, *ticks, most = (max(told[p], 1e-3) for p in ("p50", "p90", "p99", "max"))
-                marks = [drawing.span(p50, most, kind, ticks), drawing.dots([p50], kind)]
-                said = f"{number(p50)} – {number(most)} ms"
-                content.append(Row(label(run, members), said, marks))
-        if content:
-            scale = Scale("milliseconds, each tick ten times the one before", log=True)
-            panels.append(drawing.rows(_job(members[0], runs), content, scale))
-    sentence = (
-        "From p50 (dot) over p90 and p99 (ticks) to the slowest; further left is better. A wait "
-        "for rows ends when the stages before are done: with a controller, when all rows are."
-    )
-    return Figure("latency", "Latency", sentence, panels) if panels else None

@@ -39,9 +39,11 @@ example-multimodal: $(VENV)/.examples-installed
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
 
+# Beside other planes: one batch, Ray's driver, and the headline, which takes TransferQueue where it is installed.
 bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench compare --json bench/out/compare.json
-	$(BIN)/python -m bench run --trace math,video --planes dataplane,controller,ray-driver,transfer_queue --hosts 4 --prompts 4 --steps 2 --timeout 600 --json bench/out/compare-links.json
+	$(BIN)/python -m bench run --trace math,video --planes dataplane,ray-driver --dedup off --hosts 4 --prompts 4 --steps 4 --timeout 600 --json bench/out/compare-ray.json
+	$(BIN)/python -m bench headline --json bench/out/compare-headline.json
 
 # Most tests wait for processes, so two cores serve three workers. Files go to workers in the order of
 # tests/conftest.py, the long ones first.

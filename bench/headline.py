@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench import links, outputs, report
+from bench.planes import PLANES
 from bench.report import Run
 from bench.run import Settings
 from bench.run_command import Planned, carry_out, with_link
@@ -30,6 +31,10 @@ CALLED = {
     "controller": "a controller with barriers",
     "transfer_queue": "TransferQueue",
 }
+_QUEUE = "transfer_queue"
+_QUEUE_HOSTS = 4
+"""Each is a Ray node with two storage units, beside its workers."""
+_QUEUE_TIMEOUT_S = 600.0
 _LIMIT_BYTES = 3 << 30
 _LIMITED_PROMPTS = 16
 _LIMITED_ARENA_BYTES = 1536 << 20
@@ -56,6 +61,8 @@ def register(commands: Any) -> None:
 
 def _headline(options: argparse.Namespace, command: str) -> int:
     plan = [*_over_links(options, HOSTS, ("video", "math")), *_without_links()]
+    if not PLANES[_QUEUE].missing():
+        plan += _beside_transfer_queue(options, ("video", "math"))
     return carry_out(plan, options.json, command, options.no_links, sentences)
 
 
@@ -102,6 +109,15 @@ def _over_links(
                 yield from _planned(replace(job, apart=apart), True)
 
 
+def _beside_transfer_queue(options: argparse.Namespace, traces: Sequence[str]) -> Iterator[Planned]:
+    """TransferQueue has no dedup, so in this comparison nobody has."""
+    for trace in traces:
+        job = with_link(_job(trace, _QUEUE_HOSTS), _rate(options, max(HOSTS)), options.no_links)
+        for apart in (True, False):
+            for plane in (OURS, "controller-stream", _QUEUE):
+                yield replace(job, apart=apart, timeout_s=_QUEUE_TIMEOUT_S), plane, False
+
+
 def _without_links() -> Iterator[Planned]:
     """What links have no part in: small text on two hosts, and memory under a limit."""
     yield from _planned(replace(_job("math", 2), prompts=16), True)
@@ -121,16 +137,23 @@ def _without_links() -> Iterator[Planned]:
 
 def sentences(runs: list[Run]) -> list[str]:
     """The headline. Its first three sentences are of the first trace: transfers, their share of a
-    step, memory. Then links of usual nodes, other traces, and where a controller is faster."""
-    linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r) and r["dedup"]]
+    step, memory. Then links of usual nodes, other traces, runs without dedup, and where a
+    controller is faster."""
+    linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r)]
     told = [
         [_transfers(mine), _shares(mine), _computed(mine)]
-        for trace in dict.fromkeys(run["trace"] for run in linked)
-        if (mine := _on_most_hosts([run for run in linked if run["trace"] == trace]))
+        for mine in _by_trace([run for run in linked if run["dedup"]])
     ]
     first, *others = told or [[]]
     found = [*first[:2], _memory(runs), *first[2:], *(said for each in others for said in each)]
+    found += map(_transfers, _by_trace([run for run in linked if not run["dedup"]]))
     return [sentence for sentence in (*found, _faster(runs)) if sentence]
+
+
+def _by_trace(runs: list[Run]) -> Iterator[list[list[Run]]]:
+    """Of each trace the runs on the most hosts, in lists of one placement."""
+    for trace in dict.fromkeys(run["trace"] for run in runs):
+        yield _on_most_hosts([run for run in runs if run["trace"] == trace])
 
 
 def _has_links(run: Run) -> bool:
@@ -149,7 +172,8 @@ def _transfers(placements: list[list[Run]]) -> str:
     first = placements[0][0]
     link = f"links of {first['link']}" if first["link"] else "loopback in place of links"
     told = [f"{_spent(same)} if {_placed(same[0])}" for same in placements]
-    said = f"{first['trace'].capitalize()}, {first['hosts']} hosts, {link}: a step spends "
+    dedup = "" if first["dedup"] else ", dedup off"
+    said = f"{first['trace'].capitalize()}, {first['hosts']} hosts, {link}{dedup}: a step spends "
     said += f"{'; '.join(told)}."
     for run in (run for same in placements for run in same if not _steady(run)):
         said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from bench import headline
+from bench.cli import main
 from bench.headline import sentences
+from bench.planes import PLANES
+from bench.run_command import Planned
 
 GIB = 1 << 30
 FULL = {
@@ -61,6 +67,41 @@ def test_other_traces_follow_the_first_and_memory() -> None:
     math = [{**one, "trace": "math"} for one in TOGETHER]
     told = sentences([*TOGETHER, *math])
     assert [said.split(",")[0] for said in told if "a step spends" in said] == ["Video", "Math"]
+
+
+def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
+    queued = [
+        run(plane, "video", 4, [9.0, seconds], dedup=False, apart=True)
+        for plane, seconds in (("dataplane", 2.0), ("transfer_queue", 20.0))
+    ]
+    told = sentences([*TOGETHER, *queued])
+    assert told[:2] == sentences(TOGETHER)[:2]
+    assert told[-2] == (
+        "Video, 4 hosts, links of 400mbit, dedup off: a step spends 2 s in dataplane and 20 s in "
+        "TransferQueue if rollout has hosts of its own."
+    )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_headline_runs_transfer_queue_where_it_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Planned] = []
+
+    def carry_out(plan: list[Planned], *_: object) -> int:
+        planned.extend(plan)
+        return 0
+
+    packages = ("numpy",) if installed else ("no-such-package",)
+    monkeypatch.setattr(PLANES["transfer_queue"], "packages", packages)
+    monkeypatch.setattr(headline, "carry_out", carry_out)
+    assert main(["headline"]) == 0
+    queued = [(job.trace, job.apart) for job, plane, _ in planned if plane == "transfer_queue"]
+    both = [(trace, apart) for trace in ("video", "math") for apart in (True, False)]
+    assert queued == (both if installed else [])
+    for job, _, dedup in (one for one in planned if one[1] == "transfer_queue"):
+        beside = {plane for other, plane, way in planned if (other, way) == (job, dedup)}
+        assert beside == {"dataplane", "controller-stream", "transfer_queue"} and not dedup
 
 
 def test_where_we_lose_is_said_with_its_figures() -> None:

@@ -17,16 +17,18 @@ bench-memory: $(VENV)/.bench-installed
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 	$(BIN)/python -m bench report bench/out/limited.json bench/out/memory.json -o bench/out/memory.html
 
-# Of Debian, where they are missing and this user may: `ip` and `tc`, which make hosts with links of
-# their own; a browser, in which tests open the bench's report; etcd, which keeps rosters.
+# Of Debian, where they are missing and this user may: what makes a Python environment, where there is none yet; `ip`
+# and `tc`, which make hosts with links of their own; a browser, in which tests open the bench's report; etcd, which
+# keeps rosters.
 PACKAGES := deploy/system_packages.sh
+VENV_PACKAGE := $(if $(wildcard $(BIN)/python),,$(notdir $(PYTHON))-venv)
 links-packages:
-	@$(PACKAGES) iproute2
+	@$(PACKAGES) $(VENV_PACKAGE) iproute2
 test-packages:
-	@$(PACKAGES) iproute2 etcd-server chromium
+	@$(PACKAGES) $(VENV_PACKAGE) iproute2 etcd-server chromium
 # The same where sudo asks for a password.
 system-packages:
-	@$(PACKAGES) --ask iproute2 etcd-server chromium
+	@$(PACKAGES) --ask $(VENV_PACKAGE) iproute2 etcd-server chromium
 
 # A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill train"`, see examples/grpo_tiny.
 example-grpo: $(VENV)/.examples-installed
@@ -182,7 +184,7 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("dataplane needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python*; exit 1; }  # else the next make takes half of one for whole
 
 # Compiled ahead: dozens of processes start in a run, and some machines keep no bytecode of their own accord.
 $(VENV)/.%-installed: $(BIN)/python pyproject.toml

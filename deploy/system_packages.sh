@@ -1,8 +1,8 @@
 #!/bin/sh
-# system_packages.sh [--ask] PACKAGE...: Debian's packages that pip does not have, where they are missing.
-# As root or where sudo asks nothing they are installed; with --ask sudo may ask. Where neither may be,
-# it says what would do it and ends well (with --ask: badly): what needs them skips, and says so again.
-# Nothing is asked of the network while all are there.
+# system_packages.sh [--ask] PACKAGE...: install Debian's packages that pip does not have, where they are missing.
+# It says so in one line before it installs. Root installs, and a user whose sudo asks nothing; with --ask sudo may ask.
+# Where nobody may, it says what goes without them, which tests are skipped, and which command installs them; it then
+# ends with 0, or with 1 after --ask. Nothing is asked of the network while all are there.
 set -u
 PATH="$PATH:/usr/sbin:/sbin"
 
@@ -16,6 +16,7 @@ programs() { # of a package; one after "|" is as good as the one before it
 }
 
 here() {
+    case $1 in python*-venv) "${1%-venv}" -c 'import ensurepip' 2>/dev/null; return ;; esac
     for one in $(programs "$1"); do
         found=
         for program in $(echo "$one" | tr '|' ' '); do
@@ -31,8 +32,22 @@ missing=
 for package; do here "$package" || missing="$missing $package"; done
 [ "$missing" ] || exit 0
 
+marked() { # files of tests that are skipped without a program
+    cd "$(dirname "$0")/.." && grep -rl --include='*.py' "needs(\"$1\")" tests | sort | tr '\n' ' '
+}
+
+lacks() {
+    case $1 in
+    chromium) echo "tests of the bench's page in a browser are skipped: $(marked chromium)" ;;
+    etcd-server) echo "tests of a roster in etcd are skipped: $(marked etcd)" ;;
+    python*-venv) echo "no environment can be made: $1 brings what \`${1%-venv} -m venv\` needs" ;;
+    iproute2) echo "hosts of the bench meet on loopback; tests with networks of their own are skipped: $(marked ip)" ;;
+    esac
+}
+
 without() {
-    echo "Without$missing: $1. What needs them is skipped, or says that it went without." >&2
+    echo "missing$missing: $1" >&2
+    for package in $missing; do echo "  without $package $(lacks "$package")" >&2; done
     [ "$ask" ] && exit 1
     exit 0
 }
@@ -46,7 +61,7 @@ else
     without "this user may not install them; \`make system-packages\` asks sudo, or as root: apt-get install$missing"
 fi
 
-echo "installing$missing (Debian's)" >&2
+echo "installing Debian's$missing with apt-get" >&2
 install() {
     # shellcheck disable=SC2086
     DEBIAN_FRONTEND=noninteractive $may apt-get -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300 install --quiet --yes \

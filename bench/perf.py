@@ -45,8 +45,8 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
     block = np.random.default_rng(0).integers(0, 255, (ROWS, VALUE_BYTES), np.uint8)
     with ExitStack() as stack:
         (alone,) = stack.enter_context(clients(["alone"], ARENA))
-        # behind it, for the clients that are processes of their own look for these
-        # over TCP: its ceiling is a socket
+        # Last, for clients that are processes of their own look for these. Their ceiling is a
+        # socket, so bytes go over TCP.
         near, far = stack.enter_context(clients("ab", ARENA, "--transport", "off"))
         ceilings = stack.enter_context(Ceilings(block))
         figures = _Figures(near, far, alone, block, samples)

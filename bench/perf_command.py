@@ -55,7 +55,7 @@ def _perf(options: argparse.Namespace, command: str) -> int:
         return 1
     finally:  # also where it is stopped, or the disk is full
         if told:
-            _show(console, told | described)
+            console.print_json(json.dumps(told | described))
     return 0
 
 
@@ -83,20 +83,6 @@ def _parts(options: argparse.Namespace, console: Console) -> Iterator[dict[str, 
             "processor": time.process_time() - worked,
         }
     }
-
-
-def _show(console: Console, told: dict[str, Any]) -> None:
-    console.print_json(json.dumps(told))
-    if lanes_told := told.get("transports"):
-        console.print(transports.table(lanes_told))
-        for reason in transports.reasons(lanes_told):
-            console.print(reason, markup=False)
-    if gpu_told := told.get("gpu"):
-        if gpu_told.get("status") == "not run":
-            console.print(f"the GPU was not run: {gpu_told['error']}", markup=False)
-        else:
-            console.print(gpu.table(gpu_told))
-            console.print(gpu.ways.table(gpu_told["ways"]))
 
 
 def _gpu(rounds: int, console: Console) -> dict[str, Any]:

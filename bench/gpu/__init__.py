@@ -12,6 +12,6 @@ from __future__ import annotations
 
 from bench.gpu import ways
 from bench.gpu.device import missing
-from bench.gpu.figures import measure, report_of, table
+from bench.gpu.figures import measure, report_of
 
-__all__ = ["measure", "missing", "report_of", "table", "ways"]
+__all__ = ["measure", "missing", "report_of", "ways"]

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from bench.cluster import clients
 from bench.gpu.device import Gpu
@@ -138,23 +136,3 @@ def report_of(samples: Samples, nbytes: int = LARGE_BYTES) -> dict[str, Any]:
             "view": ms("view_s"),
         },
     }
-
-
-_LINES = {
-    "put": ("put, from the GPU to its arena", "device copy"),
-    "get": ("a tensor of its own, of values there", "device copy"),
-    "to_gpu": ("from the host arena to the GPU", "pinned copy"),
-    "other_peer": ("from another peer's device arena, with its claim", "device copy"),
-}
-
-
-def table(told: dict[str, Any]) -> Table:
-    """A line for each rate."""
-    title = f"{told['rows']} values of {told['value_bytes'] / MIB:g} MiB on a GPU"
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("what", "GB/s", "of it", "ceiling"):
-        shown.add_column(name)
-    for name, (what, ceiling) in _LINES.items():
-        figures = told[name]
-        shown.add_row(what, f"{figures['GBps']:.2f}", f"{figures['of_ceiling']:.2f}", ceiling)
-    return shown

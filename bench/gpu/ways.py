@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from bench.cluster import Failed, clients
 from bench.gpu.device import Gpu
@@ -74,17 +72,3 @@ def _measured(gpu: Gpu, rounds: int, nbytes: int, name: str) -> dict[str, Any]:
 
 def _not_run(why: str) -> dict[str, Any]:
     return {"status": "not run", "error": why}
-
-
-def table(told: dict[str, Any]) -> Table:
-    """A line for each transport."""
-    title = "from one peer's device to another's, with the claim"
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("transport", "GB/s", "of a device copy"):
-        shown.add_column(name)
-    for name, figures in told.items():
-        if figures.get("status") == "not run":
-            shown.add_row(name, "not run", figures["error"])
-        else:
-            shown.add_row(name, f"{figures['GBps']:.2f}", f"{figures['of_ceiling']:.2f}")
-    return shown

@@ -11,8 +11,7 @@ from string import Template
 from bench import outputs
 from bench.page import drawing
 from bench.page.drawing import Figure, number
-from bench.page.figures import figures
-from bench.page.runs import Report, Run, carried, gib, step, switch
+from bench.page.runs import Report, Run, carried, figures, gib, step, switch
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""

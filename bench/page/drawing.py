@@ -45,7 +45,6 @@ DARK: Theme = {
 
 WIDTH = 360  # pixels
 _ROW, _LINE, _LETTER = 33, 14, 12
-_HEADING = 0.7  # of the height of a row
 _STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -80,11 +79,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A name and a figure, and marks below them; without marks it is a heading."""
+    """A name and a figure, and a mark below them."""
 
     name: str
-    told: str = ""
-    marks: Sequence[Mark] = ()
+    told: str
+    mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,6 @@ class Scale:
     """What an axis counts. `ticks`: just these, for what comes in sizes."""
 
     unit: str
-    log: bool = False
     ticks: Sequence[float] = field(default_factory=tuple)
     low: float | None = None
     high: float | None = None
@@ -118,13 +116,6 @@ def number(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def bar(value: float, colour: str, thick: float = 0.26) -> Mark:
-    def draw(ax: Axes, theme: Theme, y: float) -> None:
-        ax.barh(y, value, thick, color=theme[colour])
-
-    return draw
 
 
 def stack(parts: Sequence[tuple[str, float]]) -> Mark:
@@ -138,52 +129,30 @@ def stack(parts: Sequence[tuple[str, float]]) -> Mark:
     return draw
 
 
-def span(low: float, high: float, colour: str, ticks: Sequence[float] = ()) -> Mark:
-    def draw(ax: Axes, theme: Theme, y: float) -> None:
-        ax.plot([low, high], [y, y], color=theme[colour], lw=2, solid_capstyle="butt")
-        ax.plot(ticks, [y] * len(ticks), "|", color=theme[colour], ms=8, mew=1.5)
-
-    return draw
-
-
-def dots(values: Sequence[float], colour: str, hollow: bool = False, size: float = 6) -> Mark:
-    def draw(ax: Axes, theme: Theme, y: float) -> None:
-        face = theme["paper"] if hollow else theme[colour]
-        ax.plot(values, [y] * len(values), "o", mec=theme[colour], mfc=face, ms=size, zorder=3)
-
-    return draw
-
-
 def rows(
     title: str,
     content: Sequence[Row],
     scale: Scale,
 ) -> Panel:
     """Rows below each other."""
-    sizes = [1.0 if row.marks or row.told else _HEADING for row in content]
 
     def draw(ax: Axes, theme: Theme) -> None:
-        ax.set_ylim(sum(sizes) + 0.1, 0)
+        ax.set_ylim(len(content) + 0.1, 0)
         ax.set_axisbelow(True)
-        for y, row in zip(itertools.accumulate(sizes, initial=0.34), content, strict=False):
-            place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center"}
-            weight = "normal" if row.marks else "bold"
-            ax.text(0.01, y, row.name, weight=weight, zorder=4, **place)
-            told = theme["ink" if row.marks else "bad"]
-            ax.text(0.995, y, row.told, ha="right", color=told, zorder=4, **place)
-            for mark in row.marks:
-                mark(ax, theme, y + 0.43)
+        place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "zorder": 4}
+        for y, row in enumerate(content):
+            ax.text(0.01, y + 0.34, row.name, **place)
+            ax.text(0.995, y + 0.34, row.told, ha="right", color=theme["ink"], **place)
+            row.mark(ax, theme, y + 0.77)
         _axis(ax.xaxis, scale)
         low, high = ax.get_xlim()
         ax.set_xlim(scale.low if scale.low is not None else low, scale.high or high)
         ax.set_xlabel(scale.unit, color=theme["soft"], fontsize=_LETTER - 1, loc="right")
         ax.set_yticks([])
-        if not any(row.marks for row in content):
-            ax.set_xticks([])
         ax.spines["left"].set_visible(False)
         ax.grid(axis="x", color=theme["grid"], lw=1)
 
-    return Panel(title, _ROW * sum(sizes) + 46, draw)
+    return Panel(title, _ROW * len(content) + 46, draw)
 
 
 def lines(
@@ -208,8 +177,7 @@ def lines(
             ax.annotate(limit[1], (0.02, limit[0]), **above)
         _axis(ax.xaxis, x)
         _axis(ax.yaxis, y)
-        if not y.log:
-            ax.set_ylim(0, max(ax.get_ylim()[1], (limit[0] if limit else 0) * 1.12))
+        ax.set_ylim(0, max(ax.get_ylim()[1], (limit[0] if limit else 0) * 1.12))
         ax.set_xlim(x.low, x.high)
         small: dict[str, Any] = {"color": theme["soft"], "fontsize": _LETTER - 1}
         ax.set_xlabel(x.unit, loc="right", **small)
@@ -277,11 +245,9 @@ def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[
 
 
 def _axis(axis: Any, scale: Scale) -> None:
-    if scale.log:
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     if scale.ticks:
         axis.set_ticks(list(scale.ticks))
-    elif not scale.log:
+    else:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))

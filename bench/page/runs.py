@@ -217,7 +217,7 @@ def share(runs: Sequence[Run]) -> Figure | None:
             recorded = run["recorded_step_seconds"]
             parts = [("work", recorded), (colour(run["plane"]), seconds)]
             told = f"{number(seconds)} s, {seconds / (recorded + seconds):.0%}"
-            content.append(Row(run["plane"], told, [drawing.stack(parts)]))
+            content.append(Row(run["plane"], told, drawing.stack(parts)))
         scale = Scale("seconds of a step", low=0)
         dedup = ", dedup off" if not members[0]["dedup"] else ""
         panels.append(drawing.rows(_job(members[0], linked) + dedup, content, scale))
@@ -400,7 +400,7 @@ def stages(runs: Sequence[Run]) -> Figure | None:
                 two = sorted(seconds, key=lambda kind: -seconds[kind])[:2]
                 told = ", ".join(f"{kind} {seconds[kind]:.2f} s" for kind in two)
                 parts = [(kind, seconds.get(kind, 0.0)) for kind, _, _ in _ACTIVITIES]
-                content.append(Row(role, told, [drawing.stack(parts)]))
+                content.append(Row(role, told, drawing.stack(parts)))
             scale = Scale("seconds, mean over the workers of a stage", low=0, high=most)
             title = f"{label(run, members)}: {_job(run, runs)}"
             if content:
@@ -431,3 +431,12 @@ def _by_role(run: Run) -> dict[str, dict[str, float]]:
         role: {kind: seconds / workers[role] for kind, seconds in kinds.items()}
         for role, kinds in sums.items()
     }
+
+
+def figures(reports: Sequence[Report]) -> list[Figure]:
+    """All that can be drawn of the runs and memory cases in these reports."""
+    found = [run for report in reports for run in report.get("runs", ())]
+    cases = [case for report in reports for case in report.get("memory", ())]
+    drawn = [draw(found) for draw in (hosts, memory, share, links)]
+    drawn += [smallest(cases), stages(found)]
+    return [figure for figure in drawn if figure]

@@ -5,13 +5,12 @@
 | the transports and sizes, one after another; what is not run, and why | lanes |
 | pulls between two peers, timed and counted | pulls |
 | an engine between two processes, without this library | loops, engines |
-| the report: JSON and a table | told |
+| the figures of the report | told |
 """
 
 from __future__ import annotations
 
 from bench.transports.lanes import TRANSPORTS, measure
 from bench.transports.shapes import SHAPES, Shape
-from bench.transports.told import reasons, table
 
-__all__ = ["SHAPES", "TRANSPORTS", "Shape", "measure", "reasons", "table"]
+__all__ = ["SHAPES", "TRANSPORTS", "Shape", "measure"]

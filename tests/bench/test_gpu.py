@@ -74,7 +74,6 @@ def test_what_brings_values_to_another_peers_device_is_measured_or_said_to_be_mi
     assert told["cuda_ipc"]["GBps"] > 0 and told["cuda_ipc"]["tried"]["exact"]
     none = gpu.ways.measure(twin, 1, lambda done, of: None, MIB, ("post",))
     assert none["post"]["status"] == "not run" and "no installed package" in none["post"]["error"]
-    assert gpu.ways.table(told | none).row_count == 2
 
 
 def test_without_a_gpu_the_report_says_that_it_was_not_run(tmp_path: Path) -> None:

@@ -124,38 +124,6 @@ def over_hosts(trace: str = "math", a_host: int = 2, **changes: Any) -> list[dic
     return [{**told, **changes} for told in runs]
 
 
-def of_planes() -> dict[str, Any]:
-    """What `compare` writes."""
-    planes = {
-        "dataplane": {"status": "ok", "error": ""},
-        "transfer_queue": {"status": "ok", "error": ""},
-        "ray-store": {"status": "error", "error": "it died\nafter a while"},
-    }
-    lines = [
-        {
-            "plane": plane, "hosts": hosts, "batch": "64 MiB", "operation": operation,
-            "seconds": {"min": 0.1 * nth, "median": 0.2 * nth, "max": 0.3 * nth, "samples": 3},
-        }
-        for nth, plane in enumerate(("dataplane", "transfer_queue"), 1)
-        for hosts in (1, 2)
-        for operation in ("put", "read")
-    ]  # fmt: skip
-    return report(results=lines, rows=256, planes=planes)
-
-
-def simulated() -> dict[str, Any]:
-    case = {
-        "plane": "dataplane", "dedup": True, "trace": "image", "predicted_step_s": 1.1,
-        "recorded_step_s": 1.0, "steps_s": [1.1, 1.2, 1.3],
-    }  # fmt: skip
-    stall = {"low": 1.0, "middle": 2.0, "high": 3.0}
-    held = {"low": 1e9, "middle": 2e9, "high": 3e9}
-    model = [{**case, "hosts": n, "stall_s": stall, "service_peak_bytes": held} for n in (8, 64)]
-    assumed = {"trace": "image", "groups_per_host": 2, "link_gbps": 200.0}
-    told = {"skill": 0.9, "assumed": assumed, "model": model}
-    return report(cases=[{**case, "hosts": 8}], **told)
-
-
 def first() -> dict[str, Any]:
     twice = [*over_hosts("video", 1), *over_hosts("video", 1, dedup=False)]
     runs = [*over_hosts(), *twice, run("dataplane"), killed()]
@@ -172,7 +140,7 @@ def browser() -> Iterator[Browser]:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of whatever the bench can measure."""
     page = tmp_path_factory.mktemp("page") / "out" / "report.html"
-    write(page, [first(), *full()[1:], of_planes(), simulated()])
+    write(page, [first(), *full()[1:]])
     return page
 
 
@@ -192,8 +160,7 @@ def test_a_browser_shows_every_picture_legibly_and_fetches_nothing(
     assert seen["headings"] == [
         "Step time over hosts", "Memory under the limit", "Share of a step",
         "Bytes through the busiest host's link", "How little memory is enough",
-        "Where the time goes", "The same batch through other planes",
-        "What the model is worth", "Larger clusters, modelled",
+        "Where the time goes",
         "Figures", "Messages of a trained group", "Commands and machine",
     ]  # fmt: skip
 
@@ -298,13 +265,6 @@ def test_reports_without_steps_or_links_have_no_such_picture(tmp_path: Path) -> 
     assert 'id="links"' not in told
 
 
-def test_a_simulation_of_one_size_has_no_picture_of_sizes(tmp_path: Path) -> None:
-    page, told = tmp_path / "sim.html", simulated()
-    write(page, [{**told, "model": told["model"][:1]}])
-    assert "What the model is worth" in page.read_text()
-    assert "Larger clusters" not in page.read_text()
-
-
 def test_the_page_names_no_address_and_shows_errors_as_text(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write(page, full())
@@ -336,18 +296,6 @@ def test_what_was_not_run_is_named_beside_what_was(tmp_path: Path) -> None:
     assert "No answer for ray-driver (not installed)." in page.read_text()
     write(page, [report(memory=[{**absent, "plane": "dataplane", "status": "not run"}])])
     assert "No answer for dataplane (not run)." in page.read_text()
-    planes = {
-        "dataplane": {"status": "ok", "error": ""},
-        "ray-store": {"status": "error", "error": "it died\nafter a while"},
-    }
-    took = {"min": 0.1, "median": 0.2, "max": 0.3, "samples": 3}
-    line = {"plane": "dataplane", "hosts": 1, "batch": "64 MiB", "operation": "put"}
-    compared = {"rows": 256, "planes": planes}
-    for lines in ([{**line, "seconds": took}], []):
-        write(page, [report(results=lines, **compared)])
-        told = "ray-store (failed: it died)."
-        assert f"Not measured, or not to its end: {told}" in page.read_text()
-        assert "<h2>The same batch through other planes</h2>" in page.read_text()
 
 
 def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
-from rich.console import Console
 
-from bench.transports import TRANSPORTS, Shape, measure, reasons, table
+from bench.transports import TRANSPORTS, Shape, measure
 from bench.transports.loops import Loop, LoopFailed
 from bench.transports.pulls import Counted, Pulls, WrongTransport, _outside_arenas
 from bench.transports.told import figures
@@ -83,16 +80,3 @@ def test_figures_are_medians_of_neighbours_and_counts_a_batch() -> None:
         GBps=0.001 / 4, ceiling_GBps=0.001, of_ceiling=0.5, copies_per_byte=2.0,
         exchanges_per_batch=6.0,
     )  # fmt: skip
-
-
-def test_the_table_has_a_line_for_what_was_not_run_too() -> None:
-    told = {
-        "tcp": {"8x1MiB": figure(of_ceiling=0.87)},
-        "ucx": {"status": "not run", "error": "it is not installed"},
-    }
-    out = io.StringIO()
-    Console(file=out, width=80).print(table(told))
-    lines = out.getvalue().splitlines()
-    assert any("tcp" in line and "8x1MiB" in line and "0.87" in line for line in lines)
-    assert any("ucx" in line and "not run" in line for line in lines)
-    assert reasons(told) == ["ucx was not run: it is not installed"]

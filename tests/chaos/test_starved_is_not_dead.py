@@ -230,8 +230,7 @@ def _start_again(hosts: Hosts) -> None:
     process.wait()
     with contextlib.suppress(DataplaneError):
         hosts.planes["b"].close()
-    hosts.launch("b", seeds=NAMES)
-    hosts._await("b")
+    hosts.start_one("b")
     hosts.planes["b"] = hosts.connect("b")
     until(lambda: hosts.address("b") in hosts.members(), "b is a member again", 60)
     in_sync(hosts.planes["a"])

@@ -121,10 +121,10 @@ class Fetched(Mapping[str, Sequence[Array]]):
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
+        return iter(self.columns.keys())  # a TensorDict iterates over its rows
 
     def __len__(self) -> int:
-        return len(self.columns)
+        return len(self.columns.keys())
 
 
 class BoardEndpoint(Endpoint):

@@ -105,5 +105,6 @@ def run_dir(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> Iterator[Path
     monkeypatch.setenv("DATAPLANE_RUN_DIR", str(path))
     yield path
     found = leaks.settled(lambda: leaks.processes_of(path))
+    leaks.end_processes_of(path)
     shutil.rmtree(path)
     assert not found, "the test left running: " + "; ".join(found)

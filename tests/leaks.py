@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import select
+import signal
 import sysconfig
 import threading
 import time
@@ -91,6 +92,17 @@ def settled(look: Callable[[], list[str]]) -> list[str]:
 
 def processes_of(run_dir: Path) -> list[str]:
     """Processes, whoever's child they are, that were started with this run directory."""
+    return [f"process {_named(pid)}" for pid in _pids_of(run_dir)]
+
+
+def end_processes_of(run_dir: Path) -> None:
+    """Kill what a failed test left running."""
+    for pid in _pids_of(run_dir):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _pids_of(run_dir: Path) -> list[int]:
     mark = b"DATAPLANE_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
     found = []
     for entry in os.scandir("/proc"):
@@ -98,7 +110,7 @@ def processes_of(run_dir: Path) -> list[str]:
             continue
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if mark in Path(entry.path, "environ").read_bytes() + b"\0":
-                found.append(f"process {_named(int(entry.name))}")
+                found.append(int(entry.name))
     return found
 
 

@@ -16,7 +16,7 @@ from tests.end_to_end import conftest
 
 ROOT = Path(__file__).parents[1]
 LEAKS = """
-    import os, socket, subprocess, sys, threading
+    import os, socket, subprocess, sys, threading, time
     import pytest
     from tests import leaks
     from tests.conftest import no_launcher, nothing_is_left, run_dir
@@ -52,7 +52,7 @@ LEAKS = """
             pass
 
     def test_detached_process(run_dir):
-        code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
+        code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3).pid)"
         kept.append(int(subprocess.check_output([sys.executable, "-c", code])))
 
     def test_nothing(run_dir):
@@ -66,8 +66,10 @@ LEAKS = """
                 one.wait()
             elif isinstance(one, str):
                 os.unlink(one)
-            elif isinstance(one, int):
-                os.kill(one, 9)
+            elif isinstance(one, int):  # `run_dir` has killed it
+                command = f"/proc/{one}/cmdline"
+                while os.path.exists(command) and open(command).read():
+                    time.sleep(0.01)
 """
 EXPECTED = {
     "test_socket": "socket:",
@@ -99,6 +101,7 @@ def test_every_kind_of_leak_is_told_and_nothing_else(tmp_path: Path) -> None:
         if line.startswith("ERROR ")
     }
     assert told.keys() == EXPECTED.keys(), done.stdout
+    assert " failed" not in done.stdout, done.stdout
     for test, what in EXPECTED.items():
         assert what in done.stdout, f"{test}: {done.stdout}"
 

@@ -48,7 +48,8 @@ class Micro(PlannedRows, Converting):
 
 
 class Mini(Steps):
-    """Iterate over its micro-batches. The next one is fetched while this one trains."""
+    """Iterate over its micro-batches. The next one is fetched while this one trains. `epoch` and
+    `number`: which epoch it belongs to, and its position in that epoch."""
 
     def __aiter__(self) -> Micros:
         return Micros(self._plan, self._number)  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ class Peers:
         except BaseException:
             _let_go([self._attendants.pop(node) for node in made])
             raise
-        log.info("%d peers of plane %r were started", len(made), self.plane)
+        log.info("plane %r: %d peers started", self.plane, len(made))
 
     def stop(self) -> None:
         """End the peers at once, with all rows. Nodes that are gone are left out."""
@@ -245,7 +245,7 @@ def _let_go(attendants: list[Any]) -> None:
         told = [one.stop.remote() for one in attendants]
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
-            log.warning("%d Ray nodes did not end their peers", len(told) - len(done))
+            log.warning("ray: %d nodes did not stop their peers", len(told) - len(done))
     for attendant in attendants:
         ray.kill(attendant)
 

@@ -52,7 +52,7 @@ def seeds_of(
     until = time.monotonic() + wait_s
     found = resolve(name)
     if len(found) != count:
-        log.info("%s has %d addresses, waiting for %d", name, len(found), count)
+        log.info("seeds: %s has %d addresses, waiting for %d", name, len(found), count)
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(

@@ -188,7 +188,7 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
     while (mapped := still_mapped_bytes(name)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     if mapped:
-        log.warning("%d bytes of a dead peer's arena are still in view: this one has less", mapped)
+        log.warning("arena: %d bytes smaller, a dead peer's arena is still mapped", mapped)
     return Arena.create(max(least_bytes, size_bytes - mapped), name)
 
 

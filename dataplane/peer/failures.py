@@ -39,7 +39,7 @@ def failed(exc: Exception) -> Failed:
     """What is sent in the place of an answer."""
     if isinstance(exc, DataplaneError):
         return Failed(type(exc).__name__, exc.message, plain(exc.details))
-    log.exception("a request failed by a bug of ours", exc_info=exc)
+    log.exception("peer: internal error while serving a request", exc_info=exc)
     return Failed(InternalError.__name__, f"{type(exc).__name__}: {exc}; see the peer's log")
 
 

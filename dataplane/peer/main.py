@@ -79,7 +79,7 @@ async def _serve(
             lock.write_card(config.listen)
             lock.note(peer.host.rows, peer.directory.declared())
             log.info(
-                "peer %r of run %r serves: pid %d, arena %d bytes, %d peers",
+                "peer %r of run %r: serving, pid %d, arena %d bytes, %d peers",
                 config.name,
                 config.run,
                 os.getpid(),

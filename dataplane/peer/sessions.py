@@ -205,7 +205,7 @@ class Sessions:
 
     def _exited(self, session: Session) -> None:
         if session.id in self._live:
-            log.info("%s exited with %d leases", session.label, len(session.leases))
+            log.info("client %s: exited with %d leases", session.label, len(session.leases))
             self._end(session)
         self._prove(session)
 

@@ -222,7 +222,7 @@ class BulkEngine:
                 await _uninterrupted(_stop_job(link, job, future))
                 raise
             if not future.done():  # the worker should have ended the job itself
-                logger.error("bulk: %r ignores a deadline, it is killed", link)
+                logger.error("bulk: %r missed its deadline, killing it", link)
                 link.kill()
                 await _uninterrupted(asyncio.wait({future}))
                 raise DeadlineExceeded("the bulk worker did not end the transfer in time")
@@ -263,14 +263,14 @@ class BulkEngine:
             assert link is not None
             await asyncio.wait({link.ended})
             pause = RESTART_S[0] if loop.time() - since > STABLE_S else pause
-            logger.warning("bulk: %r ended, another is started in %.2f s", link, pause)
+            logger.warning("bulk: %r ended, restarting in %.2f s", link, pause)
             await asyncio.sleep(pause)
             pause, since = min(pause * 2, RESTART_S[1]), loop.time()
             self._traffic.restarts += 1
             try:
                 await self._open()
             except (OSError, Unavailable) as exc:
-                logger.error("bulk: the worker could not be started: %s", exc)
+                logger.error("bulk: could not start a worker: %s", exc)
 
 
 @asynccontextmanager

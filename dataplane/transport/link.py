@@ -197,7 +197,7 @@ class WorkerLink(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._take(body)
         except DataplaneError as exc:
-            logger.error("bulk worker %s sent what it must not: %s", self.pid, exc)
+            logger.error("bulk: worker pid %s sent an invalid message: %s", self.pid, exc)
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -295,7 +295,7 @@ class WorkerLink(asyncio.Protocol):
 def _not_pinned(ask: int, exc: Exception) -> PinAnswer:
     if isinstance(exc, DataplaneError):
         return PinAnswer(ask, b"", Refused.of(exc))
-    logger.error("bulk: ranges could not be pinned", exc_info=exc)
+    logger.error("bulk: could not pin ranges", exc_info=exc)
     bug = InternalError("the owner could not pin the ranges; its log has the traceback")
     return PinAnswer(ask, b"", Refused.of(bug))
 

@@ -355,7 +355,7 @@ class NixlReads(threading.Thread):
             self._serve()
         except BaseException:
             # Reads would wait for ever. The peer starts another worker.
-            logger.exception("nixl: its thread failed, the bulk worker ends")
+            logger.exception("nixl: thread failed, the bulk worker exits")
             os._exit(1)
 
     def _serve(self) -> None:
@@ -434,7 +434,7 @@ class NixlReads(threading.Thread):
     def _failed(self, read: NixlRead, why: str) -> DataplaneError:
         owner = read.request.remote.owner
         self._unload(owner, read.generation)
-        logger.warning("nixl: a read from peer %r failed: %s", owner.peer, why)
+        logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
             f"the transfer from peer {owner.peer!r} over nixl broke off: {why}; it may be retried",
             peer=owner.peer,
@@ -471,4 +471,4 @@ class NixlReads(threading.Thread):
             try:
                 self._agent.remove_remote_agent(loaded)
             except Exception as exc:
-                logger.debug("nixl: %s could not be let go: %r", loaded, exc)
+                logger.debug("nixl: could not remove remote agent %s: %r", loaded, exc)

@@ -145,7 +145,7 @@ class RangeServer:
             except OSError as exc:
                 if self._listener.fileno() < 0:
                     return
-                logger.warning("bulk: a connection could not be accepted: %s", exc)
+                logger.warning("bulk: could not accept a connection: %s", exc)
                 with self._changed:  # out of descriptors: until one is free, or a moment
                     self._changed.wait(0.1)
                 continue
@@ -188,9 +188,9 @@ class RangeServer:
             self._refusals.count(exc)
             self._refuse(inbound, exc)
         except OSError as exc:
-            logger.debug("bulk: a connection ended: %s", exc)
+            logger.debug("bulk: connection ended: %s", exc)
         except Exception:
-            logger.exception("bulk: a request could not be served")
+            logger.exception("bulk: could not serve a request")
             bug = InternalError("the owner's bulk worker failed; its log has the traceback")
             self._refuse(inbound, bug)
         finally:

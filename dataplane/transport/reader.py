@@ -453,5 +453,5 @@ def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
         return Unavailable(f"peer {peer!r} does not answer at {remote.address}: {exc}", peer=peer)
     if isinstance(exc, (OSError, EOFError)):
         return _broken(reading, exc)
-    logger.error("bulk: a transfer from peer %r failed", peer, exc_info=exc)
+    logger.error("bulk: transfer from peer %r failed", peer, exc_info=exc)
     return InternalError(f"the reading bulk worker failed: {exc!r}; the peer's log has more")

@@ -261,7 +261,7 @@ class UcxReads(threading.Thread):
         try:
             self._serve(ucp)
         except BaseException:
-            logger.exception("ucx: the worker cannot go on")
+            logger.exception("ucx: thread failed, the bulk worker exits")
             os._exit(1)
 
     def _serve(self, ucp: UcpWorker) -> None:
@@ -374,7 +374,7 @@ class UcxReads(threading.Thread):
                 return line
             line.close()
         line = ucp.connect(target.worker, target.key, target.into)
-        logger.info("ucx: peer %r is read over %s", fetch.owner.peer, ", ".join(line.lanes))
+        logger.info("ucx: reads peer %r over %s", fetch.owner.peer, ", ".join(line.lanes))
         return line
 
     def _end(self, ucp: UcpWorker, fetch: Fetch, error: DataplaneError | None) -> None:

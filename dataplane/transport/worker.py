@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run(asked.control_fd, asked.arena_fd, asked.arena_bytes, asked.listen_fd)
     except BaseException:
-        logger.exception("bulk worker failed")
+        logger.exception("bulk: worker failed")
         code = 1
     # Not sys.exit: that waits for threads, which may be blocked in a transfer.
     os._exit(code)

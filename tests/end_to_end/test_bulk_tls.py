@@ -85,7 +85,7 @@ def test_other_engines_are_left_out_and_that_is_said(
         paths = bulk(b)["paths"]
         assert (paths["runs"], paths["tls"]) == ("tcp", True)
         assert paths["missing"] == "values move unencrypted over shelf, and --bulk-tls is set"
-    assert "tcp with TLS alone is used" in cluster.log("b")
+    assert "only tcp with TLS is used" in cluster.log("b")
 
 
 def test_a_required_engine_and_tls_exclude_each_other(cluster: Cluster) -> None:

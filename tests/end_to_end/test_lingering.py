@@ -28,4 +28,4 @@ def test_an_idle_host_stays_while_another_has_a_client_and_both_leave_then(
             assert cluster.peers["idle"].poll() is None, cluster.log("idle")
     left = [lambda peer=peer: peer.poll() == 0 for peer in cluster.peers.values()]
     until(lambda: all(one() for one in left), "both have left")
-    assert "nobody is left" in cluster.log("idle")
+    assert "no clients left" in cluster.log("idle")

@@ -1,4 +1,4 @@
-"""The sizing formula of docs/run.md on a real peer: what it computes is enough, clearly less is not."""
+"""The sizing formula of docs/run.md on a real peer: its result is enough, clearly less is not."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_peer_without_the_token_is_told_what_may_be_wrong(
         for i in range(64):  # until one has its home at the other peer
             with suppress(dataplane.DeadlineExceeded):  # a busy peer is late to know whom it asked
                 plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
-    until(lambda: "waits to be let in" in logs["b"].read_text(), "the stranger says why it waits")
+    until(lambda: "waiting to join" in logs["b"].read_text(), "the stranger says why it waits")
     assert addresses[0] in logs["b"].read_text() and "--token-file" in logs["b"].read_text()
     cluster.peers["b"].terminate()
     assert cluster.peers["b"].wait(10) == 0, "it ends when it is told to, though it never served"

@@ -269,7 +269,7 @@ class Streams:
 
     def __init__(self, network: Network, sealed: bool, take: Callable[[Any, bytes], None]) -> None:
         self.network, self.machine, self._take = network, network.loop.current, take
-        self.refusals, self.address = Refusals(log, "the stream door"), ""
+        self.refusals, self.address = Refusals(log, "stream door"), ""
         self._open: list[Stream] = []
 
     async def listen(self, where: str, told: str) -> None:

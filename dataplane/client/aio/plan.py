@@ -171,4 +171,4 @@ class Plan(Planned[Micro]):
         except DataplaneError as failure:
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
-                log.warning("%r was not released: %s", self, failure)
+                log.warning("%r: not released, its rows return with the session: %s", self, failure)

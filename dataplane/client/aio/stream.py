@@ -212,4 +212,6 @@ class Admission(Admitting):
             await self._run(self._give_back())
         except DataplaneError as failure:
             # The peer gives them back with the session, if it has not heard this.
-            log.warning("%r were not given back: %s", self, failure)
+            log.warning(
+                "%r: permits were not returned, the session's end returns them: %s", self, failure
+            )

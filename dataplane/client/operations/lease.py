@@ -366,9 +366,9 @@ class Lease:
                 session.keep(np.frombuffer(done.extents, EXTENT))
             if done.kept:
                 log.info(
-                    "stage %r of %r was delivered again; values that were there stayed: %s",
-                    self.stage,
+                    "partition %r, stage %r: rows were redelivered, existing values were kept: %s",
                     self.handle.name,
+                    self.stage,
                     done.kept,
                 )
 

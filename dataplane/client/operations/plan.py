@@ -223,10 +223,10 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
     gone = ~np.isin(positions, came.there)
     if gone.any():
         log.warning(
-            "%s of the plan of stage %r of %r: dropped or lost meanwhile, padding stands for them",
-            counted(int((gone & mask).sum()), "row"),
-            part.stage,
+            "partition %r, stage %r: %s of the plan were dropped or lost, padding replaces them",
             part.handle.name,
+            part.stage,
+            counted(int((gone & mask).sum()), "row"),
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)

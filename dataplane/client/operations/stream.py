@@ -92,7 +92,7 @@ class Streaming(Generic[B]):
 def tell_what_is_left(end: StreamEnd) -> None:
     """A loop ends without a word, also where its filter left rows out that nobody may ask for."""
     if end.details.get("remaining"):
-        log.warning("a loop has ended: %s", end.message)
+        log.warning("stream ended: %s", end.message)
 
 
 class Looping(Generic[B]):

@@ -188,7 +188,7 @@ class Connection:
             return look_s
         if is_stopped(self.sock):
             log.warning(
-                "peer %r is stopped (SIGSTOP, or a debugger), and a call has waited %s for it",
+                "peer %r: is stopped (SIGSTOP or a debugger), a call has waited %s",
                 self.peer,
                 duration(waited_s),
             )
@@ -224,7 +224,7 @@ class Connection:
                 log.warning("%s", reply.body.text)
             elif isinstance(reply.body, Failed):
                 failed = reply.body
-                log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
+                log.warning("peer %r: refused a one-way message: %s", self.peer, failed.message)
                 self._complaint = from_wire(failed.code, failed.message, failed.details)
             else:
                 return reply

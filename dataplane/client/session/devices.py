@@ -144,7 +144,7 @@ class Devices:
         try:
             pool = reader.reach(handle)
         except DeviceMissing as exc:
-            log.info("values on %s go by way of the host: %s", handle.device, exc)
+            log.info("device %s: values are copied through the host arena: %s", handle.device, exc)
             return False
         base = self._bases[number - 1]
         self._reached.append(Opened(number, base, reader, pool, reached=True))
@@ -167,7 +167,9 @@ class Devices:
         except DeviceMissing as exc:
             if self.mode == "required":
                 raise
-            log.warning("values on %s go by way of the host: %s", handle.device, exc)
+            log.warning(
+                "device %s: values are copied through the host arena: %s", handle.device, exc
+            )
             return False
 
     def _open(self, number: int) -> Opened | None:
@@ -200,7 +202,7 @@ class Devices:
         if device is not None:
             device.close()
         name = self._handles[number - 1].device
-        log.warning("values on %s go by way of the host: %s", name, why)
+        log.warning("device %s: values are copied through the host arena: %s", name, why)
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
         """Where these values lie, at least one, that are all arrays on one of these devices."""
@@ -230,7 +232,7 @@ class Devices:
             )
             if any(_may_be_on(pool.kind, value) for pool in self._handles for value in ends):
                 self._told.add(name)
-                log.warning("%r: values on a device are copied to the host arena: %s", name, why)
+                log.warning("field %r: device values are copied to the host arena: %s", name, why)
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""
@@ -278,7 +280,7 @@ class Devices:
         except DeviceMissing as exc:
             if not self._broken:
                 self._broken = True
-                log.warning("what is held on a device stays so until this process ends: %s", exc)
+                log.warning("device: views stay pinned until this process exits: %s", exc)
             return False
 
     def close(self) -> None:

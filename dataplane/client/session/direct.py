@@ -170,7 +170,9 @@ class DirectCopies:
 
     def _refuse(self, why: str) -> None:
         self.refused = why
-        log.warning("batches go to the GPU by way of ordinary memory, not pinned: %s", why)
+        log.warning(
+            "arena: not pinned, batches are copied to the GPU through pageable memory: %s", why
+        )
 
     def settle(self) -> None:
         """Let go of what no GPU copies from any more, and unlock the pieces of the arena that were
@@ -201,7 +203,7 @@ class DirectCopies:
         try:
             piece.device.unpin_host(first + number * PIECE_BYTES)
         except DeviceMissing as exc:
-            log.warning("piece %d of the arena could not be unpinned: %s", number, exc)
+            log.warning("arena: could not unpin piece %d: %s", number, exc)
 
     def _is_done(self, copy: _Copy) -> bool:
         try:
@@ -223,7 +225,9 @@ class DirectCopies:
             self.settle()
         with self._lock:
             if self._copies:
-                log.warning("a GPU still copies from the arena: it stays pinned by this process")
+                log.warning(
+                    "arena: a GPU copy is still running, this process keeps the arena pinned"
+                )
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None

@@ -168,10 +168,12 @@ class Housekeeper:
                 try:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
-                    log.info("what peer %r did not hear is told again: %s", self._peer, exc)
+                    log.info(
+                        "peer %r: messages not acknowledged, resending later: %s", self._peer, exc
+                    )
                     return
                 except (OSError, DataplaneError) as exc:
-                    log.info("peer %r is told again: %s", self._peer, exc)
+                    log.info("peer %r: connection broke, resending messages: %s", self._peer, exc)
                     self._anchor.close()
                     self._anchor = self._another()
 
@@ -181,7 +183,7 @@ class Housekeeper:
             anchor.send(encode(request), limit_s)
         while (reply := anchor.receive(limit_s)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
-                log.info("peer %r: %s", self._peer, reply.body.message)
+                log.info("peer %r: refused a one-way message: %s", self._peer, reply.body.message)
         for request in self._untold:
             self.session.answered(request)
         self._untold.clear()
@@ -191,7 +193,7 @@ class Housekeeper:
         try:
             return further(self.session)
         except DataplaneError as exc:
-            log.info("peer %r is told nothing any more: %s", self._peer, exc)
+            log.info("peer %r: could not reconnect, messages dropped: %s", self._peer, exc)
             return None
 
     @property

@@ -101,7 +101,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("%s wants to leave", peer.peer)
+            log.info("peer %s: requests to leave", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
@@ -156,7 +156,7 @@ class Authority:
         members = (*self.roster.members, peer.peer)
         incarnations = (*self.roster.incarnations, peer.incarnation)
         joined = dataclasses.replace(self.roster, members=members, incarnations=incarnations)
-        log.info("%s joins", peer.peer)
+        log.info("peer %s: joined", peer.peer)
         self._publish(self._with_backups(joined))
 
     def _give(self) -> None:
@@ -173,7 +173,7 @@ class Authority:
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
-            log.info("%d empty shards go to peers that have none", given)
+            log.info("roster: %d empty shards moved to peers without shards", given)
             unsynced = roster.in_sync & (primaries == roster.primaries)
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))
@@ -185,7 +185,7 @@ class Authority:
             return
         in_sync = self.roster.in_sync.copy()
         in_sync[mine] = synced
-        log.info("the backup of %s is %s", address, "in sync" if synced else "a learner again")
+        log.info("peer %s: backup %s", address, "in sync" if synced else "no longer in sync")
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
     def _relieve(self, address: str) -> None:
@@ -212,7 +212,7 @@ class Authority:
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
-                "%s is gone: %s takes its shards over%s",
+                "peer %s: lost, %s takes over its shards%s",
                 address,
                 roster.members[heir],
                 f", {partly} of {int(mine.sum())} without their rows" if partly else "",
@@ -220,7 +220,7 @@ class Authority:
             primaries[mine] = heir
             lost[mine & ~roster.in_sync] += 1
         elif mine.any():
-            log.warning("%s is gone, and had no backup in sync: its shards start empty", address)
+            log.warning("peer %s: lost without a backup in sync, its shards start empty", address)
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
             lost[mine] += 1
@@ -248,11 +248,11 @@ class Authority:
                 ready = address in self._said and self._said[address].leaving
                 if not ready or not self._may_inherit(backup):
                     continue
-                log.info("%s leaves: %s takes its shards over", address, backup)
+                log.info("peer %s: leaving, %s takes over its shards", address, backup)
                 moved = self._taken_over(address, self._moved(address, backup))
                 self._publish(self._with_backups(moved))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):
-                log.info("%s has left", address)
+                log.info("peer %s: left", address)
                 self._remove(address)
 
     def _may_inherit(self, heir: str) -> bool:

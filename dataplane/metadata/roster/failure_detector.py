@@ -197,7 +197,7 @@ class FailureDetector:
             if not due:
                 return True
             log.warning(
-                "roster keeper: hears %d of %d members, so its own network may have failed: "
+                "roster keeper: hears %d of %d members, its own network may have failed; "
                 "declares no peer lost for now",
                 heard,
                 total,

@@ -101,7 +101,7 @@ class Door:
         self.under_way: set[asyncio.Future[Any]] = set()
         """calls that are not answered yet, also of connections that closed"""
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
-        self.refusals = Refusals(log, "the local door")
+        self.refusals = Refusals(log, "local door")
         self._listener: socket.socket | None = None
         self._bound: os.stat_result | None = None
         self.spawn = Tasks().spawn
@@ -485,7 +485,7 @@ class Connection(asyncio.Protocol):
         if rid:
             return self._send(rid, body)
         if isinstance(body, Failed):
-            log.info("a one-way message of pid %d failed: %s", self._pid, body.message)
+            log.info("client pid %d: a one-way message failed: %s", self._pid, body.message)
         return True
 
     def _send(self, rid: int, body: Body) -> bool:

@@ -99,8 +99,8 @@ class Office:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "%s works under roster %s, of which this keeper of the roster was not told when it "
-                "started: it begins anew, and asks again",
+                "peer %s: has roster %s, which this roster keeper did not know when it started; "
+                "restarting and asking all peers again",
                 peer.peer,
                 epoch,
             )
@@ -237,9 +237,9 @@ class EtcdKeeper(SeedKeeper):
                 else:
                     await self._look(office, began)
             except DataplaneError as exc:
-                log.warning("%s", exc)
+                log.warning("etcd: %s", exc)
             if office.is_open and not self.sure():
-                log.warning("this peer is the authority no more")
+                log.warning("peer %r: no longer the roster keeper", self.host.name)
                 office.close()
                 self._address = ""
             self._look_now.clear()
@@ -276,7 +276,7 @@ class EtcdKeeper(SeedKeeper):
         self._address = address
         if not self._has_ended(address):
             return False
-        log.info("the authority's process at %s has ended", address)
+        log.info("roster keeper at %s: its process has ended", address)
         self._address = ""  # who asks it now would wait for one that is no member any more
         await self.etcd.revoke(kept.lease)
         return True
@@ -288,7 +288,7 @@ class EtcdKeeper(SeedKeeper):
         try:
             revision = await self.etcd.put_if(self._roster_key, raw, mine, before, 0)
         except Unavailable as exc:  # it may be there or not: whoever comes next reads it
-            log.warning("a roster was not kept: %s", exc)
+            log.warning("etcd: could not store the roster: %s", exc)
             revision = 0
         if not revision:
             self._sure_until = 0.0
@@ -308,7 +308,7 @@ class EtcdKeeper(SeedKeeper):
             if self._lease and self.sure():
                 await self.etcd.revoke(self._lease)
         except Unavailable as exc:
-            log.info("the authority's key ends by itself: %s", exc)
+            log.info("etcd: could not revoke the keeper's lease, it will expire: %s", exc)
         await self.etcd.close()
 
 

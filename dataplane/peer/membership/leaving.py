@@ -65,7 +65,7 @@ class Leaving:
             await self._end_as_keeper()
             return
         if not self.membership.stays():
-            log.info("nobody is left to hand anything over to")
+            log.info("peer %r: no other peer is left to take over its rows", self.host.name)
             return
         await self._end_clients("leaves the plane, and what it has moves to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
@@ -75,7 +75,8 @@ class Leaving:
                     ended.result()
         except (TimeoutError, Unavailable) as exc:
             log.error(
-                "ends without having handed everything over (%s): %d shards and %d bytes are left",
+                "peer %r: drain incomplete (%s), %d shards and %d bytes are left",
+                self.host.name,
                 str(exc) or f"not done within {LEAVE_S:g} s",
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
@@ -84,7 +85,9 @@ class Leaving:
     async def _end_as_keeper(self) -> None:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
-        log.warning("keeps the roster, and ends: nobody is promoted until it is started again")
+        log.warning(
+            "peer %r: the roster keeper ends, no failover until it restarts", self.host.name
+        )
         await self._end_clients("ends, and keeps the roster: start it again, at the same address")
         await self._calls_end()
         until = self.host.now() + QUIET_S
@@ -129,7 +132,7 @@ class Leaving:
                 until = None
             elif until is None:
                 until = self.host.now() + FATE_S
-                log.warning("the peer that keeps the roster is away: it is waited for")
+                log.warning("roster keeper: unreachable, waiting up to %g s for it", FATE_S)
                 self.mesh.spawn(self.membership.say_ending())
             elif self.host.now() >= until:
                 raise Unavailable(f"the peer that keeps the roster is away for {FATE_S:g} s")
@@ -192,14 +195,14 @@ class Leaving:
                     if entry.copies is not None:
                         await self._copied_on(entry)
         except TimeoutError:
-            log.warning("copies at the backup of its heir are made later: no time is left")
+            log.warning("second copies: timed out, the successor's backup copies them later")
 
     async def _copied_on(self, entry: Entry) -> None:
         try:
             await self.copying.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
-                "copies of %r at the backup of its heir are made later: %r", entry.name, exc
+                "partition %r: second copies delayed at the successor's backup: %r", entry.name, exc
             )
 
     async def _fall_silent(self) -> None:
@@ -253,7 +256,9 @@ class Leaving:
                     try:
                         await self._move(entry, owner)
                     except DataplaneError as exc:
-                        log.warning("values of %r stay at %s: %s", entry.name, owner.peer, exc)
+                        log.warning(
+                            "partition %r: values stay on peer %s: %s", entry.name, owner.peer, exc
+                        )
                 self.membership.beat_now()
                 await self.host.another_roster(self.host.roster, self.host.now() + POLL_S)
         finally:
@@ -268,7 +273,7 @@ class Leaving:
                 async with asyncio.timeout(COPY_S):
                     await self.copying.copy_held_to_backup(entry, entry.copies, owner)
             except (TimeoutError, DataplaneError) as exc:
-                log.warning("second copies of %r are made later: %r", entry.name, exc)
+                log.warning("partition %r: second copies delayed: %r", entry.name, exc)
             if not self._takes_in(owner):
                 return
             self.copying.succeed(entry, entry.copies, owner)

@@ -123,7 +123,7 @@ class Membership:
                 raise Unavailable(f"not let in within {duration(timeout_s)} by {asks}")
             if waited_s >= told_s + LOG_EVERY_S:
                 told_s = waited_s
-                log.info("waits to be let in by %s", asks)
+                log.info("peer %r: waiting to join, no answer from %s", self.host.name, asks)
 
     async def _say(self) -> None:
         leaving = self._leaving and self._is_ready() and self.host.progress.is_settled
@@ -142,12 +142,12 @@ class Membership:
             )
         except (RosterMismatch, PeerNameTaken, VersionMismatch, LimitExceeded) as exc:
             if self.begins_anew and isinstance(exc, RosterMismatch):
-                log.debug("another launch's peer is there yet: %s", exc)
+                log.debug("roster keeper: still the peer of another launch: %s", exc)
             else:
                 self._refused = exc
             return
         except DataplaneError as exc:
-            log.debug("the authority does not answer: %s", exc)
+            log.debug("roster keeper: no answer: %s", exc)
             self.host.serving.authority = self._whereabouts()
             return
         self._plane_wanted = reply.wanted
@@ -294,7 +294,7 @@ class Membership:
         if not new.has(self.host.owner) or not new.follows(old.epoch):
             if self._admitted:
                 if not self._leaving or len(old.shards_of(self.host.address)):
-                    log.error("this peer was called lost: the plane goes on without it")
+                    log.error("peer %s: was declared lost", self.host.address)
                 self.deposed.set()
             return
         self._admitted |= self.host.owner in new.owners

@@ -66,7 +66,7 @@ class Gate:
 
     def __init__(self, token: Token | None, plane: str) -> None:
         """InvalidConfig where there is a token and libzmq was built without CURVE."""
-        self.refusals = Refusals(log, "the peer door")
+        self.refusals = Refusals(log, "peer door")
         self.encrypted = token is not None
         self._credentials = [b"NULL"]
         if token is None:
@@ -244,5 +244,5 @@ async def _served(
             for answer in answers(parts):
                 await socket.send_multipart(answer)
         except Exception:  # the messages after it are still to be taken
-            log.exception("a greeting was not answered")
+            log.exception("greeting: could not be answered")
         await asyncio.sleep(0)  # others have their turn, however many come

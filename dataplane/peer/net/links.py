@@ -222,7 +222,7 @@ class Link:
                 raise ProtocolError(f"it could not read what it was asked: {reply.body}")
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
-            log.warning("the link to %s ends, over a bad reply: %s", self.address, exc)
+            log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
                 f"the peer at {self.address} and this one do not understand each other, and what "
                 f"was asked may or may not have taken effect: {exc}",

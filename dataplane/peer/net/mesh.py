@@ -234,7 +234,7 @@ class Mesh:
                 return reply
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
-        log.info("nobody is left to be told of %s", type(body).__name__)
+        log.info("peer %s: no longer a member, dropped %s", owner.peer, type(body).__name__)
         return None
 
     async def hello(self, address: str) -> PeerHello:
@@ -307,7 +307,7 @@ class Mesh:
             return  # it was being made
         del self._links[link.address]
         name = self.others.name(link.address)
-        log.info("peer %s at %s: the connection broke", name, link.address)
+        log.info("peer %s at %s: connection lost", name, link.address)
 
     def _heard(self, peer: Owner) -> None:
         self.on_heard(peer)
@@ -359,7 +359,7 @@ class Mesh:
     def _not_brought(self, link: Link, reply: PeerReply, exc: DataplaneError) -> None:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
-        log.warning("an answer of peer %s came to nothing: %s", name, exc)
+        log.warning("dropped reply from peer %s: %s", name, exc)
         why = f"peer {name} at {link.address} is backed up no more: {exc}"
         link.answered(reply, LinkBroken(why, address=link.address))
 

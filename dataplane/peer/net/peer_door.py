@@ -96,7 +96,7 @@ class PeerDoor:
 
     def __post_init__(self) -> None:
         self.streams = Streams(self._gate.encrypted, self._arrived)
-        self.refusals = Refusals(log, "the peer door")
+        self.refusals = Refusals(log, "peer door")
         self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
         self.stream_bytes, self.control_bytes = STREAM_BYTES, CONTROL_BYTES
         self._unanswered_bytes = 0

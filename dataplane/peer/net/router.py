@@ -180,7 +180,7 @@ class Router:
                     raise
                 turn_s = min(most_s, max(TURN_S, 2 * turn_s))
             except (StaleEpoch, Unavailable) as exc:
-                log.debug("a shard is asked again: %s", exc)
+                log.debug("shard: retrying a request: %s", exc)
                 hear(exc)
                 await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
                 if end - self.host.now() < LEAST_S:

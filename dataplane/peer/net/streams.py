@@ -139,7 +139,7 @@ class Stream(asyncio.Protocol):
                 try:
                     self._take(self, frame)
                 except Exception:  # those that came with it are others'
-                    log.exception("a message was not taken")
+                    log.exception("%r: a message could not be handled", self)
         except InvalidTag:
             self._end("a frame that was not sealed by its peer")
         except FrameTooLarge as exc:
@@ -279,7 +279,7 @@ class Streams:
     dialled."""
 
     def __init__(self, sealed: bool, take: Take) -> None:
-        self.refusals = Refusals(log, "the stream door")
+        self.refusals = Refusals(log, "stream door")
         self.unknown: set[_Unknown] = set()
         self.address = ""
         """`host:port` where streams are accepted; "": nowhere"""
@@ -324,7 +324,7 @@ class Streams:
         return stream
 
     def _ended(self, stream: Stream, why: str) -> None:
-        log.debug("%r ended: %s", stream, why)
+        log.debug("%r: closed: %s", stream, why)
         self._open.discard(stream)
 
     def answer(self, stream: Stream, frame: bytes) -> None:

@@ -288,7 +288,7 @@ async def start_engine(
             await engine.stop()
         if choice.required:
             raise TransportMissing(f"--transport {choice}: {why}", transport=name)
-        log.warning("transport %s is not used: %s", name, why)
+        log.warning("transport %s: not used: %s", name, why)
     raise AssertionError("tcp is always a candidate")
 
 
@@ -297,7 +297,7 @@ async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -
     others = ", ".join(name for name in candidates(choice) if name != TCP)
     if others:
         engine.left_out = f"values move unencrypted over {others}, and --bulk-tls is set"
-        log.warning("tcp with TLS alone is used: %s", engine.left_out)
+        log.warning("transport: only tcp with TLS is used: %s", engine.left_out)
     await engine.start()
     return engine
 
@@ -423,8 +423,13 @@ class Sampling:
                     small_s, whole_s = await timed(SMALL_BYTES, 1), await timed(nbytes, REPEATS)
                     await self._read(number, dest, found)
                     if not np.array_equal(found, expected):
-                        trial.error = "the bytes that arrived are not those that were sent"
-                        log.error("%s from %s: %s", transport, source.owner.peer, trial.error)
+                        trial.error = "the received bytes differ from those that were sent"
+                        log.error(
+                            "transport %s from peer %s: %s",
+                            transport,
+                            source.owner.peer,
+                            trial.error,
+                        )
                         break
                     trial.note(small_s, REPEATS * nbytes, whole_s)
             except DataplaneError as exc:

@@ -132,7 +132,12 @@ class Claims:
                         f"{one} was not met: rows that it was granted were dropped on their way"
                     ) from exc
                 if gone >= ATTEMPTS:
-                    log.warning("%s was granted rows that are gone, %d times: %s", one, gone, exc)
+                    log.warning(
+                        "%s: granted rows were freed before they arrived, %d times: %s",
+                        one,
+                        gone,
+                        exc,
+                    )
                     await asyncio.sleep(min(AGAIN_S, left_s or AGAIN_S))
             answer = handed = None
             one.number = next(self.host.numbers)

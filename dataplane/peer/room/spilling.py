@@ -97,7 +97,7 @@ class Spilling:
             if not isinstance(exc, OSError):
                 raise
             if self._trouble is None:
-                log.warning("nothing can be spilled to %s: %s", self.file.path, exc)
+                log.warning("spill: cannot write to %s: %s", self.file.path, exc)
             self._trouble = exc
             return False
         self._trouble = None

@@ -190,7 +190,7 @@ class Shipping:
         else:
             self._enqueue(entry, encode(op))
         if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
-            log.error("backup too slow: %d bytes queued, resyncing in %g s", waiting, RETRY_S)
+            log.error("backup: too slow, %d bytes queued, resyncing in %g s", waiting, RETRY_S)
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
@@ -274,7 +274,7 @@ class Shipping:
                 await self.mesh.tell(before, Rostered(self.host.roster.table))
                 told = True
             except Exception:  # nothing may leave, whatever it was
-                log.exception("%s cannot be told that it is not in sync", before.peer)
+                log.exception("backup %s: cannot confirm that it left the in-sync set", before.peer)
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
         self._parting = None
         self._change_to(owner)
@@ -291,9 +291,7 @@ class Shipping:
             roster = self.host.roster
             self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
         elif self.synced and self.backup is not None:
-            log.warning(
-                "backup %s: does not confirm, removed from the in-sync set", self.backup.peer
-            )
+            log.warning("backup %s: not confirming, removed from the in-sync set", self.backup.peer)
             self.synced = False
             if not self._under_way:
                 self._under_way = True
@@ -418,7 +416,7 @@ class Shipping:
                     return
                 waits = isinstance(exc, StaleEpoch | Unavailable)  # or has no room for values
                 level = logging.INFO if waits else logging.WARNING
-                log.log(level, "the backup %s is asked again: %s", backup.peer, exc)
+                log.log(level, "backup %s: retrying: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         self._taken(end)
 
@@ -427,7 +425,7 @@ class Shipping:
         the same, later and later, and people are."""
         pause_s = min(RETRY_S * 2.0 ** min(self._in_vain, 10), MOST_RETRY_S)
         level = logging.ERROR if self._in_vain else logging.WARNING
-        log.log(level, "the backup %s begins anew in %g s: %s", backup.peer, pause_s, why)
+        log.log(level, "backup %s: resyncing in %g s: %s", backup.peer, pause_s, why)
         self._in_vain += 1
         self.synced = False
         # A roster that calls it in sync may be on its way: nobody hears of more.

@@ -366,7 +366,9 @@ class Replicas:
             for holder in entry.store.lessees:
                 if not any(one.has_session(holder) for one in members):
                     entry.store.release_holder(holder)  # nobody is left to say that it has ended
-            log.warning("took %d rows of %r over from %s", len(copy.store), entry.name, owner.peer)
+            log.warning(
+                "partition %r: took over %d rows from %s", entry.name, len(copy.store), owner.peer
+            )
         self._named |= held.keys()
         for other in self.host.roster.owners:
             ranges, counts = _joined(held.get(other, []))

@@ -142,7 +142,7 @@ class References:
             try:
                 await self._release_once(owner)
             except DataplaneError as exc:  # it let go of nothing
-                log.warning("%s is told again of values that nobody names: %s", owner.peer, exc)
+                log.warning("peer %s: retrying to free unreferenced values: %s", owner.peer, exc)
                 await self.host.another_roster(self.host.roster, self.host.now() + AGAIN_S)
         del self._freed[owner]
 

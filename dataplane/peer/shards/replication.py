@@ -187,7 +187,7 @@ class Copying:
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
-                    log.warning("second copies of %r wait: %s", name, exc)
+                    log.warning("partition %r: second copies delayed: %s", name, exc)
                     self._coming[key] = True
                     await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
         finally:
@@ -208,7 +208,7 @@ class Copying:
         moved = entry.store.relocate(owner, ranges, self.host.owner, local, nbytes)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
-        log.info("%d values of %r are read here now", int(moved.sum()), entry.name)
+        log.info("partition %r: %d values moved to this peer", entry.name, int(moved.sum()))
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
         """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is

@@ -444,9 +444,9 @@ class WaitingCalls:
             lost = entry.store.lost(gone)
             if back or lost:
                 log.warning(
-                    "with peer %s partition %r lost %d rows, and %d were given back to it",
-                    gone.peer,
+                    "partition %r: lost peer %s, %d rows lost, %d leased rows returned",
                     entry.name,
+                    gone.peer,
                     lost,
                     back,
                 )

@@ -57,7 +57,7 @@ class Janitor:
             wanted = self.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
                 peer.door.shut()  # who came now would lose this peer in its first call
-                log.info("nobody is left: peer %r ends", self.host.name)
+                log.info("peer %r: no clients left, shutting down", self.host.name)
                 stop.set()
                 return
             if faulting is None or faulting.done():

@@ -384,7 +384,7 @@ class Metrics:
                 "address (DATAPLANE_METRICS), or stop the process that has it",
                 address=f"{host}:{port}",
             ) from exc
-        log.info("metrics at http://%s:%d/metrics", host, port)
+        log.info("metrics: serving at http://%s:%d/metrics", host, port)
 
     def show(self, peer: Peer) -> None:
         """From now on these are the peer's. What calls added up to stays, it is the process's."""
@@ -402,7 +402,7 @@ class Metrics:
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError) as exc:
-            log.debug("a request for metrics broke off, or was none: %s", exc)
+            log.debug("metrics: invalid or aborted request: %s", exc)
         finally:
             self._under_way -= 1
             writer.transport.abort()

@@ -104,7 +104,7 @@ class Queue:
         return 0 < self.maxsize <= self.qsize()
 
     def shutdown(self) -> None:
-        """End the queue: items that wait are freed, who waits for one gets PartitionGone."""
+        """End the queue: its items are freed, and calls that wait for one raise PartitionGone."""
         self._part.drop()
 
     def close(self) -> None:

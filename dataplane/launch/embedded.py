@@ -123,7 +123,7 @@ class Attached:
             return [f"{said}. If this process should not use the rows, {fresh}" if fresh else said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if named and starter is not None and not runs.is_of_launch(starter):
-            return [f"another launch began it and has no clients any more. To start anew, {fresh}"]
+            return [f"another launch began it and has no clients any more. To start over, {fresh}"]
         return []
 
     def _of_beginning(self) -> list[str]:

@@ -176,7 +176,7 @@ TABLE = (
     Setting(
         "roster",
         "etcd://HOST:PORT,…",
-        "the first seed",
+        "the first peer in the seed list",
         "etcd servers that keep the roster",
         values.parse_roster,
         field="roster",

@@ -311,7 +311,7 @@ class Host:
         is_later = generation in self.generations
         lost = self.roster.bucket(partition) in self.lost_shards and not is_later
         why = (
-            "was lost with the two hosts that had its metadata: declare it anew with "
+            "was lost with the two hosts that had its metadata: declare it again with "
             f"plane.partition({partition!r}, stages=…) and put its rows again"
             if lost
             else "was dropped since this handle was opened: get a new one with "

@@ -78,7 +78,7 @@ class Host:
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """As a peer reads that was told to try again: a worker may just be starting anew."""
+        """As a peer reads that was told to try again: a worker may be restarting."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)
@@ -144,7 +144,7 @@ async def hosts(
 ) -> AsyncIterator[StartHost]:
     """A function that starts a host; all are stopped at the end, and every pin must be back.
 
-    tls: all of them speak TLS alone, but for those that are started with another `tls`.
+    tls: all of them use TLS only, except those that are started with another `tls`.
     device: their memory is a device arena each, of a twin of its own.
     """
     every = tls

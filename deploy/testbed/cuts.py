@@ -42,7 +42,7 @@ def cut() -> dict[str, Any]:
         gone = network.address(_CUT)
         until(
             lambda: not any(gone in member for member in members(near)),
-            "it is called lost",
+            "it is declared lost",
             PATIENCE_S,
         )
         noticed_s = time.monotonic() - began

@@ -1,5 +1,5 @@
 """GRPO, small but real: a transformer learns to count from its rewards alone, on two cores. Each
-worker is a process; this file starts them, and starts anew who dies. What to try: README.md."""
+worker is a process; this file starts them and restarts those that die. What to try: README.md."""
 
 import json
 import multiprocessing

@@ -93,7 +93,7 @@ def test_while_etcd_is_away_all_goes_on_and_afterwards_peers_are_replaced(
     put(planes["b"].partition("p"), "b")
     server.stop()
     before = hosts.keeper()
-    until(lambda: "authority no more" in hosts.log(before), "the authority gave up", 20)
+    until(lambda: "no longer the roster keeper" in hosts.log(before), "the keeper gave up", 20)
     put(planes["c"].partition("p"), "c")
     batch = part.claim("s", rows=20, timeout=GO_ON_S)
     check(batch)

@@ -1,7 +1,7 @@
 """Samplers: which of the ready rows a fetch gets. Users make their own of `BaseSampler`.
 
-A sampler has no process of its own. Whoever fetches makes it anew of the attributes that it had,
-asks it, and keeps those that it has then for the next; one fetch at a time in the whole queue. So
+A sampler has no process of its own. A fetching client rebuilds it from its stored attributes,
+asks it, and stores the attributes for the next fetch; one fetch at a time in the whole queue. So
 its attributes are dicts, lists, tuples, numbers, texts, arrays, and generators of random numbers.
 """
 

@@ -274,7 +274,7 @@ class Heirs:
         """number of the roster under which it was taken over"""
 
     def __repr__(self) -> str:
-        return f"<Heirs of {len(self._heirs)} processes>"
+        return f"<{type(self).__name__} of {len(self._heirs)} processes>"
 
     def follow(self, old: Roster, new: Roster) -> None:
         """A newer roster is in force here."""

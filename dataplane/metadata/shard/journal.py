@@ -98,7 +98,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
     except DataplaneError as exc:
         raise ProtocolError(
             f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
-            f"must be made anew: {exc}",
+            f"must be copied again: {exc}",
             partition=store.partition,
         ) from exc
 

@@ -74,7 +74,7 @@ def join(
     if plan.shape != shape:
         raise PartitionConflict(
             f"the plan of stage {stage.name!r} was begun with {difference(plan.shape, shape)}: "
-            "all ranks call plan() with the same arguments, but for rank=",
+            "call plan() with the same arguments on all ranks, except rank=",
             stage=stage.name,
         )
     of_rank = [one for one in plan.members.values() if one.rank == rank]

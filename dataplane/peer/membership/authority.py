@@ -221,7 +221,7 @@ class EtcdKeeper(SeedKeeper):
 
     def address(self) -> str:
         if not self._address:
-            raise Unavailable("no peer is known to run the authority: is etcd there?")
+            raise Unavailable("no roster keeper is known: is etcd running?")
         return self._address
 
     def sure(self) -> bool:

@@ -116,11 +116,13 @@ class Membership:
                 continue
             waited_s += BEAT_S
             asks = (
-                f"the authority{self._whereabouts()}: does it run, with the same --run, --seeds, "
-                "--roster and --token-file?"
+                f"the roster keeper{self._whereabouts()}: does it run, with the same --run, "
+                "--seeds, --roster and --token-file?"
             )
             if waited_s >= timeout_s:
-                raise Unavailable(f"not let in within {duration(timeout_s)} by {asks}")
+                raise Unavailable(
+                    f"could not join within {duration(timeout_s)}: no answer from {asks}"
+                )
             if waited_s >= told_s + LOG_EVERY_S:
                 told_s = waited_s
                 log.info("peer %r: waiting to join, no answer from %s", self.host.name, asks)
@@ -262,12 +264,12 @@ class Membership:
         if self.office.is_open and self.keeper.sure():
             self.office.note(caller.owner, body, caller.epoch)
             if not self.office.is_open:
-                raise Unavailable(f"the authority at {self.host.address} begins anew")
+                raise Unavailable(f"the roster keeper at {self.host.address} is restarting")
         elif caller.address != self.keeper.apart:  # which asks what others know as it begins
             if body.leaving:
                 ending = (*self._ending, caller.owner)
                 self._ending = set(filter(self.host.roster.has, ending))
-            raise Unavailable(f"the authority is not at {self.host.address}, or only begins there")
+            raise Unavailable(f"the roster keeper is not at {self.host.address}, or is starting")
         ours = self.host.roster
         known = ours.epoch == caller.epoch
         return Rostered(None if known else ours.table, self.office.wanted)

@@ -184,7 +184,7 @@ class Mesh:
         assert link.hello is not None
         if asked.to not in (None, link.hello.incarnation):
             raise Unavailable(
-                f"peer {link.hello.name} at {link.address} was started anew: repeat the call",
+                f"peer {link.hello.name} at {link.address} was restarted: repeat the call",
                 address=link.address,
             )
         await link.takes(type(asked.body))
@@ -258,7 +258,7 @@ class Mesh:
         await asyncio.wait([reaching])
         if reaching.cancelled():
             raise Unavailable(
-                f"the peer at {address} left, or is called lost: repeat the call", address=address
+                f"the peer at {address} left or was declared lost: repeat the call", address=address
             )
         outcome = reaching.result()
         if isinstance(outcome, DataplaneError):

@@ -1,6 +1,6 @@
 """The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane clean` ends what nobody needs, `dataplane probe` tries what carries values between hosts,
-`dataplane token` makes the secret that peers of several machines share.
+`dataplane rows` and `dataplane get` look at rows, `dataplane clean` ends runs that nobody needs,
+`dataplane probe` tests the transports between hosts, `dataplane token` makes a cluster token.
 
 Errors are one line on standard error and exit code 2.
 """
@@ -17,13 +17,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted, duration
+from dataplane.errors import (
+    DataplaneError,
+    InvalidCall,
+    PeerAmbiguous,
+    PeerNotFound,
+    counted,
+    duration,
+)
 from dataplane.launch import embedded, ending, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.version import __version__
 
 _WATCH_PERIOD_S = 2.0
+_JSON = "print one JSON object, for programs"
+_ONLY_RUN = "the run (default: the only one on this host)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dataplane", description="Rows between RL stages.")
+    parser = argparse.ArgumentParser(
+        prog="dataplane", description="A data plane for RL post-training."
+    )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    peer = commands.add_parser("peer", help="run this host's peer until it is stopped")
+    peer = commands.add_parser("peer", help="run a peer of this host until it is stopped")
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
         if one.is_switch:
@@ -60,23 +71,61 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--starter", help=argparse.SUPPRESS)
     peer.set_defaults(command=_peer)
 
-    status = commands.add_parser("status", help="show your runs on this host and what they hold")
-    status.add_argument("--peer", metavar="NAME", help="only this peer")
-    status.add_argument("--run", metavar="NAME", help="only this run")
-    status.add_argument("--watch", action="store_true", help="again every two seconds")
-    status.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    status = commands.add_parser(
+        "status", help="show your runs on this host, their rows and what waits"
+    )
+    status.add_argument("--peer", metavar="NAME", help="show only this peer")
+    status.add_argument("--run", metavar="NAME", help="show only this run")
+    status.add_argument("--watch", action="store_true", help="repeat every two seconds")
+    status.add_argument("--json", action="store_true", help=_JSON)
     status.set_defaults(command=_status)
 
-    clean = commands.add_parser("clean", help="end your runs on this host that nobody needs")
-    clean.add_argument("--run", metavar="NAME", help="only this run")
-    clean.add_argument("--force", action="store_true", help="also with unread rows or clients")
+    rows = commands.add_parser("rows", help="list rows of a partition, without their values")
+    rows.add_argument("partition", help="its name; `dataplane status` lists partitions")
+    rows.add_argument("--stage", metavar="NAME", help="show the state for this stage only")
+    rows.add_argument(
+        "--where",
+        metavar="TAG=VALUE",
+        action="append",
+        default=[],
+        help="only rows with this tag; may be repeated",
+    )
+    rows.add_argument(
+        "--limit", metavar="N", type=int, default=20, help="how many rows to list (default: 20)"
+    )
+    rows.set_defaults(command=_rows)
+
+    get = commands.add_parser("get", help="show one row: dtype, shape and start of each field")
+    get.add_argument("partition", help="its name; `dataplane status` lists partitions")
+    get.add_argument("key", help="the row's key; `dataplane rows PARTITION` lists keys")
+    get.add_argument(
+        "--field",
+        metavar="NAME",
+        action="append",
+        help="only this field; may be repeated (default: all, which copies them to this host)",
+    )
+    get.set_defaults(command=_get)
+    for looking in (rows, get):
+        looking.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
+        looking.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+        looking.add_argument("--json", action="store_true", help=_JSON)
+
+    clean = commands.add_parser("clean", help="end runs on this host that nobody needs")
+    clean.add_argument("--run", metavar="NAME", help="end only this run")
+    clean.add_argument(
+        "--force", action="store_true", help="also end runs with unread rows or clients"
+    )
     clean.set_defaults(command=_clean)
 
-    probe = commands.add_parser("probe", help="try what carries values between the hosts")
-    probe.add_argument("--peer", help="ask this one of the host's peers")
-    probe.add_argument("--run", metavar="NAME", help="its run (default: the only one there is)")
-    probe.add_argument("--require", metavar="NAME", help="exit 1 unless it works between all")
-    probe.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    probe = commands.add_parser("probe", help="test the transports between all hosts")
+    probe.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
+    probe.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+    probe.add_argument(
+        "--require",
+        metavar="NAME",
+        help="exit with 1 unless this transport works between all peers",
+    )
+    probe.add_argument("--json", action="store_true", help=_JSON)
     probe.set_defaults(command=_probe)
 
     token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
@@ -141,17 +190,41 @@ def _status(arguments: argparse.Namespace) -> int:
         time.sleep(_WATCH_PERIOD_S)
 
 
+def _rows(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_rows
+
+    if not 0 < arguments.limit <= cli_rows.MAX_ROWS:
+        raise InvalidCall(f"--limit {arguments.limit}: expected 1 to {cli_rows.MAX_ROWS}")
+    where = cli_rows.parsed_where(arguments.where)
+    report = cli_rows.rows(_one_peer(arguments), arguments.partition, where, arguments.limit)
+    return cli_rows.show_rows(report, arguments.stage, arguments.json)
+
+
+def _get(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_rows
+
+    peer = _one_peer(arguments)
+    report = cli_rows.get(peer, arguments.partition, arguments.key, arguments.field)
+    return cli_rows.show_row(report, arguments.json)
+
+
 def _probe(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load the client.
     from dataplane import cli_probe
 
+    report = cli_probe.probe(_one_peer(arguments))
+    return cli_probe.show(report, arguments.require, arguments.json)
+
+
+def _one_peer(arguments: argparse.Namespace) -> rundir.LivingPeer:
+    """The peer to ask, of the only run or of the named one. PeerAmbiguous."""
     found = _found(arguments.run, arguments.peer)
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
-        raise PeerAmbiguous(f"several runs have peers on this host: {names}; say which, --run NAME")
-    named = [one for one in found[0].peers if arguments.peer in (None, one.name)]
-    report = cli_probe.probe(named[0])
-    return cli_probe.show(report, arguments.require, arguments.json)
+        raise PeerAmbiguous(f"several runs have peers on this host: {names}; choose with --run")
+    return next(one for one in found[0].peers if arguments.peer in (None, one.name))
 
 
 def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
@@ -168,9 +241,9 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
         if not running:
             raise PeerNotFound(
-                f"no run of yours is on this host, {rundir.run_dir()} has none: connect() in a "
-                "program begins one, or dataplane peer; where those had a DATAPLANE_RUN_DIR, set "
-                "it here too",
+                f"no run of yours is on this host: {rundir.run_dir()} has none. Start one with "
+                "connect() in a program, or with `dataplane peer`; if that had a "
+                "DATAPLANE_RUN_DIR, set it here too",
                 running=running,
             )
         raise PeerNotFound(
@@ -239,9 +312,9 @@ def _clean(arguments: argparse.Namespace) -> int:
         named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
         if named and rundir.remove(folder):
             some = True
-            print(f"removed what run {folder.name!r} left in {folder}", flush=True)
+            print(f"removed files of run {folder.name!r} in {folder}", flush=True)
     if not some:
-        print("there is nothing to end", flush=True)
+        print("no run to end", flush=True)
     return code
 
 
@@ -254,7 +327,7 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
     rows = {name: one["rows"] for name, one in partitions.items() if one["rows"]}
     if rows:
         names = ", ".join(f"{count} of {name!r}" for name, count in rows.items())
-        return f"its run has rows that nobody has read to the end: {names}"
+        return f"its run has unread rows: {names}"
     clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - 1  # this one
     if clients:
         return f"its run has {counted(clients, 'client')}"

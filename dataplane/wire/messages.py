@@ -270,7 +270,8 @@ class Dropped(Body, tag=34):
 class Read(Body, tag=35):
     """Read without a lease. rows/where: as in Drop; none: all rows. fields None: every field.
 
-    limit bounds the rows of one answer, `after` goes on where the cursor of the last one says."""
+    limit bounds the rows of one answer, `after` continues at the cursor of the last one. overview:
+    no values; `has` and `states` instead."""
 
     partition: str
     generation: int
@@ -279,16 +280,20 @@ class Read(Body, tag=35):
     fields: list[str] | None = None
     limit: int = 0
     after: bytes = b""
+    overview: bool = False
 
 
 class ReadDone(Body, tag=36):
     """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
-    Between peers columns hold VALUE records. unknown_tags: as in Dropped, on the first page."""
+    Between peers columns hold VALUE records. unknown_tags: as in Dropped, on the first page. has,
+    by field, and states, by stage: a byte per row."""
 
     table: Table
     pin: int
     cursor: bytes = b""
     unknown_tags: dict[str, list[str]] = {}
+    has: dict[str, bytes] = {}
+    states: dict[str, bytes] = {}
 
 
 # stages

@@ -43,7 +43,7 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
 ) -> None:
     assert cli.main(["status", "--run", "p"]) == 2
     told = capsys.readouterr().err
-    assert f"no run of yours is on this host, {run_dir} has none: connect() in a program" in told
+    assert f"no run of yours is on this host: {run_dir} has none. Start one with connect()" in told
     assert not list(run_dir.iterdir())
 
 

@@ -50,6 +50,18 @@ def read(
     return _gather(handle, pages)
 
 
+def overview(
+    handle: Handle, where: Where | None, limit: int, timeout: float | None
+) -> Operation[ReadDone]:
+    """The first rows that `where` holds for, without values: which fields each has, and its state
+    for each stage."""
+    deadline = Deadline(timeout)
+    generation = yield from handle.attach(deadline)
+    filtered = arguments.filter_of(where)
+    body = Read(handle.name, generation, None, filtered, [], limit, overview=True)
+    return (yield from ask(body, ReadDone, deadline))
+
+
 def read_rows(
     handle: Handle, rows: Rows, fields: Sequence[str] | None, timeout: float | None
 ) -> Operation[Found]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dataplane.errors import FieldUnknown, ProtocolError, RowsGone, counted
 from dataplane.metadata.shard import blocks
-from dataplane.metadata.shard.blocks import Block, Rows
+from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY, Block, Rows
 from dataplane.metadata.shard.finishes import lease_of, positions_of
 from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
@@ -216,6 +216,33 @@ def read(
             break
     all_of_them = Rows(found)
     return all_of_them.first(most), len(all_of_them) > most
+
+
+def overview(state: State, rows: Rows) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """By field 1 for each row that has it, and by stage the state of each row: PENDING, READY,
+    LEASED or ACKED. A byte per row."""
+    has: dict[str, bytearray] = {}
+    states = {name: bytearray() for name in state.stages}
+    at = 0
+    for block, bits in rows.parts:
+        places = rows_of(bits)
+        end = at + len(places)
+        for field in block.values.fields:
+            there = block.values.having([field])
+            if there & bits:
+                column = has.setdefault(field, bytearray(len(rows)))
+                column[at:end] = bytes([there >> row & 1 for row in places])
+        for name, stage in state.stages.items():
+            mine = stage.of(block)
+            known = (mine.ready, READY), (mine.leased, LEASED), (mine.acked, ACKED)
+            states[name] += bytes(
+                [next((kind for mask, kind in known if mask >> row & 1), PENDING) for row in places]
+            )
+        at = end
+    return (
+        {field: bytes(one) for field, one in has.items()},
+        {name: bytes(one) for name, one in states.items()},
+    )
 
 
 def place_of(rows: Rows) -> bytes:

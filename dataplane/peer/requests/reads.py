@@ -238,12 +238,16 @@ class Reading:
         rows, more = rows_out.read(
             store, rows=body.rows, where=body.where, limit=body.limit, after=body.after
         )
+        unknown = {} if body.after else inspection.unknown_tags(store, body.where)
+        if body.overview:
+            cursor = rows_out.place_of(rows) if more and body.rows is None else b""
+            overview = rows_out.overview(store, rows)
+            return ReadDone(rows_out.table(store, rows, ()), 0, cursor, unknown, *overview)
         table = rows_out.table(store, rows, body.fields)
         while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
             table = rows_out.table(store, rows, body.fields)
         on = more and body.rows is None
-        unknown = {} if body.after else inspection.unknown_tags(store, body.where)
         return ReadDone(table, 0, rows_out.place_of(rows) if on else b"", unknown)
 
     # more fields of leased rows

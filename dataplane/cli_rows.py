@@ -1,0 +1,233 @@
+"""`dataplane rows` and `dataplane get`: look at rows from a shell.
+
+Both only read: they lease nothing, change nothing and start no peer. What they print is bounded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.client.core import Handle
+from dataplane.client.operations.reads import overview
+from dataplane.client.session.opening import visit
+from dataplane.client.sync.plane import Plane
+from dataplane.client.write.rows import row_groups, row_names, tag_values
+from dataplane.errors import (
+    InvalidCall,
+    PartitionUndefined,
+    RowsGone,
+    StageUndefined,
+    counted,
+    few,
+    nearest,
+    sized,
+)
+from dataplane.launch.rundir import LivingPeer
+from dataplane.metadata.tables.where import Where, tag
+from dataplane.wire.tables import Name
+
+MAX_ROWS = 1000
+"""that one command lists"""
+STATES = ("pending", "ready", "leased", "acked")
+"""of a row for a stage, by number"""
+_PREVIEW = 8
+_MAX_LETTERS = 60
+_NAMED = 8
+_TIMEOUT_S = 30.0
+
+Report = dict[str, Any]
+
+
+def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> Report:
+    """The first `limit` rows of a partition whose tags are these."""
+    with Plane(visit(peer)) as plane:
+        stats = _attached(plane, partition)
+        handle = Handle(plane._session, partition)
+        found = plane.run(overview(handle, where, limit, _TIMEOUT_S))
+    names = row_names(found.table.rows)
+    groups = row_groups(found.table.rows)
+    tags = {name: tag_values(found.table, name, len(names)) for name in found.table.tags}
+    return {
+        "partition": partition,
+        "phase": stats["phase"],
+        "rows": stats["rows"],
+        "groups": stats["groups"],
+        "bytes": stats["bytes"],
+        "more": bool(found.cursor),
+        "unknown_tags": found.unknown_tags,
+        "shown": [
+            {
+                "key": key,
+                "group": groups[at],
+                "tags": {name: all[at] for name, all in tags.items() if all[at] is not None},
+                "fields": sorted(field for field, has in found.has.items() if has[at]),
+                "states": {stage: STATES[all[at]] for stage, all in found.states.items()},
+            }
+            for at, key in enumerate(names)
+        ],
+    }
+
+
+def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None) -> Report:
+    """One row, and of each field its type, shape, size and the first values."""
+    with Plane(visit(peer)) as plane:
+        _attached(plane, partition)
+        part = plane.partition(partition)
+        for name in _as_names(key):
+            try:
+                found = part.get([name], fields, timeout=_TIMEOUT_S)
+            except RowsGone:
+                continue
+            values = {field: found.get(field)[0] for field in found.fields}
+            return {
+                "partition": partition,
+                "key": name,
+                "group": found.group_ids[0],
+                "tags": {tag: all[0] for tag, all in found.tags.items() if all[0] is not None},
+                "fields": {field: described(values[field]) for field in sorted(values)},
+            }
+        handle = Handle(plane._session, partition)
+        known = plane.run(overview(handle, None, MAX_ROWS, _TIMEOUT_S))
+    names = [str(one) for one in row_names(known.table.rows)]
+    near = difflib.get_close_matches(key, names, 3, 0.5)
+    meant = f"did you mean {', '.join(near)}? " if near else ""
+    raise RowsGone(
+        f"partition {partition!r} has no row {key!r}: it was never put, or was freed, dropped or "
+        f"lost; {meant}`dataplane rows {partition}` lists rows",
+        keys=[key],
+    )
+
+
+def described(value: Any) -> Report:
+    """A value in a few words: never larger than a line, whatever its size."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = np.asarray(value)
+        flat = value.reshape(-1)
+        more = ", …" if flat.size > _PREVIEW else ""
+        shown = ", ".join(f"{one}" for one in flat[:_PREVIEW].tolist())
+        return {
+            "type": "array",
+            "dtype": value.dtype.name,
+            "shape": list(value.shape),
+            "bytes": value.nbytes,
+            "preview": shown + more,
+        }
+    told: Report = {"type": type(value).__name__}
+    if isinstance(value, (str, bytes)):
+        told["bytes"] = len(value.encode() if isinstance(value, str) else value)
+        more = "…" if len(value) > _MAX_LETTERS else ""
+        return told | {"preview": f"{value[:_MAX_LETTERS]!r}{more}"}
+    if isinstance(value, (Mapping, Sequence)):
+        told["length"] = len(value)
+    return told | {"preview": reprlib.repr(value)[: 2 * _MAX_LETTERS]}
+
+
+def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
+    """Print what `rows` found; the exit code."""
+    if stage is not None and report["shown"]:
+        known = list(report["shown"][0]["states"])
+        if stage not in known:
+            near = nearest(stage, known)
+            meant = f"did you mean {near}? " if near else ""
+            raise StageUndefined(
+                f"partition {report['partition']!r} has no stage {stage!r}: {meant}its stages are "
+                f"{few(known, _NAMED)}"
+            )
+        for row in report["shown"]:
+            row["states"] = {stage: row["states"][stage]}
+    print(json.dumps(report) if as_json else "\n".join(lines(report)), flush=True)
+    return 0
+
+
+def lines(report: Report) -> Iterator[str]:
+    """What `rows` found, for people."""
+    groups = f", {counted(report['groups'], 'group')}" if report["groups"] else ""
+    yield (
+        f"partition {report['partition']}: {report['phase']}, {counted(report['rows'], 'row')}"
+        f"{groups}, {sized(report['bytes'])}"
+    )
+    shown, told = report["shown"], report["unknown_tags"]
+    if not shown:
+        unknown = [f"no row has a tag {a!r} (there is {few(b, _NAMED)})" for a, b in told.items()]
+        yield f"  {'; '.join(['no rows match', *unknown])}"
+        return
+    stages = list(shown[0]["states"])
+    table = [["key", "group", "tags", "fields", *stages]]
+    for row in shown:
+        group = "–" if row["group"] is None else str(row["group"])
+        tags = " ".join(f"{name}={value}" for name, value in row["tags"].items())
+        fields = few(row["fields"], _NAMED)
+        table.append([str(row["key"]), group, tags or "–", fields, *row["states"].values()])
+    table = [[_short(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+    if report["more"]:
+        yield f"  the first {len(shown)}; --limit shows more, --where TAG=VALUE fewer"
+
+
+def show_row(report: Report, as_json: bool) -> int:
+    """Print what `get` found; the exit code."""
+    print(json.dumps(report, default=str) if as_json else "\n".join(row_lines(report)), flush=True)
+    return 0
+
+
+def row_lines(report: Report) -> Iterator[str]:
+    """What `get` found, for people."""
+    group = "" if report["group"] is None else f", group {report['group']}"
+    yield f"row {report['key']} of partition {report['partition']}{group}"
+    for name, value in report["tags"].items():
+        yield f"  tag {_short(name)} = {_short(str(value))}"
+    width = max(map(len, report["fields"]), default=0)
+    for field, told in report["fields"].items():
+        what = told["type"]
+        if what == "array":
+            what = f"{told['dtype']}{told['shape']}"
+        size = f", {sized(told['bytes'])}" if "bytes" in told else ""
+        yield f"  {field:<{width}}  {what}{size}: {told['preview']}"
+
+
+def parsed_where(texts: Sequence[str]) -> Where | None:
+    """`TAG=VALUE` as a filter; a value that is no JSON is a text."""
+    where = None
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise InvalidCall(f"--where {text}: expected TAG=VALUE, such as --where version=7")
+        one = tag(name) == _scalar(value)
+        where = one if where is None else where & one
+    return where
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _attached(plane: Plane, partition: str) -> Report:
+    """The stats of a partition. PartitionUndefined, at once, where nobody has declared it."""
+    known = plane.partitions()
+    if partition in known:
+        return plane.partition(partition).stats()
+    near = nearest(partition, known) or next(iter(difflib.get_close_matches(partition, known)), "")
+    meant = f"did you mean {near}? " if near else ""
+    names = f"its partitions are {few(known, _NAMED)}" if known else "it has no partitions"
+    raise PartitionUndefined(f"run {plane.name!r} has no partition {partition!r}: {meant}{names}")
+
+
+def _as_names(key: str) -> list[Name]:
+    """What a key typed in a shell may be: a text, or a number."""
+    return [key, int(key)] if key.removeprefix("-").isdecimal() else [key]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_LETTERS else f"{text[: _MAX_LETTERS - 1]}…"

@@ -169,6 +169,7 @@ test-wheels: $(VENV)/.wheels-installed
 
 # The documentation as a site in build/site; a broken link or reference ends it.
 docs: $(VENV)/.docs-installed
+	$(BIN)/python docs/.site/gather.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(VENV)/.test-installed

@@ -77,7 +77,7 @@ def found_in(text: str, where: str, line: int = 1) -> Iterator[str]:
 
 
 def test_no_page_has_a_phrase_that_is_no_plain_english() -> None:
-    found = []
+    found: list[str] = []
     for page in pages():
         try:
             found += found_in(page.read_text(), name_of(page))

@@ -23,14 +23,16 @@ _MAX_COUNT = 2**63 - 1
 def text(value: object, what: str) -> str:
     """A name: a str that is neither empty nor over the limit."""
     if not isinstance(value, str) or not value:
-        raise InvalidCall(f"{what} is named by a text that is not empty, not {value!r:.80}")
+        raise InvalidCall(f"the name of {what} must be a non-empty str, not {value!r:.80}")
     try:
         nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
     except UnicodeEncodeError as exc:
-        raise InvalidCall(f"{what} is named {value!r:.80}: not valid text ({exc.reason})") from None
+        raise InvalidCall(
+            f"the name of {what} is {value!r:.80}, which is not valid text ({exc.reason})"
+        ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"{what} is named by a text of at most {MAX_NAME_BYTES} bytes, not {value!r:.40}…",
+            f"the name of {what} has at most {MAX_NAME_BYTES} bytes, {value!r:.40}… has more",
             limit=MAX_NAME_BYTES,
         )
     # numpy's own texts are of a class that no encoder takes
@@ -42,7 +44,7 @@ def texts(values: object, what: str) -> list[str]:
     if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
         isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
     ):
-        raise InvalidCall(f"{what}={values!r:.80}: give a list of names")
+        raise InvalidCall(f"{what}={values!r:.80}: expected a list of names")
     return [text(value, f"an entry of {what}") for value in values]
 
 
@@ -54,7 +56,7 @@ def count(value: object, what: str) -> int:
     """How many: a positive int, numpy's too."""
     number = value if type(value) is int else _number(value)
     if not 0 < number <= _MAX_COUNT:
-        raise InvalidCall(f"{what}={value!r:.80}: it must be a positive int")
+        raise InvalidCall(f"{what}={value!r:.80}: expected a positive int")
     return number
 
 
@@ -62,7 +64,7 @@ def whole(value: object, what: str) -> int:
     """A number from 0 on: an int, numpy's too."""
     number = _number(value)
     if not 0 <= number <= _MAX_COUNT:
-        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more")
+        raise InvalidCall(f"{what}={value!r:.80}: expected an int of 0 or more")
     return number
 
 
@@ -76,7 +78,7 @@ def _number(value: object) -> int:
 
 def flag(value: object, what: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidCall(f"{what}={value!r:.80}: it is True or False")
+        raise InvalidCall(f"{what}={value!r:.80}: expected True or False")
     return value
 
 
@@ -90,13 +92,15 @@ def seconds(value: object, what: str) -> float | None:
     ):  # as most often; a Real is slow to tell
         return value
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise InvalidCall(f"{what}={value!r:.80}: give a number of seconds, or None for no limit")
+        raise InvalidCall(
+            f"{what}={value!r:.80}: expected a number of seconds, or None for no limit"
+        )
     return max(-_FOREVER_S, float(value)) if value < _FOREVER_S else None
 
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidCall(f"{what} is a mapping {form}, not {value!r:.80}")
+        raise InvalidCall(f"{what} must be a mapping {form}, not {value!r:.80}")
     return value
 
 

@@ -218,9 +218,11 @@ def definition_of(
         groups = arguments.count(groups, "groups")
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
-        raise InvalidCall(f"free={free!r}: it is 'acked' or 'drop'")
+        raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
     if replicas not in (1, 2):
-        raise InvalidCall(f"replicas={replicas!r}: it is 1, or 2 for a second copy on another peer")
+        raise InvalidCall(
+            f"replicas={replicas!r}: expected 1, or 2 for a second copy on another peer"
+        )
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
     for stage, needed in arguments.mapping(stages or {}, "stages", form).items():
@@ -247,7 +249,7 @@ def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> O
 def seal(handle: Handle, short: str, timeout: float | None) -> Operation[None]:
     deadline = Deadline(timeout)
     if short not in ("drop", "keep"):
-        raise InvalidCall(f"short= is 'drop' or 'keep', not {short!r:.40}")
+        raise InvalidCall(f"short={short!r:.40}: expected 'drop' or 'keep'")
     generation = yield from handle.attach(deadline)
     yield from ask(Seal(handle.name, generation, short == "keep"), Done, deadline)
 
@@ -275,7 +277,7 @@ def wait(
     if key is not None:
         if any(a is not None for a in (stage, rows, groups, below, unit, where)):
             raise InvalidCall(
-                "wait(key=…) waits for a row, and takes no other argument but timeout="
+                "wait(key=…) waits for one row and takes no other argument than timeout="
             )
         yield from _wait_for_key(handle, key, timeout)
         return
@@ -284,7 +286,7 @@ def wait(
             "wait takes a stage and exactly one of rows=, groups=, below=, or only key="
         )
     if unit not in (None, "rows", "groups"):
-        raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
+        raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
     if below is None:
         unit = "rows" if groups is None else "groups"
     wanted = (

@@ -113,8 +113,8 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
         launcher = several[0].launcher
         raise SeedsMissing(
             f"this {launcher} job spans several hosts, and its variables do not name them: "
-            "set DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 alike on every host "
-            "(or DATAPLANE_SEEDS=none for a plane of this host alone)",
+            "set DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on "
+            "every host (or DATAPLANE_SEEDS=none for a plane of this host alone)",
             launcher=launcher,
         )
     port = seed_port(run)
@@ -354,7 +354,7 @@ def _address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as exc:
         raise ConnectError(
-            f"{host}, the first host of this job, is not known here or cannot be reached "
+            f"cannot resolve or reach {host}, the first host of this job "
             f"({exc.strerror or exc}): check names and routes, or set DATAPLANE_SEEDS",
             host=host,
         ) from exc

@@ -56,9 +56,9 @@ def seeds_of(
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
-                f"{name} had {len(found)} addresses after {duration(wait_s)}, and {setting} says "
-                f"{count}: are all hosts there, and no others? On Kubernetes the headless Service "
-                "needs publishNotReadyAddresses: true",
+                f"{name} had {len(found)} addresses after {duration(wait_s)}, and {setting} "
+                f"expects {count}: check that all hosts run, and no others. On Kubernetes "
+                "the headless Service needs publishNotReadyAddresses: true",
                 name=name,
                 found=sorted(found),
                 expected=count,
@@ -74,7 +74,7 @@ def _parsed(setting: str) -> tuple[str, int, int]:
     port, count = (int(match[2]), int(match[3])) if match else (0, 0)
     if match is None or not 0 < port < 65536 or not 0 < count <= MAX_HOSTS:
         raise InvalidConfig(
-            f"{setting!r} names no seeds: write dns://NAME:PORT/COUNT, such as "
+            f"{setting!r} is not a valid seed name: write dns://NAME:PORT/COUNT, such as "
             "dns://grpo.default.svc:7101/4"
         )
     return match[1], port, count

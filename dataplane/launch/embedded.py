@@ -230,8 +230,9 @@ def attach(
     if anew is not None:
         if peer_name is not None:
             raise InvalidCall(
-                f"fresh=True begins the run with a new peer, so no peer can be named "
-                f"(here {peer_name!r}): leave one of them out, and unset DATAPLANE_PEER"
+                "fresh=True starts the run with a new peer, so it cannot be combined with "
+                f"a peer name (here {peer_name!r}): leave out one of them, and unset "
+                "DATAPLANE_PEER"
             )
         me = replace(me, fresh=True)
         with _start_lock(folder, deadline):
@@ -265,8 +266,9 @@ def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
         return mine
     if len(found) > 1:
         raise PeerAmbiguous(
-            f"{len(found)} runs have a peer {peer_name!r} on this host: {', '.join(found)}; say "
-            f"which, connect({peer_name!r}, run={found[0]!r}) or DATAPLANE_RUN={found[0]}",
+            f"{len(found)} runs have a peer {peer_name!r} on this host: {', '.join(found)}; "
+            f"choose one with connect({peer_name!r}, run={found[0]!r}) or "
+            f"DATAPLANE_RUN={found[0]}",
             running=found,
         )
     return runs.Run(found[0], "hand") if found else mine
@@ -284,15 +286,16 @@ def embedded_config(
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
         raise RunMissing(
-            f"peers of several hosts ({', '.join(seeds)}) must know that they are of one run, and "
-            "nothing here has the same name on all of them: set DATAPLANE_RUN=NAME alike on every "
-            "host (with torchrun, --rdzv-id NAME does it), a new name for a new launch",
+            f"this job has peers on several hosts ({', '.join(seeds)}), and no run name is "
+            "common to all of them: set DATAPLANE_RUN=NAME to the same value on every host "
+            "(with torchrun, --rdzv-id NAME is enough), and to a new name for each launch",
             seeds=seeds,
         )
     if seeds and place.listen is None:
         raise ConnectError(
-            f"none of the seeds ({', '.join(seeds)}) is an address of this host: start its peer "
-            "by hand, dataplane peer --name ... --listen tcp://host:port --seeds ...",
+            f"none of the seeds ({', '.join(seeds)}) is an address of this host: start this "
+            "host's peer by hand with dataplane peer --name ... --listen tcp://host:port "
+            "--seeds ...",
             seeds=seeds,
         )
     given = settings.by_hand({"run": run, "name": embedded_name(place.listen)})
@@ -386,8 +389,9 @@ def _choose(
             return next((peer for peer in living.values() if is_embedded(peer.name)), None)
         if name not in living:
             raise PeerNotFound(
-                f"no peer named {name!r} of run {run!r} runs on this host (running: {names}): "
-                f"start it, dataplane peer --name {name} --run {run}, or name another",
+                f"no peer named {name!r} of run {run!r} runs on this host (running: "
+                f"{names}): start it with dataplane peer --name {name} --run {run}, or name "
+                "another",
                 name=name,
                 running=list(living),
             )
@@ -396,7 +400,7 @@ def _choose(
         return living[own]
     if len(living) > 1:
         raise PeerAmbiguous(
-            f"several peers of run {run!r} are on this host: {names}; say which, "
+            f"several peers of run {run!r} are on this host: {names}; choose one with "
             f"connect({next(iter(living))!r}) or DATAPLANE_PEER={next(iter(living))}",
             running=list(living),
         )
@@ -416,9 +420,9 @@ def _start_once(
             if time.monotonic() > deadline:
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
-                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
-                    f"files in {folder} were removed and it does not put them back, as if it were "
-                    "suspended: end it, or use another run name",
+                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but "
+                    f"its files in {folder} were removed and it does not restore them: it "
+                    "may be stopped. End it, or use another run name",
                     run=config.run,
                     pid=pid,
                 )
@@ -445,8 +449,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "another process has been starting the embedded peer for too long; its log is "
-                f"{log_path(folder)}",
+                "another process has not finished starting the embedded peer in time; "
+                f"check its log, {log_path(folder)}",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)

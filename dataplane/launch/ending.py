@@ -104,7 +104,7 @@ class Anew:
             if self.force:
                 return []
             raise RunInUse(
-                f"peer {peer.name!r} of run {run!r} did not tell which clients it has "
+                f"peer {peer.name!r} of run {run!r} did not report its clients "
                 f'({exc.message}); connect(fresh="force") ends it anyway',
                 run=run,
                 clients=[],

@@ -135,8 +135,9 @@ def folder_of(plane: str, base: Path) -> Path:
     folder = plane if plain else f"~{xxhash.xxh3_64_hexdigest(plane.encode())[:12]}"
     if len(folder) > room:
         raise InvalidConfig(
-            f"the run directory {base} is too long for the path of a socket: set "
-            f"DATAPLANE_RUN_DIR to one of at most {MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
+            f"the path of the run directory {base} is too long for a socket: set "
+            "DATAPLANE_RUN_DIR to a path of at most "
+            f"{MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
         )
     return base / folder
 
@@ -489,7 +490,9 @@ def parse_starter(text: str) -> Starter:
     try:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
-        raise InvalidConfig(f"{text!r} is no starter: {exc}; only connect() says it") from exc
+        raise InvalidConfig(
+            f"{text!r} is not a valid starter: {exc}; only connect() sets it"
+        ) from exc
 
 
 def _host_clock_s() -> float:

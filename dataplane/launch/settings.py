@@ -419,7 +419,7 @@ class PeerConfig:
         """InvalidConfig where TLS cannot be had as the rest is set."""
         if self.transport.required:
             raise InvalidConfig(
-                f"{self.transport.required} moves bytes unencrypted: give --transport "
+                f"transport {self.transport.required} does not encrypt: use --transport "
                 f"{self.transport} or --bulk-tls (DATAPLANE_BULK_TLS), not both",
                 transport=self.transport.required,
             )
@@ -429,20 +429,21 @@ class PeerConfig:
         seeds = ", ".join(self.seeds) or "none"
         if self.seeds and self.listen is None:
             raise InvalidConfig(
-                f"which of the seeds ({seeds}) is this peer? Say so with --listen tcp://host:port"
+                f"cannot tell which of the seeds ({seeds}) is this peer: name it with "
+                "--listen tcp://host:port"
             )
         own = None if self.listen is None else values.endpoint(self.listen)
         is_seed = own is None or own in map(values.endpoint, self.seeds)
         if self.join and (is_seed or not self.seeds):
             raise InvalidConfig(
-                f"a peer that joins is none of the seeds ({seeds}): give it the seeds of the plane "
-                "that runs, and --listen with an address of its own"
+                f"a peer that joins (--join) cannot be one of the seeds ({seeds}): give it "
+                "the seeds of the running plane, and its own address with --listen"
             )
         if not is_seed and not self.join:
             raise InvalidConfig(
-                f"{self.listen} is not one of the seeds ({seeds}): name every peer of the plane "
-                "in --seeds, this one too, alike for all of them, or add this one to a plane that "
-                "runs with --join",
+                f"{self.listen} is not one of the seeds ({seeds}): give all peers the same "
+                "--seeds, which include this one, or add this peer to a running plane with "
+                "--join",
                 listen=self.listen,
                 seeds=self.seeds,
             )

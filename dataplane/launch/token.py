@@ -63,8 +63,9 @@ def read_token(path: Path | str) -> Token:
         os.close(fd)
     if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
         raise InvalidConfig(
-            f"the token in {path} must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes, it has "
-            f"{min(len(secret), MAX_TOKEN_BYTES + 1)}: make one with dataplane token > {path}",
+            f"the token in {path} has {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes, and "
+            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: make one with dataplane "
+            f"token > {path}",
             path=str(path),
         )
     return Token(path, secret)

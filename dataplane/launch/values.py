@@ -66,8 +66,8 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is no valid time after which to declare a silent peer lost: a call times "
-            "out after 30 s and must reach the backup before that, so write 1 to 29 seconds"
+            f"{text!r} is not valid here: calls time out after 30 s and must reach the "
+            "backup before that, so write 1 to 29 seconds"
         )
     return seconds
 
@@ -89,7 +89,7 @@ def parse_roster(text: str) -> tuple[str, ...]:
     """`host:port` of each server of `etcd://host:port,host:port`; nothing: ()."""
     servers = tuple(one.strip() for one in text.removeprefix("etcd://").split(",") if one.strip())
     if text and not (text.startswith("etcd://") and servers):
-        raise InvalidConfig(f"{text!r} keeps no roster: write etcd://host:port,host:port")
+        raise InvalidConfig(f"{text!r} is not a roster service: write etcd://host:port,host:port")
     for server in servers:
         parse_address(f"tcp://{server}")
     return servers
@@ -128,8 +128,8 @@ def check_listen(address: str, token: Token | None) -> None:
         )
     if host in ("0.0.0.0", "::"):
         raise InvalidConfig(
-            f"other peers cannot reach {address}: listen on this host's own name or address, the "
-            "one that the seeds have",
+            f"other peers cannot reach {address}: listen on this host's own name or "
+            "address, as it appears in the seeds",
             address=address,
         )
 
@@ -226,7 +226,7 @@ def parse_transport(text: str) -> TransportChoice:
     match = _CHOICE.fullmatch(text.strip().lower())
     if match is None:
         raise InvalidConfig(
-            f"{text!r} chooses no transport: write auto, required:nixl, off:nixl,ucx or off"
+            f"{text!r} is not a transport setting: write auto, required:nixl, off:nixl,ucx or off"
         )
     required, off = match.groups()
     if match[0] == "off" or required == "tcp":
@@ -270,7 +270,7 @@ def parse_spill(text: str) -> Spill:
     base = Path(given if colon else text).absolute()
     if not base.is_dir():
         raise InvalidConfig(
-            f"{base} is no directory to spill to: make it, or give another, DIR[:SIZE]",
+            f"the spill directory {base} does not exist: create it, or give another as DIR[:SIZE]",
             path=str(base),
         )
     if colon and size_bytes < MIN_SPILL_BYTES:
@@ -309,7 +309,7 @@ def parse_metrics(text: str) -> MetricsAddress:
         host, port = parse_address(f"tcp://{text}")
     except InvalidConfig:
         raise InvalidConfig(
-            f"{text!r} is no address for metrics: write HOST:PORT, such as 127.0.0.1:9464"
+            f"{text!r} is not an address for metrics: write HOST:PORT, such as 127.0.0.1:9464"
         ) from None
     return MetricsAddress(host, port)
 
@@ -322,9 +322,9 @@ def check_metrics(metrics: MetricsAddress, token: Token | None) -> None:
     """
     if token is None and not is_loopback(metrics.host):
         raise TokenMissing(
-            f"metrics on {metrics} can be read from other machines, and this plane has no token: "
-            "give a loopback address, 127.0.0.1:PORT, or a cluster token (--token-file or "
-            "DATAPLANE_TOKEN_FILE)",
+            f"metrics on {metrics} could be read from other machines, and this plane has no "
+            "token: use a loopback address (127.0.0.1:PORT), or set a cluster token "
+            "(--token-file or DATAPLANE_TOKEN_FILE)",
             address=str(metrics),
         )
 
@@ -362,8 +362,8 @@ def parse_device_arena(text: str) -> DeviceMemory:
     twin = _TWIN.fullmatch(head)
     if colon and twin is None:
         raise InvalidConfig(
-            f"{text!r} is no device arena: write a size such as 2GiB, which each GPU gives, or "
-            "twin:64MiB for a stand-in in host memory"
+            f"{text!r} is not a device arena: write a size per GPU such as 2GiB, or "
+            "twin:64MiB for a simulated device in host memory"
         )
     twins, first = 0, 0
     if twin is not None and colon:
@@ -390,8 +390,8 @@ def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -
         found = path.lstat()
     except OSError as exc:
         raise InvalidConfig(
-            f"the {what} directory {path} cannot be made: {exc.strerror}; set {setting} to a "
-            "directory that this user can write",
+            f"cannot create the {what} directory {path}: {exc.strerror}; set {setting} to a "
+            "directory that this user can write to",
             path=str(path),
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -104,12 +104,12 @@ class Device(ABC):
     def reach(self, handle: PoolHandle) -> Pool:
         """A pool of another device of this host, mapped for this one's copies alone. DeviceMissing
         where this one reaches it only by way of the host."""
-        raise DeviceMissing(f"{self.identity} reaches no memory of {handle.device}")
+        raise DeviceMissing(f"{self.identity} cannot access memory of {handle.device}")
 
     def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         """A private array of this device with a copy of what is at an address of a pool that it
         reaches, there when this returns. Dtypes as those of `Pool.array`."""
-        raise DeviceMissing(f"{self.identity} reaches no other memory")
+        raise DeviceMissing(f"{self.identity} cannot access memory of other devices")
 
     @abstractmethod
     def event(self) -> Event: ...
@@ -185,4 +185,7 @@ def device_of(handle: PoolHandle) -> Device:
         from dataplane.memory.device_cuda import CudaDevice
 
         return CudaDevice.of(handle.device)
-    raise DeviceMissing(f"this release opens no device of kind {handle.kind!r}: install the peer's")
+    raise DeviceMissing(
+        f"this release does not support devices of kind {handle.kind!r}: install the same "
+        "release as the peer's"
+    )

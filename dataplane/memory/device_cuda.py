@@ -66,7 +66,7 @@ class CudaDevice(Device):
             if device.identity == identity:
                 return device
         raise DeviceMissing(
-            f"this process does not see GPU {identity}: look at CUDA_VISIBLE_DEVICES",
+            f"this process does not see GPU {identity}: check CUDA_VISIBLE_DEVICES",
             device=identity,
         )
 
@@ -92,7 +92,7 @@ class CudaDevice(Device):
     def reach(self, handle: PoolHandle) -> Pool:
         """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
-            raise DeviceMissing(f"{handle.device} is no other GPU than this, {self.identity}")
+            raise DeviceMissing(f"{handle.device} is this GPU itself, {self.identity}")
         try:
             other: int | None = CudaDevice.of(handle.device).number
         except DeviceMissing:

@@ -150,7 +150,7 @@ class TwinDevice(Device):
 
     def reach(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device == self.identity:
-            raise DeviceMissing(f"{handle.device} is no other device than this, {self.identity}")
+            raise DeviceMissing(f"{handle.device} is this device itself, {self.identity}")
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 
     def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
@@ -203,9 +203,11 @@ class TwinDevice(Device):
 
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
         if address in self.pinned:
-            raise DeviceMissing(f"host memory at {address:#x} is pinned already")
+            raise DeviceMissing(f"host memory at {address:#x} is already pinned")
         if not read_only and not _writable(address):
-            raise DeviceMissing(f"host memory at {address:#x} is mapped read-only, as CUDA minds")
+            raise DeviceMissing(
+                f"host memory at {address:#x} is mapped read-only, which CUDA refuses too"
+            )
         self.pinned[address] = nbytes
 
     def unpin_host(self, address: int) -> None:
@@ -307,8 +309,8 @@ def _opened(raw: bytes) -> int:
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as exc:
-        raise DeviceMissing(f"process {pid} does not export this any more: {exc}") from exc
+        raise DeviceMissing(f"process {pid} no longer exports this memory: {exc}") from exc
     if os.fstat(opened).st_ino != inode:
         os.close(opened)
-        raise DeviceMissing(f"process {pid} does not export this any more")
+        raise DeviceMissing(f"process {pid} no longer exports this memory")
     return opened

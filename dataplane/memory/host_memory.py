@@ -188,7 +188,7 @@ class PoolSpace(Space):
 
     def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
         if not self.holds_addresses(extents["offset"]).all():
-            raise ProtocolError("extents of several memories where those of one device belong")
+            raise ProtocolError("the extents belong to several devices; expected one")
         inside = extents.copy()
         inside["offset"] -= np.uint64(self.base)
         return super()._pieces(inside)

@@ -60,7 +60,9 @@ def _bytes_at(mapping: _Mapping, *, read_only: bool) -> dict[str, Any]:
 
 
 def _no_arena() -> PeerLost:
-    return PeerLost("the peer of this arena went away; connect again with dataplane.connect()")
+    return PeerLost(
+        "the peer that owns this arena has ended; connect again with dataplane.connect()"
+    )
 
 
 class Pin:

@@ -180,7 +180,9 @@ class Space:
                 return born
         starts, ends = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(starts):
-            raise ProtocolError(f"{len(starts)} written ranges come with {len(refs)} counts")
+            raise ProtocolError(
+                f"the message has {len(starts)} written ranges and {len(refs)} counts"
+            )
         if np.count_nonzero(np.less(refs, 1)):
             raise ProtocolError("a written range is referenced by no value")
         taken = self._holder(holder).carve(starts, ends, admission)
@@ -450,9 +452,9 @@ class Space:
         if not every(sound):
             bad = int(sound.argmin())
             raise ProtocolError(
-                f"piece {bad} of {len(starts)}, {int(lengths[bad])} bytes at {int(starts[bad])}, "
-                f"is not in the arena of {self.size_bytes} bytes, or not at a multiple of "
-                f"{ALIGNMENT_BYTES}"
+                f"piece {bad} of {len(starts)} ({int(lengths[bad])} bytes at "
+                f"{int(starts[bad])}) is outside the arena of {self.size_bytes} bytes, or "
+                f"not aligned to {ALIGNMENT_BYTES} bytes"
             )
         return starts, starts + padded(lengths)
 
@@ -516,8 +518,8 @@ class Holder:
         if not every(inside):
             bad = int(inside.argmin())
             raise ProtocolError(
-                f"bytes {int(starts[bad])}..{int(ends[bad])} of the arena are not granted to this "
-                f"client (piece {bad} of {len(starts)})",
+                f"bytes {int(starts[bad])}..{int(ends[bad])} of the arena are not reserved "
+                f"for this client (piece {bad} of {len(starts)})",
                 offset=int(starts[bad]),
                 end=int(ends[bad]),
             )

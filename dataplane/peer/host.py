@@ -185,8 +185,8 @@ class Progress:
 
 def _late() -> Unavailable:
     return Unavailable(
-        "the backup of this host's peer did not confirm the call in time, which may or "
-        "may not have taken effect: repeat it when the roster names another backup"
+        "the backup of this host's peer did not confirm the call in time. The call may "
+        "have taken effect; repeat it"
     )
 
 
@@ -266,7 +266,7 @@ class Host:
         """StaleEpoch while the shards of this peer are about to become another's."""
         if self.silent:
             raise StaleEpoch(
-                f"the peer at {self.address} leaves, and its shards move: call again",
+                f"the peer at {self.address} is leaving and its shards are moving: repeat the call",
                 address=self.address,
             )
 
@@ -291,7 +291,9 @@ class Host:
         if found is not None and found.generation == generation:
             return found
         if not self.serves(partition):
-            raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
+            raise StaleEpoch(
+                f"the shard of partition {partition!r} has moved to another peer: repeat the call"
+            )
         raise self.gone(partition, generation)
 
     def check_still(self, entry: Entry, caller: Caller) -> None:

@@ -186,8 +186,9 @@ class Operations(Generic[ReplyT]):
         reply = known.answers.get(op)
         if reply is None and (op < known.floor or op in known.forgotten):
             raise ProtocolError(
-                f"operation {op} of session {session} was answered, and the answer is forgotten: "
-                "the call took effect or failed; look at the rows, then make a new call",
+                f"operation {op} of session {session} was already answered, and the answer "
+                "is no longer stored: read the rows to see whether it took effect, then "
+                "make a new call",
                 op=op,
                 floor=known.floor,
             )

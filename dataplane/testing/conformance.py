@@ -150,7 +150,7 @@ class TransportConformance:
         with pytest.raises(TicketRefused, match="does not belong to the plane"):
             await b.read(a, copies)
         earlier = replace(a.remote, owner=Owner("a", 6))
-        with pytest.raises(TicketRefused, match="in life 7"):
+        with pytest.raises(TicketRefused, match="incarnation 7 of peer"):
             await c.engine.read(earlier, copies, transport=self.transport)
         assert a.pins == 0
         assert (await c.read(a, copies)).nbytes == 4096

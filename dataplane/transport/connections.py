@@ -135,7 +135,7 @@ class Connections:
             stream.handshake(deadline)
             greeting = _opening(stream, deadline)
             if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-                raise ProtocolError(f"{remote.address} does not greet like a bulk worker")
+                raise ProtocolError(f"the process at {remote.address} is not a bulk worker")
             version = _common_version(greeting.versions)
             self._join(remote, stream, greeting.challenge, version, deadline)
             return Connection(remote, stream, greeting, version)
@@ -149,8 +149,9 @@ class Connections:
             return dialling(remote.fingerprint)
         if self._tls_only:
             raise TransportMissing(
-                f"the peer at {remote.address} speaks no TLS, and this one reads with --bulk-tls: "
-                "start every peer of the plane with --bulk-tls (DATAPLANE_BULK_TLS=1)",
+                f"the peer at {remote.address} does not use TLS, and this one requires it "
+                "(--bulk-tls): start every peer of the plane with --bulk-tls "
+                "(DATAPLANE_BULK_TLS=1)",
                 address=remote.address,
             )
         return BulkStream
@@ -171,7 +172,8 @@ class Connections:
         expected = proof(self._key, "owner", challenge, mine)
         if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
             raise TicketRefused(
-                f"what listens at {remote.address} cannot prove that it is a peer of this plane",
+                f"the process at {remote.address} cannot prove that it is a peer of this "
+                "plane: check that all peers have the same token",
                 address=remote.address,
             )
 
@@ -213,8 +215,9 @@ def _common_version(versions: tuple[int, int]) -> int:
     version = min(versions[1], PROTOCOL_VERSION)
     if version < max(versions[0], PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
-            f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, this peer "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
+            f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, and this peer "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
+            "both",
             versions=list(versions),
         )
     return version

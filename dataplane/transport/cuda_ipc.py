@@ -71,8 +71,7 @@ class CudaIpcTransport(Transport):
     def register(self, region: Region) -> RegionKey:
         if not region.pools:
             raise TransportMissing(
-                f"{NAME} moves device memory only, between device arenas: it runs beside another "
-                "transport, never instead of one",
+                f"{NAME} moves only device memory: use it together with another transport",
                 transport=NAME,
             )
         self._placed = region.pools
@@ -118,7 +117,7 @@ class CudaIpcTransport(Transport):
         for placed, device, pool in self._mine:
             if placed.holds(dest, nbytes):
                 return device, pool.address + dest - placed.start
-        raise ProtocolError(f"{nbytes} bytes at {dest} are in no device arena of this peer")
+        raise ProtocolError(f"{nbytes} bytes at {dest} are not in a device arena of this peer")
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
         """The address of these bytes of the owner as this device reaches them."""
@@ -126,7 +125,7 @@ class CudaIpcTransport(Transport):
             if PlacedPool(start, handle).holds(source, nbytes):
                 pool = self._open(theirs, handle, device)
                 return pool.address + source - start
-        raise ProtocolError(f"{nbytes} bytes at {source} are in no device arena of the owner")
+        raise ProtocolError(f"{nbytes} bytes at {source} are not in a device arena of the owner")
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
         with self._lock:
@@ -168,10 +167,10 @@ def _card(key: RegionKey) -> Card:
     try:
         card = msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
-        raise TransferFailed(f"the owner's card is none of {NAME}: {exc}") from exc
+        raise TransferFailed(f"the owner's card is not valid for {NAME}: {exc}") from exc
     if card.host != this_host():
         raise TransportMissing(
-            f"the owner is on another host, or in another PID namespace: {NAME} does not reach it",
+            f"{NAME} cannot reach the owner, which is on another host or in another PID namespace",
             transport=NAME,
         )
     return card

@@ -281,7 +281,7 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
             await limit.acquire(nbytes)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"other transfers held all of {limit!r} until the deadline"
+            f"other transfers used all of {limit!r} until the deadline"
         ) from None
     try:
         yield

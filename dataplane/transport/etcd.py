@@ -100,8 +100,8 @@ class Etcd:
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(
-            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): everything "
-            "goes on, but no peer can join, leave or be replaced until it does"
+            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): "
+            "calls continue, but until it answers no peer can join, leave or be replaced"
         )
 
 

@@ -224,7 +224,8 @@ class UcpWorker:
         status = self._library.ucp_ep_create(self._worker, byref(params), byref(endpoint))
         if status:
             raise Unavailable(
-                f"UCX has no lane to this peer: {self.text(status)}; UCX_TLS says what it may use",
+                f"UCX cannot connect to this peer: {self.text(status)}; check which "
+                "transports UCX_TLS allows",
                 status=status,
             )
         status = self._library.ucp_ep_rkey_unpack(endpoint, packed_key, byref(key))

@@ -275,8 +275,8 @@ class WorkerLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         error = TransferFailed(
-            f"the bulk worker (pid {self.pid}) ended with {code} in the middle of the transfer; "
-            "it may be retried",
+            f"the bulk worker (pid {self.pid}) ended with {code} during the transfer, which "
+            "may be retried",
             pid=self.pid,
             exit_code=code,
         )

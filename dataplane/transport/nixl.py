@@ -120,7 +120,7 @@ class NixlTransport(Transport):
         try:
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot describe the memory here: {exc!r}") from exc
+            raise TransportMissing(f"nixl cannot describe this peer's memory: {exc!r}") from exc
         self._reads = NixlReads(self._bound, self._memory)
         self._reads.start()
         host = "" if region.pools else self._host  # only host memory is copied by processors
@@ -184,7 +184,7 @@ class NixlTransport(Transport):
         try:
             agent.register_memory(memory, self._memory, [BACKEND])
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot register the memory here: {exc!r}") from exc
+            raise TransportMissing(f"nixl cannot register this peer's memory: {exc!r}") from exc
 
 
 def _host() -> str:
@@ -249,9 +249,9 @@ def _agent(name: str) -> Any:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
         agent = nixl.nixl_agent(name, config)
     except Exception as exc:
-        raise TransportMissing(f"nixl does not start here: {exc!r}; see the peer's log") from exc
+        raise TransportMissing(f"nixl failed to start: {exc!r}; see the peer's log") from exc
     if BACKEND not in agent.backends:
-        raise TransportMissing(f"this nixl has no {BACKEND} plugin: install its wheel again")
+        raise TransportMissing(f"the installed nixl has no {BACKEND} plugin: reinstall its wheel")
     return agent
 
 
@@ -436,7 +436,8 @@ class NixlReads(threading.Thread):
         self._unload(owner, read.generation)
         logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
-            f"the transfer from peer {owner.peer!r} over nixl broke off: {why}; it may be retried",
+            f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; it "
+            "may be retried",
             peer=owner.peer,
         )
 
@@ -456,8 +457,8 @@ class NixlReads(threading.Thread):
             name = self._agent.add_remote_agent(metadata)
         except Exception as exc:
             raise Unavailable(
-                f"nixl does not reach peer {remote.owner.peer!r}: {exc!r}; its UCX may share no "
-                "network with this host's",
+                f"nixl cannot reach peer {remote.owner.peer!r}: {exc!r}; check that UCX "
+                "uses a common network on both hosts",
                 peer=remote.owner.peer,
             ) from exc
         return name.decode() if isinstance(name, bytes) else str(name)

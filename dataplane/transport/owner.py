@@ -281,7 +281,7 @@ class RangeServer:
         verify(self._key, asked.ticket, self._owner, nonce, bound)
         expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
         if expiry_ms <= 0:
-            raise DeadlineExceeded("the ticket had expired before it came")
+            raise DeadlineExceeded("the ticket had already expired when it arrived")
         deadline = time.monotonic() + expiry_ms / 1000
         try:
             if isinstance(asked, Pull):
@@ -289,7 +289,7 @@ class RangeServer:
             else:
                 self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
         except Expired as exc:
-            raise DeadlineExceeded("the ticket expired before its answer went out") from exc
+            raise DeadlineExceeded("the ticket expired before the answer was sent") from exc
 
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
@@ -364,7 +364,9 @@ class Holds:
     ) -> None:
         """From a request whose ticket holds to the confirmation."""
         if len(hold.card) > MAX_CARD_BYTES:
-            raise ProtocolError(f"a card of {len(hold.card)} bytes, the limit is {MAX_CARD_BYTES}")
+            raise ProtocolError(
+                f"the card has {len(hold.card)} bytes, and the limit is {MAX_CARD_BYTES}"
+            )
         pinned = self._desk.pin(ranges_of(pieces), deadline)
         nbytes = 0
         self._count(1)
@@ -394,7 +396,7 @@ class Holds:
     ) -> None:
         def check() -> None:
             if stream.ended():
-                raise TransferFailed("the reader is gone")
+                raise TransferFailed("the reader closed the connection")
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded("the ticket expired before the bytes were sent")
 
@@ -415,7 +417,9 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
         raise ConnectionResetError("the reader left without a word")
     release = decode_to_owner(frame)
     if not isinstance(release, Release) or release.nbytes != nbytes:
-        raise ProtocolError(f"ranges of {nbytes} bytes are held, and the reader does not say so")
+        raise ProtocolError(
+            f"ranges of {nbytes} bytes are held, and the reader does not name the hold"
+        )
     return nbytes
 
 
@@ -423,8 +427,9 @@ def check_version(version: int) -> None:
     """VersionMismatch unless this peer speaks it."""
     if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"bulk protocol {version} is asked for, this peer speaks "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
+            f"the reader asks for bulk protocol {version}, and this peer speaks "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
+            "both",
             version=version,
         )
 
@@ -436,7 +441,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_PULL_ITEMS:
         raise LimitExceeded(
-            f"{len(pieces)} pieces in one {what}, the limit is {MAX_PULL_ITEMS}",
+            f"one {what} has {len(pieces)} pieces, and the limit is {MAX_PULL_ITEMS}",
             size=len(pieces),
             limit=MAX_PULL_ITEMS,
         )
@@ -445,10 +450,12 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"one {what} asks for {nbytes} bytes, the limit is {most}", size=nbytes, limit=most
+            f"one {what} asks for {nbytes} bytes, and the limit is {most}", size=nbytes, limit=most
         )
     if nbytes != asked.nbytes:
-        raise ProtocolError(f"a {what} announces {asked.nbytes} bytes, its pieces have {nbytes}")
+        raise ProtocolError(
+            f"a {what} announces {asked.nbytes} bytes, and its pieces have {nbytes}"
+        )
     return pieces
 
 

@@ -271,11 +271,15 @@ class TcpReads(Reads):
             raise ProtocolError(f"a pull was answered by {type(answer).__name__}")
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
-            raise ProtocolError(f"an answer for {len(answer.gone)} pieces, {count} were asked for")
+            raise ProtocolError(
+                f"the owner answered for {len(answer.gone)} pieces, and {count} were requested"
+            )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
         if answer.nbytes != int(copies["nbytes"].sum()):
-            raise ProtocolError(f"the owner announces {answer.nbytes} bytes, not what was asked")
+            raise ProtocolError(
+                f"the owner announces {answer.nbytes} bytes, not the number requested"
+            )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
         reading.arrived(part, gone, answer.nbytes)
@@ -344,7 +348,7 @@ class HeldReads(Reads):
             raise ProtocolError(f"a hold was answered by {type(answer).__name__}")
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
-            raise TicketRefused("the owner's answer to a hold was altered on its way")
+            raise TicketRefused("the owner's answer to a hold was altered in transit")
         sources = column(answer.sources, U8, len(part.copies))
         return RegionKey(answer.generation, answer.card), sources, tag
 
@@ -393,7 +397,9 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
     if isinstance(sent, Refused):
         raise sent.error()
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:
-        raise TransferFailed("the owner did not confirm that it held the ranges to the end")
+        raise TransferFailed(
+            "the owner did not confirm that it held the ranges until the end of the transfer"
+        )
 
 
 def _is_over(answer: FromOwner) -> bool:
@@ -435,8 +441,8 @@ def _late(reading: Reading) -> DataplaneError:
 def _broken(reading: Reading, why: object) -> DataplaneError:
     remote = reading.request.remote
     return TransferFailed(
-        f"the transfer from peer {remote.owner.peer!r} at {remote.address} broke off: {why}; it "
-        "may be retried",
+        f"the transfer from peer {remote.owner.peer!r} at {remote.address} was interrupted: "
+        f"{why}; it may be retried",
         peer=remote.owner.peer,
     )
 

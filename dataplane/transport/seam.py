@@ -127,7 +127,7 @@ class ReadRequest:
         if self.cancelled.is_set():
             raise TransferFailed("the read was cancelled")
         if time.monotonic() >= self.deadline:
-            raise DeadlineExceeded("other transfers took all the time there was")
+            raise DeadlineExceeded("other transfers used up the time until the deadline")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

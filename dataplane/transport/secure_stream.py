@@ -69,7 +69,7 @@ class SecureStream(BulkStream):
         except ssl.SSLError as exc:
             if self._fingerprint is not None:
                 raise
-            raise ProtocolError(f"not TLS 1.3, which this bulk port speaks alone: {exc}") from exc
+            raise ProtocolError(f"this bulk port accepts only TLS 1.3: {exc}") from exc
         if self._fingerprint is not None:
             self._recognise(self._fingerprint)
 
@@ -78,8 +78,8 @@ class SecureStream(BulkStream):
         if not hmac.compare_digest(shown.encode(), expected.encode()):
             host, port = self._tls.getpeername()[:2]
             raise TicketRefused(
-                f"what listens at {host}:{port} shows another certificate than the peer told of: "
-                "somebody sits between the two",
+                f"the process at {host}:{port} shows a different certificate than the one "
+                "its peer announced: somebody may be intercepting the connection",
                 address=f"{host}:{port}",
             )
 

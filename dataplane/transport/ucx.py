@@ -89,7 +89,7 @@ class UcxTransport(Transport):
         if not self._reads.opened.wait(START_S):
             raise TransportMissing(f"UCX did not start within {START_S:g} s")
         if self._reads.failure is not None:
-            raise TransportMissing(f"UCX does not start: {self._reads.failure}")
+            raise TransportMissing(f"UCX failed to start: {self._reads.failure}")
         return RegionKey(secrets.randbits(48), self._card)
 
     def read(self, request: ReadRequest) -> None:
@@ -155,7 +155,7 @@ def _card(raw: bytes) -> Card:
     except msgspec.MsgspecError as exc:
         raise ProtocolError(f"not the card of a region of ucx: {exc}") from exc
     if len(card.keys) != len(card.stretches):
-        raise ProtocolError("an owner's card has not one key for each stretch of its region")
+        raise ProtocolError("the owner's card does not have one key per part of its region")
     return card
 
 
@@ -334,8 +334,8 @@ class UcxReads(threading.Thread):
             came += under_way.popleft()[1]
             if status:
                 raise TransferFailed(
-                    f"a read from peer {fetch.owner.peer!r} broke off: {ucp.text(status)}; it may "
-                    "be retried",
+                    f"a read from peer {fetch.owner.peer!r} was interrupted: "
+                    f"{ucp.text(status)}; it may be retried",
                     status=status,
                 )
         if came:

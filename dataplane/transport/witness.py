@@ -267,7 +267,7 @@ async def _has_ended(
         raise ProtocolError("this bulk worker does not say whether its peer has ended")
     expected = watched_mac(key, nonce_of(greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
-        raise ProtocolError("the answer about the end of the peer is not signed by its bulk worker")
+        raise ProtocolError("the report that the peer ended is not signed by its bulk worker")
     return watched.ended
 
 

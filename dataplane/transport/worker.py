@@ -120,7 +120,9 @@ class PeerDesk:
         except queue.Empty:
             # The answer may still be on its way: the peer takes frames in order, so this undoes it.
             self.unpin(ask, 0)
-            raise DeadlineExceeded("the owner's peer did not answer in time for a pin") from None
+            raise DeadlineExceeded(
+                "the owner's peer did not answer a request to pin in time"
+            ) from None
         finally:
             del self._waiting[ask]
         if answer.refused is not None:
@@ -168,7 +170,7 @@ class Worker:
                 for reads in self._reads.values():
                     reads.forget(_remote(frame))
             case Configure():
-                raise ProtocolError("a bulk worker is configured once")
+                raise ProtocolError("a bulk worker can be configured only once")
 
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
@@ -258,8 +260,8 @@ def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tupl
     found = load(name)
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
-            f"{name} moves {' and '.join(sorted(found.capabilities.memory))} memory, and this is "
-            f"{region.kind} memory",
+            f"transport {name} moves only {' and '.join(sorted(found.capabilities.memory))} "
+            f"memory, and this is {region.kind} memory",
             transport=name,
         )
     engine = found(first.owner)

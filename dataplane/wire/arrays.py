@@ -72,7 +72,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return np.dtype(name)
         except (TypeError, ValueError):
             pass
-    raise ProtocolError(f"no dtype of this protocol: {name[:64]!r}")
+    raise ProtocolError(f"{name[:64]!r} is not a dtype of this protocol")
 
 
 @lru_cache(maxsize=4096)
@@ -93,14 +93,14 @@ def shape_of(spec: Spec, itemsize: int, nbytes: int) -> tuple[int, ...]:
     shape = spec.shape
     ragged = ragged_axis(shape)
     if len(shape) > MAX_RANK or any(n < 0 and at != ragged for at, n in enumerate(shape)):
-        raise ProtocolError(f"no shape of an array: {shape}")
+        raise ProtocolError(f"{shape} is not a valid shape")
     if ragged is not None:
         row = itemsize * -math.prod(shape)
         if row and nbytes % row == 0:
             return (*shape[:ragged], nbytes // row, *shape[ragged + 1 :])
     elif itemsize * math.prod(shape) == nbytes:
         return shape
-    raise ProtocolError(f"{nbytes} bytes do not make an array of {spec.dtype} {shape}")
+    raise ProtocolError(f"{nbytes} bytes do not fit an array of {spec.dtype} {shape}")
 
 
 def ragged_axis(shape: tuple[int, ...]) -> int | None:
@@ -138,13 +138,15 @@ def as_array(value: object) -> Array | None:
     if type(array) is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
             raise InvalidValue(
-                "a masked array would lose its mask; give .data and .mask as two fields"
+                "a masked array would lose its mask; pass .data and .mask as two fields"
             )
         array = np.asarray(array)
     if dtype_name(array.dtype) is None:
         array = _native(array)
     if array.ndim > MAX_RANK:
-        raise InvalidValue(f"an array of {array.ndim} dimensions, the limit is {MAX_RANK}")
+        raise InvalidValue(
+            f"the array has {array.ndim} dimensions, and the limit is {MAX_RANK}: reshape it"
+        )
     # not ascontiguousarray, which would turn 0-d into 1-d
     return array if array.flags.c_contiguous else np.array(array, order="C")
 
@@ -222,7 +224,7 @@ def _native(array: Array) -> Array:
         hint = "it holds text; give .tolist()"
     else:
         hint = "it has a structure; give its parts as several fields"
-    raise InvalidValue(f"an array of dtype {dtype} cannot travel: {hint}")
+    raise InvalidValue(f"an array of dtype {dtype} cannot be stored: {hint}")
 
 
 def kind_of(value: object) -> str:
@@ -237,7 +239,7 @@ def _foreign(value: object) -> Array | None:
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
     if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
-        raise InvalidValue("a PIL image would lose its palette; give .convert('RGB')")
+        raise InvalidValue("a PIL image would lose its palette; pass .convert('RGB')")
     if hasattr(value, "__cuda_array_interface__"):
         # cupy refuses silent copies to the host; `get` is its word for an intended one
         return np.asarray(value.get() if hasattr(value, "get") else value)
@@ -255,24 +257,24 @@ def _check_columnar(column: Any) -> None:
     nulls = getattr(column, "null_count", 0)
     if nulls() if callable(nulls) else nulls:
         raise InvalidValue(
-            f"{kind_of(column)} with nulls, which an array cannot hold: give .to_pylist() or "
+            f"{kind_of(column)} has nulls, which an array cannot hold: pass .to_pylist() or "
             ".to_list(), in which they are None"
         )
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
         raise InvalidValue(
-            f"{kind_of(column)} of times in the zone {zone!r}, which an array cannot hold: cast it "
-            "to times without a zone, and give the zone as a tag"
+            f"{kind_of(column)} has times in the zone {zone!r}, which an array cannot hold: "
+            "cast it to times without a zone, and store the zone as a tag"
         )
 
 
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot travel; give .unbind() as a list"
+            "a nested tensor with strided layout cannot be stored; pass .unbind() as a list"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise InvalidValue("a sparse, quantized or meta tensor has no plain bytes; make it dense")
+        raise InvalidValue("a sparse, quantized or meta tensor cannot be stored; make it dense")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
@@ -284,4 +286,4 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
         plain: Array = tensor.numpy()
         return plain
     except (TypeError, RuntimeError) as exc:
-        raise InvalidValue(f"a torch tensor of {name} does not become numpy: {exc}") from exc
+        raise InvalidValue(f"a torch tensor of {name} cannot be converted to numpy: {exc}") from exc

@@ -31,7 +31,7 @@ def encode(envelope: Request | Reply) -> bytearray:
     length = len(frame) - HEADER_BYTES
     if length > MAX_FRAME_BYTES:
         raise FrameTooLarge(
-            f"a message of {length} bytes is over the limit of {MAX_FRAME_BYTES}; send fewer rows",
+            f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}; send fewer rows",
             size=length,
             limit=MAX_FRAME_BYTES,
         )
@@ -44,7 +44,7 @@ def body_length(header: bytes | bytearray | memoryview, limit_bytes: int = MAX_F
     length = int.from_bytes(header[:HEADER_BYTES], "little")
     if length > limit_bytes:
         raise FrameTooLarge(
-            f"a frame announces {length} bytes, the limit is {limit_bytes}",
+            f"a frame announces {length} bytes, and the limit is {limit_bytes}",
             size=length,
             limit=limit_bytes,
         )
@@ -58,7 +58,7 @@ def decoded(
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not {what} of this protocol: {exc}") from exc
+        raise ProtocolError(f"expected {what} of this protocol: {exc}") from exc
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:

@@ -301,8 +301,8 @@ def _of_tensordict(value: Any) -> Any:
     if odd is not None:
         key, lacking, having = odd
         raise InvalidValue(
-            f"a stack of TensorDicts in which number {lacking} lacks the key {key!r} that number "
-            f"{having} has: give the list of its .unbind(0)"
+            f"in this stack of TensorDicts, number {lacking} lacks the key {key!r} that "
+            f"number {having} has: pass the list .unbind(0)"
         )
     return dict(value.items())
 
@@ -350,7 +350,7 @@ def _tensor(leaf: Array) -> Any:
     except ImportError:
         return leaf
     except InvalidValue as exc:
-        raise ProtocolError(f"a tensor that torch does not have: {exc.message}") from exc
+        raise ProtocolError(f"torch has no such tensor: {exc.message}") from exc
 
 
 def _jagged(values: Array, offsets: Array, axis: int) -> Any:
@@ -375,8 +375,8 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
 def _lowered_buffer(value: bytearray | memoryview) -> bytes:
     if isinstance(value, memoryview) and (value.format not in ("B", "b", "c") or value.ndim != 1):
         raise InvalidValue(
-            f"a memoryview of format {value.format!r} and shape {list(value.shape or ())} would "
-            "come back as plain bytes; give np.asarray(value), or value.tobytes()"
+            f"a memoryview of format {value.format!r} and shape {list(value.shape or ())} "
+            "would come back as plain bytes; pass np.asarray(value) or value.tobytes()"
         )
     return bytes(value)
 
@@ -384,7 +384,7 @@ def _lowered_buffer(value: bytearray | memoryview) -> bytes:
 def _lowered_scalar(value: np.generic) -> Ext:
     name = dtype_name(value.dtype)
     if name is None:
-        raise InvalidValue(f"a numpy.{type(value).__name__} cannot travel; give value.item()")
+        raise InvalidValue(f"a numpy.{type(value).__name__} cannot be stored; pass value.item()")
     return Ext(EXT_SCALAR, bytes((len(name),)) + name.encode() + value.tobytes())
 
 

@@ -338,8 +338,9 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
     if len(message) > MAX_FRAME_BYTES:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
-            f"{what} between peers would be a message of {len(message)} bytes, the limit is "
-            f"{MAX_FRAME_BYTES}: name fewer rows at a time, or fewer fields with fields=",
+            f"{what} between peers would need a message of {len(message)} bytes, and the "
+            f"limit is {MAX_FRAME_BYTES}: use fewer rows per call, or fewer fields with "
+            "fields=",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -85,7 +85,7 @@ def test_what_came_to_its_name_meanwhile_stays(tmp_path: Path, made: Any) -> Non
     archive.begin()
     made(tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointFailed, match="is there already"):
+    with pytest.raises(CheckpointFailed, match="already exists"):
         archive.commit("p", [])
     archive.discard()
     assert sorted(tmp_path.rglob("*")) == [path for path in before if path != archive.partial]

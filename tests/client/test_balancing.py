@@ -41,7 +41,7 @@ def test_ranks_take_as_many_steps_and_every_row_its_turn(
     rows_in = laid(weights, size)
     units, every = -(-len(weights) // (size or 1)), shape.ranks * shape.minibatches
     if shape.remainder == "drop" and units < every:
-        with pytest.raises(InvalidRows, match="leaves nothing"):
+        with pytest.raises(InvalidRows, match="leaves no rows"):
             Layout(shape, rows_in)
         return
     layout, again = Layout(shape, rows_in), Layout(shape, rows_in)

@@ -131,7 +131,7 @@ def test_after_the_ack_other_fields_are_read_by_key(
 
 def test_a_field_that_was_added_here_cannot_be_read_yet(batch: Batch) -> None:
     batch.add(reward=[1, 2, 3, 4])
-    with pytest.raises(dataplane.NotFetched, match="once it is acked"):
+    with pytest.raises(dataplane.NotFetched, match="after the ack"):
         batch["reward"]
 
 
@@ -214,7 +214,7 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
     batch.add(reward=[1, 2, 3, 4])
     with pytest.raises(dataplane.PartitionGone):
         batch.ack()
-    with pytest.raises(dataplane.InvalidCall, match="reward.*add it again"):
+    with pytest.raises(dataplane.InvalidCall, match="reward.*add them again"):
         batch.ack()
     del peer.scripts[Finish]
     batch.add(reward=[1, 2, 3, 4])
@@ -252,7 +252,7 @@ def test_an_ack_without_an_answer_is_asked_again_under_its_number(
     assert batch.state == "leased"
     del peer.scripts[Finish]
     if then == "add":
-        with pytest.raises(dataplane.LeaseExpired, match="this batch was acked"):
+        with pytest.raises(dataplane.LeaseExpired, match="this batch was already acked"):
             batch.add(other=[1, 2, 3, 4])
     else:
         getattr(batch, then)()

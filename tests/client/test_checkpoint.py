@@ -50,7 +50,7 @@ def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
     assert asked(tmp_path / "still", [1, 1]) == 2
     assert asked(tmp_path / "moved", [1, 2, 2, 3, 3, 3]) == 6
     assert verified(tmp_path / "moved").partitions == []
-    with pytest.raises(CheckpointFailed, match="peers joined or left"):
+    with pytest.raises(CheckpointFailed, match="peers joined, left or died"):
         asked(tmp_path / "restless", [1, 2, 3, 4, 5, 6])
     assert not (tmp_path / "restless").exists()
 

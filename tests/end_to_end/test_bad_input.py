@@ -48,12 +48,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "columns of different lengths": (
         lambda p: p.put({"x": [1, 2], "y": [1]}),
         dataplane.InvalidRows,
-        "x: 2, y: 1; give each one entry a row",
+        "x: 2, y: 1; give each field one entry per row",
     ),
     "keys of another length": (
         lambda p: p.put({"x": [1, 2]}, key=["c"]),
         dataplane.InvalidRows,
-        "x: 2; key= names 1 row; give each one entry a row",
+        "x: 2; key= names 1 row; give each field one entry per row",
     ),
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
@@ -68,18 +68,22 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "no column": (
         lambda p: p.put({}),
         dataplane.InvalidRows,
-        "no column.*at least one field",
+        "nothing to write.*at least one field",
     ),
-    "no row": (lambda p: p.put({"x": []}), dataplane.InvalidRows, "nothing to write.*at least one"),
+    "no row": (
+        lambda p: p.put({"x": []}),
+        dataplane.InvalidRows,
+        "nothing to write: the columns have no rows",
+    ),
     "neither yes nor no": (
         lambda p: p.put({"x": [1]}, replace="no"),  # type: ignore[arg-type]
         dataplane.InvalidCall,
-        "replace='no': it is True or False",
+        "replace='no': expected True or False",
     ),
     "an array of one as a number": (
         lambda p: p.close("g", np.array([1])),  # type: ignore[arg-type]
         dataplane.InvalidCall,
-        r"n=array\(\[1\]\): it must be a positive int",
+        r"n=array\(\[1\]\): expected a positive int",
     ),
     "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
     "one number": (
@@ -91,7 +95,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "half a character as field": (
         lambda p: p.put({"\ud800": [1]}),
         dataplane.InvalidRows,
-        r"a field is named by a text of 1 to 512 bytes, not '\\ud800'",
+        r"the name of a field must be a str of 1 to 512 bytes, not '\\ud800'",
     ),
     "an object": (lambda p: p.put({"x": [object()]}), dataplane.InvalidValue, r"x\[0\]: an object"),
     "a set inside": (
@@ -114,7 +118,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "too many fields": (
         lambda p: p.put({f"f{i}": [1] for i in range(65)}),
         dataplane.LimitExceeded,
-        "65 fields, the limit is 64",
+        "65 fields, and the limit is 64",
     ),
     "a field twice": (
         lambda p: p.put({"x": [1]}, key=["a"]),
@@ -124,12 +128,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a row in two groups": (
         lambda p: p.put({"y": [1]}, key=["a"], group="h"),
         dataplane.InvalidRows,
-        "a row's group never changes",
+        "the group of a row never changes",
     ),
     "a key twice": (lambda p: p.put({"x": [1, 2]}, key=["c", "c"]), dataplane.InvalidRows, "'c'"),
     "a key of no type": (lambda p: p.put({"x": [1]}, key=[1.5]), dataplane.InvalidRows, "str or"),
     "a bool as key": (lambda p: p.put({"x": [1]}, key=[True]), dataplane.InvalidRows, "str or int"),
-    "no key": (lambda p: p.put({"x": [1]}, key=1.5), dataplane.InvalidRows, "give one id"),  # type: ignore[arg-type]
+    "no key": (lambda p: p.put({"x": [1]}, key=1.5), dataplane.InvalidRows, "expected one id"),  # type: ignore[arg-type]
     "a large key": (lambda p: p.put({"x": [1]}, key=[2**70]), dataplane.InvalidRows, "as a str"),
     "a long key": (lambda p: p.put({"x": [1]}, key=["k" * 999]), dataplane.LimitExceeded, "512"),
     "a minted key": (lambda p: p.put({"x": [1]}, key=["~a"]), dataplane.InvalidRows, "another"),
@@ -141,14 +145,18 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a tag of no type": (
         lambda p: p.put({"x": [1]}, tags={"n": [[1]]}),
         dataplane.InvalidRows,
-        "larger things are fields",
+        "or put it as a field",
     ),
     "a large tag": (
         lambda p: p.put({"x": [1]}, tags={"n": 2**70}),
         dataplane.InvalidValue,
-        "an int of 64 bits",
+        "64-bit int",
     ),
-    "a tag's name": (lambda p: p.put({"x": [1]}, tags={5: 1}), dataplane.InvalidRows, "a text"),  # type: ignore[dict-item]
+    "a tag's name": (
+        lambda p: p.put({"x": [1]}, tags={5: 1}),
+        dataplane.InvalidRows,
+        "must be a str",
+    ),  # type: ignore[dict-item]
     "dedup of nothing": (lambda p: p.put({"x": [1]}, dedup=["y"]), dataplane.FieldUnknown, "'y'"),
     "more than its share": (
         lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
@@ -200,7 +208,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a collate that is no function": (
         lambda p: p.loader("s", rows=1, collate=5),  # type: ignore[arg-type]
         dataplane.InvalidCall,
-        "collate=5: give a function of a batch",
+        "collate=5: expected a function",
     ),
     "time that is no number": (
         lambda p: p.claim("s", rows=1, timeout=float("nan")),
@@ -210,12 +218,12 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "an unknown stage": (
         lambda p: p.claim("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        r"declared in plane.partition\(stages=…\), or by a claim with fields=",
+        r"Declare a new stage in plane.partition\(stages=…\), or with a claim",
     ),
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
         dataplane.FieldUnknown,
-        "claim it without, or name the field as it was put",
+        "leave the field out, or correct its name",
     ),
     "a claim that is not met": (
         lambda p: p.claim("s", rows=3, timeout=0),
@@ -234,7 +242,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.StageUndefined,
         "has no stage 't': its stages are 's'",
     ),
-    "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "has had 2 rows"),
+    "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "already has 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),
     "a group of no type": (lambda p: p.close([1], 1), dataplane.InvalidRows, "str or int"),  # type: ignore[arg-type]
     "tags of an unknown row": (lambda p: p.tag(["c"], {"n": 1}), dataplane.RowsGone, "'c'"),
@@ -259,12 +267,12 @@ def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("definition", "error", "says"),
     [
-        (("",), dataplane.InvalidCall, "not empty"),
+        (("",), dataplane.InvalidCall, "non-empty"),
         ((5,), dataplane.InvalidCall, "not 5"),
         (("x" * 600,), dataplane.LimitExceeded, "512 bytes"),
         (("q", ["s"]), dataplane.InvalidCall, "mapping of stage names to lists of fields"),
         (("q", {"s": "x"}), dataplane.InvalidCall, "a list of names"),
-        (("q", {5: ["x"]}), dataplane.InvalidCall, "a stage is named by a text"),
+        (("q", {5: ["x"]}), dataplane.InvalidCall, "the name of a stage must be"),
         (("q", {f"s{i}": ["x"] for i in range(17)}), dataplane.LimitExceeded, "16 stages"),
         (("q", {"s": ["x"]}, 0), dataplane.InvalidCall, "group_size=0"),
         (("q", {"s": ["x"]}, None, -1), dataplane.InvalidCall, "groups=-1"),
@@ -292,7 +300,7 @@ def test_an_unknown_partition_is_waited_for_no_longer_than_asked(plane: Plane) -
         with pytest.raises(dataplane.PartitionUndefined, match="stages="):
             call()
         assert time.monotonic() - began < 3
-    with pytest.raises(dataplane.InvalidCall, match="no ref"):
+    with pytest.raises(dataplane.InvalidCall, match="a ref that put returned"):
         plane.get(None)  # type: ignore[arg-type]
 
 
@@ -303,7 +311,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: an object"),
         (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
         (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),
-        (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: batch\['field'\] has one entry"),  # type: ignore[call-overload]
+        (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: expected a field name"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
         (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),
         (lambda: batch.release(tags={"n": [1, 2, 3]}), dataplane.InvalidRows, "3 values"),
@@ -317,7 +325,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     with pytest.raises(dataplane.FieldExists, match="z was already added"):
         batch.add(z=[1, 2])
     batch.release()
-    with pytest.raises(dataplane.LeaseExpired, match="was released"):
+    with pytest.raises(dataplane.LeaseExpired, match="was already released"):
         batch.ack()
 
 

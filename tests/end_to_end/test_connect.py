@@ -173,7 +173,7 @@ def test_two_planes_on_one_host_never_mix(folder: Path) -> None:
         assert one.stats()["pid"] != two.stats()["pid"]
         ref = one.partition("p", free="drop").put({"x": [1]}, key=["k"])
         assert len(two.partition("p", free="drop").rows()) == 0
-        with pytest.raises(dataplane.InvalidCall, match="of plane 'one'"):
+        with pytest.raises(dataplane.InvalidCall, match="belongs to plane 'one'"):
             two.get(ref)
 
 
@@ -211,7 +211,9 @@ def test_a_host_that_no_seed_names_needs_a_peer_by_hand(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://192.0.2.77:7101")
-    with pytest.raises(dataplane.ConnectError, match=r"192\.0\.2\.77.*start its peer by hand"):
+    with pytest.raises(
+        dataplane.ConnectError, match=r"192\.0\.2\.77.*start this host's peer by hand"
+    ):
         dataplane.connect()
 
 
@@ -255,7 +257,7 @@ def test_a_peer_ends_when_told_whatever_signals_its_starter_blocks(folder: Path)
 
 def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
     cluster.start("a", "b", "c")
-    with pytest.raises(dataplane.PeerAmbiguous, match=r"a, b, c; say which, connect\('a'\)"):
+    with pytest.raises(dataplane.PeerAmbiguous, match=r"a, b, c; choose one with connect\('a'\)"):
         dataplane.connect(run=PLANE)
     with pytest.raises(dataplane.PeerNotFound, match="running: a, b, c"):
         dataplane.connect("d", run=PLANE)
@@ -431,7 +433,7 @@ def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) 
         shown = status("--run", PLANE).stdout
     finally:
         cluster.peers["a"].send_signal(signal.SIGCONT)
-    assert "peer a does not answer" in shown and "is it stopped" in shown and "host b" in shown
+    assert "peer a does not answer" in shown and "it may be stopped" in shown and "host b" in shown
 
 
 def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
@@ -464,7 +466,7 @@ def test_names_of_planes_and_settings_that_are_none_are_refused(
         ("ARENA", "lots", "8GiB"),
         ("LINGER", "never", "number of seconds"),
         ("SEEDS", "here", "write tcp://host:port"),
-        ("SPILL", "/nowhere:1GiB", "make it"),
+        ("SPILL", "/nowhere:1GiB", "create it"),
         ("TOKEN_FILE", "/nowhere/token", "cannot be read"),
     ):
         with monkeypatch.context() as patch:

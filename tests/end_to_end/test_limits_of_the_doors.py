@@ -319,7 +319,7 @@ def test_requests_that_overlap_without_end_end_the_connection(
         guest.sock.sendall(b"".join(map(ask, range(1, limits.MAX_REQUESTS_PER_CONNECTION + 2))))
         while not isinstance(answer := guest.body(), Failed):
             pass
-        assert answer.code == "ProtocolError" and "are under way" in answer.message
+        assert answer.code == "ProtocolError" and "are in flight" in answer.message
         still_works(plane)
 
 

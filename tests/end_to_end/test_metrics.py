@@ -126,7 +126,7 @@ def test_an_address_that_somebody_has_is_refused(run_dir: Path) -> None:
             [*PEER, "--metrics", address], capture_output=True, text=True, check=False
         )
     assert done.returncode == 2
-    assert f"metrics cannot be shown at {address}" in done.stderr and "--metrics" in done.stderr
+    assert f"cannot serve metrics at {address}" in done.stderr and "--metrics" in done.stderr
 
 
 @pytest.fixture

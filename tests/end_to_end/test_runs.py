@@ -348,7 +348,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
     assert client["pid"] == step.pid and client["command"].startswith("python -c")
     assert client["age_s"] >= 0 and f"(pid {step.pid}, " in refused.value.message
     assert 'connect(fresh="force")' in refused.value.message
-    with pytest.raises(dataplane.InvalidCall, match="fresh='yes': it is False"):
+    with pytest.raises(dataplane.InvalidCall, match="fresh='yes': expected False"):
         dataplane.connect(run="grpo", fresh="yes")  # type: ignore[arg-type]
 
     with dataplane.connect(run="grpo", fresh="force") as plane:
@@ -409,7 +409,7 @@ def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
         assert len(plane.partition("p").rows()) == 1
     for plane in planes:
         plane.close()
-    with pytest.raises(dataplane.InvalidCall, match="leave one of them out"):
+    with pytest.raises(dataplane.InvalidCall, match="leave out one of them"):
         dataplane.connect("a", run="cell", fresh=True)
 
 
@@ -591,7 +591,9 @@ def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Clust
 
 def test_peers_of_several_hosts_need_a_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://127.0.0.1:7101,tcp://127.0.0.1:7102")
-    with pytest.raises(dataplane.RunMissing, match="DATAPLANE_RUN=NAME alike on every host"):
+    with pytest.raises(
+        dataplane.RunMissing, match="DATAPLANE_RUN=NAME to the same value on every host"
+    ):
         dataplane.connect()
 
 

@@ -305,7 +305,7 @@ def test_a_directory_to_spill_to_that_cannot_be_is_refused(tmp_path: Path) -> No
     open_to_all = tmp_path / f"dataplane-spill-{os.getuid()}"
     open_to_all.mkdir(mode=0o755)
     for setting, says in (
-        (f"{tmp_path}/none:1GiB", "make it"),
+        (f"{tmp_path}/none:1GiB", "create it"),
         (f"{tmp_path}:1KiB", "at least 1MiB"),
         (f"{tmp_path}:much", "is not a size"),
         (f"{tmp_path}:1GiB", "must be a directory of uid"),

@@ -66,7 +66,7 @@ def test_a_request_before_the_hello_ends_only_that_connection(cluster: Cluster) 
         data = b""
         while chunk := stranger.recv(1 << 16):
             data += chunk
-        assert b"first message of a client is Hello" in data
+        assert b"first message of a client must be Hello" in data
         still_works(plane)
 
 
@@ -115,7 +115,7 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
             stranger.socket.send(b"\x00" * (limits.MAX_FRAME_BYTES + 1))  # ends the connection
         with closing(Dealer(address)) as stranger:
             for change, code, says in (
-                ({"versions": (7, 9)}, "VersionMismatch", "speaks versions"),
+                ({"versions": (7, 9)}, "VersionMismatch", "speaks protocol versions"),
                 ({"plane": "elsewhere"}, "RosterMismatch", "same --run and --seeds"),
                 ({"shards": 64}, "RosterMismatch", "has shards 64"),
                 ({}, "RosterMismatch", "has epoch"),
@@ -123,7 +123,7 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
                 reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
                 assert isinstance(reply, Failed) and reply.code == code and says in reply.message
             reply = stranger.ask(peering.Release(b"", b"", 1), other, (0, 0))
-            assert isinstance(reply, Failed) and "only greets" in reply.message
+            assert isinstance(reply, Failed) and "carries only greetings" in reply.message
         still_works(plane)
 
 
@@ -186,9 +186,9 @@ def test_what_a_peer_cannot_be_started_with_is_refused(
     mine, other = free_addresses(2)
     for arguments, says in (
         (["--listen", "tcp://0.0.0.0:7101", "--seeds", f"tcp://0.0.0.0:7101,{mine}"], "token"),
-        (["--listen", mine, "--seeds", other], "this one too"),
+        (["--listen", mine, "--seeds", other], "which include this one"),
         (["--seeds", f"{mine},{other}"], "--listen"),
-        (["--listen", mine], "in --seeds"),
+        (["--listen", mine], "the same --seeds"),
         (["--listen", "here", "--seeds", other], "write tcp://host:port"),
         (["--arena", "many"], "write 8GiB"),
         (["--arena", "1"], "at least 1MiB"),

@@ -101,7 +101,7 @@ async def test_a_tensordict_is_made_on_a_loop(cluster: Cluster) -> None:
             assert made["ids"].shape == (2, 3) and made["mask"].sum() == 5
             pair = await batch.torch("ids", "padded", mask=True)
             assert torch.equal(pair[0], made["ids"])
-            with pytest.raises(dataplane.InvalidCall, match="mask=True goes with"):
+            with pytest.raises(dataplane.InvalidCall, match="mask=True needs"):
                 await batch.torch("ids", mask=True)
 
 
@@ -140,7 +140,7 @@ def test_parts_of_a_batch_are_acked_and_released_alone(hosts: Hosts) -> None:
     first.add(y=[10 * x for x in first["x"]])
     first.ack()
     assert (first.state, second.state, batch.state) == ("acked", "leased", "leased")
-    with pytest.raises(dataplane.LeaseExpired, match="this part were acked"):
+    with pytest.raises(dataplane.LeaseExpired, match="this part of the batch were already acked"):
         first.ack()
     second.release(tags={"tried": [1, 2]})
     again = there.claim("train", rows=2)

@@ -89,5 +89,5 @@ def test_two_ranks_on_one_gpu_are_refused_with_the_reason(
 ) -> None:
     monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with two_planes(run_dir) as (a, b), pytest.raises(TransportMissing, match="one rank a GPU"):
+    with two_planes(run_dir) as (a, b), pytest.raises(TransportMissing, match="one rank per GPU"):
         bring(a, b)

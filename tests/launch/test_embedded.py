@@ -162,7 +162,7 @@ def test_a_job_of_several_hosts_gets_no_private_plane(
     with pytest.raises(TokenMissing):
         embedded.attach("p")
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://192.0.2.7:7101")
-    with pytest.raises(ConnectError, match="start its peer by hand"):
+    with pytest.raises(ConnectError, match="start this host's peer by hand"):
         embedded.attach("p")
     assert rundir.living_peers(folder) == []
 

@@ -95,7 +95,7 @@ def test_a_switch_is_on_or_off() -> None:
 
 
 def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:
-    with pytest.raises(InvalidConfig, match="ucx moves bytes unencrypted"):
+    with pytest.raises(InvalidConfig, match="ucx does not encrypt"):
         changed(bulk_tls=True, transport=parse_transport("required:ucx"))
 
 

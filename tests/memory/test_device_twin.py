@@ -44,7 +44,7 @@ def test_a_pool_of_a_process_that_is_gone_cannot_be_opened(device: TwinDevice) -
     handle = device.allocate(4096).handle
     with Child(device) as child:
         raw = msgspec.msgpack.encode((child.process.pid, 1, 1))
-    with pytest.raises(DeviceMissing, match="does not export"):
+    with pytest.raises(DeviceMissing, match="no longer exports"):
         device.open(msgspec.structs.replace(handle, raw=raw))
 
 

@@ -155,13 +155,13 @@ def test_a_writer_gets_the_extents_again_that_it_has_mapped() -> None:
 @pytest.mark.parametrize(
     ("pieces", "match"),
     [
-        ([(0, PAGE), (8 * PAGE, 64)], "not granted"),
+        ([(0, PAGE), (8 * PAGE, 64)], "not reserved"),
         ([(0, PAGE), (PAGE - 64, 64)], "overlap"),
         ([(64, 64), (64, 64)], "overlap"),
-        ([(8 * PAGE - 64, 65)], "not granted"),
-        ([(32, 64)], "multiple of 64"),
-        ([(2**64 - 64, 128)], "not in the arena"),
-        ([(0, 2**64 - 1)], "not in the arena"),
+        ([(8 * PAGE - 64, 65)], "not reserved"),
+        ([(32, 64)], "aligned to 64"),
+        ([(2**64 - 64, 128)], "outside the arena"),
+        ([(0, 2**64 - 1)], "outside the arena"),
     ],
 )
 def test_a_commit_outside_the_grants_takes_nothing(
@@ -184,7 +184,7 @@ def test_a_range_that_nobody_references_is_refused() -> None:
     pieces = np.array([(0, 64), (64, 64)], EXTENT)
     with pytest.raises(ProtocolError, match="referenced by no value"):
         space.commit(ALICE, pieces, np.array([1, 0], np.uint32), OPEN)
-    with pytest.raises(ProtocolError, match="2 written ranges come with 1"):
+    with pytest.raises(ProtocolError, match="2 written ranges and 1"):
         space.commit(ALICE, pieces, np.array([1], np.uint32), OPEN)
 
 

@@ -312,7 +312,7 @@ def test_an_operation_that_does_not_fit_the_copy_is_refused(number: int) -> None
     s, _ = journaled()
     put(s, ["a", "b"], ["g", "g"])
     s.emit = None
-    with pytest.raises(ProtocolError, match="made anew"):
+    with pytest.raises(ProtocolError, match="copied again"):
         apply(s, broken()[number])
 
 

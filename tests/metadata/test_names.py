@@ -46,7 +46,7 @@ def test_minted_keys_sort_in_the_order_in_which_they_were_made() -> None:
 
 @pytest.mark.parametrize("name", ["~mine", "~" + "0" * 31, "~" + "G" * 32])
 def test_a_given_name_does_not_start_with_the_mark_of_minted_ones(name: str) -> None:
-    with pytest.raises(InvalidRows, match="minted"):
+    with pytest.raises(InvalidRows, match="reserved for generated keys"):
         names.hash_name(name)
 
 

@@ -84,7 +84,7 @@ def test_a_table_that_does_not_fit_together_is_refused() -> None:
     assert Roster.from_table(table).table == table
     for name in ("primaries", "backups", "in_sync"):
         short = msgspec.structs.replace(table, **{name: getattr(table, name)[:-1]})
-        with pytest.raises(RosterMismatch, match="does not fit together"):
+        with pytest.raises(RosterMismatch, match="is inconsistent"):
             Roster.from_table(short)
     stranger = msgspec.structs.replace(table, primaries=b"\x08\0" * SHARDS)
     with pytest.raises(RosterMismatch, match="beyond its 8"):

@@ -190,7 +190,7 @@ def test_positions_in_a_lease_stay_when_some_rows_are_finished() -> None:
     taken = take(s, "reward", Want("rows", 3, 3))
     finish(s, taken, "drop", index=np.array([1], "<u4").tobytes())
     assert keys_of(s, taken) == [1, 3]
-    with pytest.raises(InvalidRows, match="before"):
+    with pytest.raises(InvalidRows, match="already acked"):
         finish(s, taken, index=np.array([1], "<u4").tobytes())
     finish(s, taken, index=np.array([2], "<u4").tobytes(), tags={"done": [True]})
     finish(s, taken, "release")

@@ -69,7 +69,7 @@ def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
     for keys, groups in ([[1], None], [[2], ["p"]]):
         with pytest.raises(RowsDropped) as caught:
             put(s, keys, groups)
-        assert "cancelled" in str(caught.value)
+        assert "dropped" in str(caught.value)
     assert s.closed_groups == 0
 
 
@@ -198,7 +198,7 @@ def test_a_read_goes_on_behind_the_last_row_also_where_that_has_gone(gone: list[
 
 
 def test_a_read_goes_on_behind_nothing_else() -> None:
-    with pytest.raises(ProtocolError, match="goes on behind 10 bytes"):
+    with pytest.raises(ProtocolError, match="must have 10 bytes"):
         rows_out.read(store(), after=bytes(16))
 
 

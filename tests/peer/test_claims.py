@@ -34,7 +34,9 @@ from dataplane.wire.tables import Owner, Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
-NOT_YET = ClaimTimeout("not so many yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)])
+NOT_YET = ClaimTimeout(
+    "not have that many yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)]
+)
 """What a shard says at the end of a turn."""
 
 
@@ -288,7 +290,7 @@ async def test_rows_that_come_after_the_end_of_their_call_go_back(
     answer = await asker.until_asked(1)
     asker.later(16.0)
     answer.set_result(GRANTED)
-    with pytest.raises(ClaimTimeout, match="was met too late"):
+    with pytest.raises(ClaimTimeout, match="this peer was stopped or busy"):
         await claiming
     await asyncio.sleep(0)
     assert len(asker.told) == 1 and not len(asker.leases)
@@ -355,7 +357,7 @@ async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_i
     asker.later(60.0)
     for times in (11, 12):
         (await asker.until_asked(times)).set_result(GRANTED)
-    with pytest.raises(ClaimTimeout, match="dropped on their way"):
+    with pytest.raises(ClaimTimeout, match="dropped before they arrived"):
         await limited
     last = await asker.until_asked(13)
     asker.reading.resolve = there

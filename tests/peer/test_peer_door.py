@@ -107,7 +107,7 @@ async def test_a_peer_that_falls_silent_begins_nothing_that_came_before(door: Do
     door.arrives(1)
 
     def speak() -> None:
-        raise StaleEpoch("its shards move")
+        raise StaleEpoch("its shards are moving")
 
     door.host.speak = speak
     failed = await door.answer()

@@ -89,7 +89,7 @@ async def test_a_disk_that_fails_is_told_and_nothing_is_lost() -> None:
     spilling, ranges = spilled(file)
     file.failure = OSError(5, "Input/output error")
     file.go_on.set()
-    with pytest.raises(TransferFailed, match="could not be read back from slow: .*Input/output"):
+    with pytest.raises(TransferFailed, match="from the spill file slow: .*Input/output"):
         await spilling.read(ranges, np.zeros(1, U8))
     file.failure = None
     await spilling.read(ranges, np.zeros(1, U8))

@@ -50,7 +50,7 @@ async def test_an_owners_answer_is_taken_as_it_was_given_or_not_at_all(
                 await reader.engine.read(remote, copies, 30, "shelf")
                 assert np.array_equal(reader.bytes[:1024], owner.bytes[:1024])
                 return
-            with pytest.raises(TicketRefused, match="altered on its way"):
+            with pytest.raises(TicketRefused, match="altered in transit"):
                 await reader.engine.read(remote, copies, 30, "shelf")
         assert bytes(reader.bytes) == before
 

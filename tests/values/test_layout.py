@@ -127,7 +127,7 @@ def test_a_large_group_is_one_parcel_alone() -> None:
 
 def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
     n = MAX_ROWS_PER_MESSAGE + 1
-    with pytest.raises(LimitExceeded, match="put it in several calls"):
+    with pytest.raises(LimitExceeded, match="put the group in several calls"):
         plan(prepare({"x": np.zeros(n, np.int8)}), np.zeros(n, U4))
 
 

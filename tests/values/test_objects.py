@@ -135,7 +135,7 @@ Point = namedtuple("Point", "x y")
         (Color.RED, r"Color would come back as a plain int; give int\("),
         (Point(1, 2), "would come back as a plain tuple"),
         (OrderedDict(a=1), "would come back as a plain dict"),
-        (np.str_("a"), "str_ cannot travel"),
+        (np.str_("a"), "str_ cannot be stored"),
         (np.array(["a"]), "it holds text"),
         (np.zeros(2, "i4,f4"), "it has a structure"),
         (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),

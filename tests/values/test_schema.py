@@ -67,7 +67,7 @@ def test_what_is_as_the_schema_says_goes_in(form: str, column: Any) -> None:
 def test_what_is_not_is_refused_by_row(form: str, column: Any, row: int, found: str) -> None:
     with pytest.raises(dataplane.InvalidValue) as caught:
         put(column, form)
-    told = f"x[{row}] is {found}, and this partition has 'x' as {form}: give "
+    told = f"nothing was put: x[{row}] is {found}, and this partition declares 'x' as {form}: give "
     assert str(caught.value).startswith(told)
     assert caught.value.details == {"field": "x", "row": row, "expected": form, "found": found}
 
@@ -78,7 +78,9 @@ def test_what_is_not_is_refused_by_row(form: str, column: Any, row: int, found: 
 def test_a_form_that_is_none_is_told_with_examples(form: Any) -> None:
     with pytest.raises(dataplane.InvalidCall, match=r"fields\['x'\].*such as 'int64\[\*\]'"):
         canonical({"x": form})
-    with pytest.raises(dataplane.InvalidCall, match="fields is a mapping of field names to forms"):
+    with pytest.raises(
+        dataplane.InvalidCall, match="fields must be a mapping of field names to forms"
+    ):
         canonical("tokens")
 
 

@@ -190,7 +190,7 @@ def test_rows_are_padded_as_asked(arena: Any) -> None:
         mask="m",
     )
     assert position_ids["p"].shape == (2, 3, 4) and position_ids["m"].sum(1).tolist() == [2, 1]
-    with pytest.raises(InvalidValue, match=r"row 0 is 3 long, over length=2"):
+    with pytest.raises(InvalidValue, match=r"row 0 has length 3, more than length=2"):
         padded(length=2)
 
 
@@ -201,18 +201,18 @@ def test_a_mask_is_of_fields_of_equal_lengths(arena: Any) -> None:
     made = tensordict(arena, columns, layout="padded", mask={"prompt": "pm", "response": "rm"})
     assert made["pm"].tolist() == [[True, False], [True, True]]
     assert made["rm"].tolist() == [[True, True], [True, False]]
-    with pytest.raises(InvalidCall, match="a field has that name"):
+    with pytest.raises(InvalidCall, match="a field already has this name"):
         tensordict(arena, {"m": [[1], [2]]}, layout="padded", mask="m")
 
 
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        ({"layout": "thin"}, "no layout 'thin'"),
-        ({"layout": {"y": "dense"}}, "layout= names 'y', which is not among the fields"),
+        ({"layout": "thin"}, "layout='thin': expected"),
+        ({"layout": {"y": "dense"}}, "layout= names field 'y', which is not one of"),
         ({"length": 2, "multiple": 3}, "not both"),
         ({"side": "top"}, "side='top'"),
-        ({"length": 0}, "length=0: it must be a positive int"),
+        ({"length": 0}, "length=0: expected a positive int"),
     ],
 )
 def test_a_wrong_form_is_named(arena: Any, form: dict[str, Any], reason: str) -> None:
@@ -286,7 +286,7 @@ def test_a_padded_tensor_and_its_mask(arena: Any) -> None:
     view, padding = arena.view([[1, 2], [3]]), Padding(side="left")
     assert to_torch(view, "padded", padding).tolist() == [[1, 2], [0, 3]]
     assert padding_mask(view, padding, "cpu").tolist() == [[True, True], [False, True]]
-    with pytest.raises(InvalidValue, match="a mask says where"):
+    with pytest.raises(InvalidValue, match="a mask needs rows"):
         padding_mask(arena.view(np.ones(2)), padding, "cpu")
 
 

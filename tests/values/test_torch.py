@@ -93,7 +93,7 @@ def test_an_operation_in_place_changes_no_stored_row(arena: Any, layout: Any) ->
 
 def test_a_complex_padding_is_exact_too() -> None:
     assert padding_value("x", Padding(16777216), np.dtype("complex64")) == 16777216
-    with pytest.raises(InvalidValue, match="padding=16777217 does not fit complex64"):
+    with pytest.raises(InvalidValue, match="complex64.*cannot hold padding=16777217"):
         padding_value("x", Padding(16777217), np.dtype("complex64"))
 
 
@@ -109,7 +109,7 @@ def test_rows_are_padded_behind(arena: Any) -> None:
     halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 2)]
     padded = to_torch(arena.view(halves), "padded", padding=Padding(0.5))
     assert padded.dtype == torch.bfloat16 and padded.tolist() == [[1, 0.5], [1, 1]]
-    with pytest.raises(InvalidValue, match="padding=-1 does not fit uint8"):
+    with pytest.raises(InvalidValue, match="uint8.*cannot hold padding=-1"):
         to_torch(arena.view(images), "padded", padding=Padding(-1))
     with pytest.raises(InvalidValue, match=r"row 1 is float64 \[2, 2\] and row 0 float64 \[2\]"):
         to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
@@ -185,9 +185,9 @@ def test_dtypes_that_torch_lacks_are_named(arena: Any) -> None:
             import ml_dtypes
 
             values = values.view(ml_dtypes.float8_e3m4)
-        with pytest.raises(InvalidValue, match="'x': row 0 is .* a dtype that torch lacks"):
+        with pytest.raises(InvalidValue, match="'x': row 0 has dtype .* which torch does not have"):
             to_torch(arena.view(values))
-    with pytest.raises(InvalidCall, match="no layout 'thin'"):
+    with pytest.raises(InvalidCall, match="layout='thin': expected"):
         to_torch(arena.view([1]), "thin")  # type: ignore[arg-type]
 
 

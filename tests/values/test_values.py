@@ -82,11 +82,11 @@ def test_a_value_that_cannot_travel_is_named_by_field_and_row() -> None:
 
 def test_names_of_fields_are_checked() -> None:
     for name in ("", 3, "x" * 1000):
-        with pytest.raises(InvalidRows, match="a field is named by"):
+        with pytest.raises(InvalidRows, match="the name of a field must"):
             prepare({name: [1]})  # type: ignore[dict-item]
     with pytest.raises(LimitExceeded, match="fields"):
         prepare({f"f{index}": [1] for index in range(MAX_FIELDS + 1)})
-    with pytest.raises(FieldUnknown, match="dedup names 'y'"):
+    with pytest.raises(FieldUnknown, match="dedup= names field 'y'"):
         prepare({"x": [1]}, dedup=["y"])
 
 

@@ -161,7 +161,7 @@ class Prefetch(Generic[B]):
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-        failure, self._failure = self._failure, StreamEnd("this loop is over")
+        failure, self._failure = self._failure, StreamEnd("this loop has already ended")
         assert failure is not None
         raise failure
 
@@ -182,7 +182,7 @@ class Prefetch(Generic[B]):
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 
     async def _work(self) -> None:
-        failure: BaseException = StreamEnd("this loop is over")
+        failure: BaseException = StreamEnd("this loop has already ended")
         try:
             while self._wanted != 0:
                 async with self._changed:

@@ -186,7 +186,8 @@ def verified(directory: Path) -> Manifest:
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{path} is not as it was written: {why}. Nothing was restored; use another checkpoint",
+        f"{path} has changed since it was written: {why}. Nothing was restored; use another "
+        "checkpoint",
         file=str(path),
     )
 
@@ -198,8 +199,8 @@ def failing(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise CheckpointFailed(
-            f"the checkpoint {path} failed: {exc.strerror or exc}. Nothing was kept of it; see to "
-            "the disk, or choose another directory",
+            f"could not write the checkpoint {path}: {exc.strerror or exc}. No files are "
+            "left; check the disk, or choose another directory",
             path=str(path),
         ) from exc
 
@@ -215,7 +216,7 @@ def _names(partitions: int) -> list[str]:
 def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not os.path.isdir(directory):  # `Path.is_dir` raises for a name that is too long
-        raise CheckpointFailed(f"there is no checkpoint {directory}", path=str(directory))
+        raise CheckpointFailed(f"found no checkpoint in {directory}", path=str(directory))
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_MANIFEST_BYTES + 1)
@@ -253,7 +254,7 @@ def _summed(path: Path) -> FileNote:
 
 def _there(path: Path) -> CheckpointFailed:
     return CheckpointFailed(
-        f"{path} is there already: a checkpoint is never written over; give another name",
+        f"{path} already exists, and a checkpoint is never overwritten; choose another name",
         path=str(path),
     )
 

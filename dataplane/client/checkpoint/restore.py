@@ -50,9 +50,9 @@ def restore(session: Session, directory: Any, timeout: float | None) -> Operatio
     there = sorted({*names} & {*census.partitions})
     if there:
         raise PartitionConflict(
-            f"{len(there)} of {len(names)} partitions of this checkpoint are in plane "
-            f"{session.plane!r} already, such as {there[0]!r}; drop them, or restore into another "
-            "plane",
+            f"{len(there)} of the {len(names)} partitions of this checkpoint already exist "
+            f"in plane {session.plane!r}, such as {there[0]!r}; drop them, or restore into "
+            "another plane",
             partitions=there,
         )
     begun: list[tuple[Handle, PartitionNote]] = []

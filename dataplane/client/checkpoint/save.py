@@ -59,7 +59,7 @@ def path_of(directory: Any) -> Path:
     except UnicodeEncodeError:
         names_one = False
     if not isinstance(given, str) or not names_one:
-        raise InvalidCall(f"{directory!r:.80} is no directory: give a path")
+        raise InvalidCall(f"{directory!r:.80} is not a path")
     return Path(os.path.abspath(given))
 
 
@@ -106,8 +106,8 @@ class _Checkpoint:
             self.notes = []
             yield filing(self.archive.clear)
         raise CheckpointFailed(
-            "peers joined or left, and rows moved with them, whenever the checkpoint was nearly "
-            "done; call checkpoint again",
+            "rows moved between peers during every attempt, because peers joined, left or "
+            "died; call checkpoint again",
             path=str(self.archive.target),
         )
 

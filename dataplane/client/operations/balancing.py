@@ -59,9 +59,10 @@ class Layout:
                 units = [unit for at, unit in enumerate(units) if at not in left_out]
                 if not units:
                     raise InvalidRows(
-                        f"remainder='drop' leaves nothing of {counted(over, shape.unit[:-1])} for "
-                        f"{shape.ranks} ranks and minibatches={shape.minibatches}: take fewer "
-                        "mini-batches, or remainder='pad'",
+                        "remainder='drop' leaves no rows: the stage has only "
+                        f"{counted(over, shape.unit[:-1])} for ranks={shape.ranks} × "
+                        f"minibatches={shape.minibatches}. Use fewer mini-batches, or "
+                        "remainder='pad'",
                         units=over,
                     )
             else:

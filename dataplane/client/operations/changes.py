@@ -88,7 +88,8 @@ def drop(
     """One message, but for very long lists of keys or groups."""
     if sum(a is not None for a in (keys, groups, where)) > 1:
         raise InvalidCall(
-            "drop takes one of keys=, groups=, where=, or nothing: the whole partition"
+            "drop takes one of keys=, groups= and where=, or none of them to drop the "
+            "whole partition"
         )
     deadline = Deadline(timeout)
     generation = yield from handle.attach(deadline)
@@ -131,7 +132,9 @@ class Admitting:
 
     def _admit(self) -> Operation[None]:
         if self._held is not None:
-            raise InvalidCall("these permits are in use: call admit(…) for each `with`")
+            raise InvalidCall(
+                "this admit(…) is already in use in another `with`: call admit(…) once per `with`"
+            )
         try:
             yield from self._admitted()
         except (PartitionSealed, PartitionGone) as exc:

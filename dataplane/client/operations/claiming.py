@@ -40,20 +40,25 @@ class Demand(msgspec.Struct, eq=False):
         kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
         count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
         if self.unit not in (None, kind):
-            raise InvalidCall(f"unit={self.unit!r} goes with budget=; {kind}= says the unit itself")
+            raise InvalidCall(
+                f"unit={self.unit!r} can only be combined with budget=; {kind}= already sets "
+                "the unit"
+            )
         least = count if self.minimum is None else arguments.count(self.minimum, "min")
         if least > count:
-            raise InvalidCall(f"min={least!r}: it must be from 1 to {kind}={count}")
+            raise InvalidCall(f"min={least!r}: expected a number from 1 to {kind}={count}")
         return Want(kind, count, least, where)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
         shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
         if len(budget) != 1:
-            raise InvalidCall(f"budget={shown!r}: give one tag and the sum that it may reach")
+            raise InvalidCall(
+                f"budget={shown!r}: expected one tag and the largest sum of its values"
+            )
         if self.minimum is not None:
-            raise InvalidCall("min= does not go with budget=: a budget takes what fits")
+            raise InvalidCall("min= cannot be combined with budget=, which takes whatever fits")
         if unit not in ("rows", "groups"):
-            raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
+            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
         number = isinstance(amount, Real) and not isinstance(amount, bool)
         if not number or not 0 < amount < math.inf:
@@ -88,7 +93,7 @@ class Claiming:
         """for the acks and releases of what is claimed"""
         lease_s = arguments.seconds(lease_s, "lease")
         if lease_s is not None and lease_s <= 0:
-            raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
+            raise InvalidCall(f"lease={lease_s:g}: expected a positive number of seconds, or None")
         self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
 
     def claim(self) -> Operation[Claimed]:

@@ -143,8 +143,8 @@ class Lease:
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                f"this batch was {self.state}: nothing can be added to it or finished any more; "
-                "claim again",
+                f"this batch was already {self.state}, so its rows can no longer be changed "
+                "or finished; claim again",
                 stage=self.stage,
             )
 
@@ -163,8 +163,8 @@ class Lease:
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
-                f"{', '.join(sorted(twice))} was already added to this batch: fields are "
-                "write-once",
+                f"field {', '.join(sorted(twice))} was already added to this batch, and "
+                "fields are written once: use another name",
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
@@ -200,8 +200,8 @@ class Lease:
         if size > MAX_FRAME_BYTES // 2:
             self.handle.session.keep(written.ranges)
             raise InvalidRows(
-                f"what was added to these {self.n} rows needs a message of {sized(size)}: "
-                "claim fewer rows at a time",
+                f"the metadata of the values added to these {self.n} rows takes "
+                f"{sized(size)}, too much for one message: claim fewer rows at a time",
                 size=size,
             )
 
@@ -324,8 +324,9 @@ class Lease:
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
             raise InvalidCall(
-                f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
-                "add it again, what exists already under another name, or release the batch",
+                f"the values added as {', '.join(sorted(lost))} were lost with an ack that "
+                "failed: add them again (under another name if the field already exists), "
+                "or release the batch",
                 fields=sorted(lost),
             )
 
@@ -569,7 +570,7 @@ def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n:
         return group_positions(table, groups)
     index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
     if len(index) and (index[0] < 0 or index[-1] >= n):
-        raise InvalidRows(f"rows={rows!r}: positions in this batch are 0 to {n - 1}")
+        raise InvalidRows(f"rows={rows!r}: expected positions from 0 to {n - 1} in this batch")
     return index
 
 

@@ -69,7 +69,9 @@ class LeasedRows(Selection):
     def _check(self) -> None:
         """LeaseExpired where these rows are finished."""
         if self._at is not None and self.lease.state == "leased" and self.state != "leased":
-            raise LeaseExpired(f"the rows of this part were {self.state}", stage=self.stage)
+            raise LeaseExpired(
+                f"the rows of this part of the batch were already {self.state}", stage=self.stage
+            )
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         """More fields: under the lease, and once that has ended by the rows' keys."""
@@ -77,8 +79,8 @@ class LeasedRows(Selection):
             added = set(fields) & set(self.lease.added)
             if added:
                 raise NotFetched(
-                    f"{', '.join(sorted(added))} was added to this batch and can be read once it "
-                    "is acked",
+                    f"field {', '.join(sorted(added))} was added to this batch and can only "
+                    "be read after the ack",
                     fields=sorted(added),
                 )
             if self._of is not None:  # for all of them at once

@@ -56,7 +56,7 @@ class Loading(Generic[B, L]):
     ) -> None:
         refuse_workers()
         if collate is not None and not callable(collate):
-            raise InvalidCall(f"collate={collate!r:.80}: give a function of a batch")
+            raise InvalidCall(f"collate={collate!r:.80}: expected a function that takes a batch")
         self.stage = stage
         self._collate = collate
         self._ahead = arguments.count(prefetch, "prefetch")
@@ -104,11 +104,12 @@ class Loading(Generic[B, L]):
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:
             raise InvalidCall(
-                f"a state of (version, partition, stage) {given} is none of this loader, {wanted}"
+                f"this state is for (version, partition, stage) {given}, and this loader is "
+                f"for {wanted}"
             )
         loop = self._loop
         if loop is not None and not loop.over:
-            raise InvalidCall("load_state_dict is for a loader whose loop has not begun")
+            raise InvalidCall("call load_state_dict before the loader's loop starts")
         self._given, self._done = state["batches"], set(state["done"])
 
     def _fresh(self, batch: B) -> Operation[B | None]:

@@ -58,13 +58,13 @@ def take_located(
     for name, count in taken.items():
         if name in dedup:
             raise InvalidCall(
-                f"dedup= compares bytes in host memory, and {name!r} lies on a device: put it "
-                "without dedup, or move it to the host first"
+                f"dedup= needs values in host memory, and field {name!r} is on a GPU: leave "
+                "it out of dedup=, or move it to the host first"
             )
         if count != (n := count if n is None else n) or not count:
             raise InvalidRows(
-                f"columns of different lengths, or empty ones: {name} has {count} values on a "
-                f"device, and the put has {n} rows",
+                f"field {name!r} has {count} values on a device, and the put has {n} rows: "
+                "give one value per row",
                 lengths=taken,
             )
     return [OnDevice(opened, _prepared(some)) for opened, some in found.values()]

@@ -74,19 +74,19 @@ def shape_of(
     """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
     rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
-        raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS}")
+        raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS} ranks")
     if rank >= ranks:
-        raise InvalidCall(f"rank={rank} of ranks={ranks}: ranks are 0 to {ranks - 1}")
+        raise InvalidCall(f"rank={rank}: with ranks={ranks}, expected 0 to {ranks - 1}")
     minibatches = arguments.count(minibatches, "minibatches")
     if ranks * minibatches > MAX_PLAN_PARTS:
         raise InvalidCall(
-            f"ranks={ranks} with minibatches={minibatches}: their product is at most "
-            f"{MAX_PLAN_PARTS}"
+            f"ranks={ranks} × minibatches={minibatches} is over the limit of "
+            f"{MAX_PLAN_PARTS} parts: use fewer mini-batches"
         )
     if remainder not in ("pad", "drop"):
-        raise InvalidCall(f"remainder={remainder!r:.40}: it is 'pad' or 'drop'")
+        raise InvalidCall(f"remainder={remainder!r:.40}: expected 'pad' or 'drop'")
     if unit not in ("rows", "groups"):
-        raise InvalidCall(f"unit={unit!r:.40}: it is 'rows' or 'groups'")
+        raise InvalidCall(f"unit={unit!r:.40}: expected 'rows' or 'groups'")
     tag, amount = None, 0.0
     if budget is not None:
         want = Demand(None, None, budget, None, None, None).want("rows")
@@ -377,7 +377,7 @@ def _coming(joined: Joined, minis: int, mini: int, at: int) -> Iterator[Rows]:
 def _next(joined: Joined, coming: Iterator[Rows]) -> Operation[Fetching]:
     rows = next(coming, None)
     if rows is None:
-        raise StreamEnd("the plan has no more")
+        raise StreamEnd("this plan has no more batches")
     return (yield from fetch(joined.part, joined.fields, rows))
 
 

@@ -73,11 +73,14 @@ def read_rows(
 def handle_of(session: Session, ref: Ref) -> Handle:
     """The partition that a ref is of. InvalidCall where that is none of this plane."""
     if not isinstance(ref, Ref):
-        raise InvalidCall(f"{ref!r:.80} is no ref: give what put returned, or use part.get(keys=…)")
+        raise InvalidCall(
+            f"expected a ref that put returned, not {ref!r:.80}; to read by key, use "
+            "part.get(keys=…)"
+        )
     if ref.plane != session.plane:
         raise InvalidCall(
-            f"this ref is of plane {ref.plane!r}, the client of plane {session.plane!r}: connect "
-            f"with dataplane.connect(run={ref.plane!r})"
+            f"this ref belongs to plane {ref.plane!r}, and this client to plane "
+            f"{session.plane!r}: connect with dataplane.connect(run={ref.plane!r})"
         )
     return Handle(session, ref.partition)
 

@@ -78,8 +78,8 @@ class Streaming(Generic[B]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} does not go to another process: send the partition, and call "
-            f"{type(self).__name__.lower()}(…) of it there"
+            f"a {type(self).__name__} cannot be sent to another process: send the "
+            f"partition, and call its {type(self).__name__.lower()}(…) there"
         )
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class Looping(Generic[B]):
             lease = self.lease = None
             yield from stream._settle([])
             if self._is_over:
-                raise StreamEnd("this loop is over")
+                raise StreamEnd("this loop has already ended")
             claims = stream._claiming
             claimed = yield from (claims.claim() if call is None else claims.claimed(call))
         except StreamEnd as exc:

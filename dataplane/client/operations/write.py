@@ -106,9 +106,10 @@ class Putting(msgspec.Struct, eq=False):
         needed = max(parcel.nbytes for parcel in parcels)
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or one group's part, of this put has {sized(needed)}, and peer "
-                f"{self.handle.session.peer!r} takes at most {sized(cap)} at once: put less of it, "
-                "or give the peer a larger arena (DATAPLANE_ARENA, --arena); nothing was put",
+                f"nothing was put: one row, or the rows of one group, need {sized(needed)}, "
+                f"and peer {self.handle.session.peer!r} accepts at most {sized(cap)} at "
+                "once. Put fewer bytes at a time, or give the peer a larger arena "
+                "(DATAPLANE_ARENA, --arena)",
                 needed_bytes=needed,
                 cap_bytes=cap,
             )
@@ -233,8 +234,9 @@ class Putting(msgspec.Struct, eq=False):
         there = self.identity.wire(rows)
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
-            f"{len(rows)} of {len(self.identity)} rows are in partition {self.handle.name!r}, then "
-            f"the put failed ({type(exc).__name__}: {message}). Put the others again",
+            f"the put failed ({type(exc).__name__}: {message}) after {len(rows)} of "
+            f"{len(self.identity)} rows were stored in partition {self.handle.name!r}. "
+            "Repeat it with the same keys to store the others",
             committed=row_names(there),
             committed_groups=group_names(there),
             rows=rows.tolist(),

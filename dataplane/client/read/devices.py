@@ -69,7 +69,7 @@ class DeviceColumn(ColumnView):
         plain = Column(source.field, here.tobytes(), source.leaf_counts, source.leaves)
         super().__init__(plain, specs, base, name_of, inline)
         if (places["spec"][on_device] >= len(specs)).any():
-            raise ProtocolError(f"{self.field}: a value on a device that has no spec")
+            raise ProtocolError(f"field {self.field!r}: a value on a device has no spec")
         self._devices, self._there, self._on_device = devices, places, on_device
         self._pin = base.base
 
@@ -145,20 +145,22 @@ class DeviceColumn(ColumnView):
             places["offset"][row], places["flags"][row] = start, 0
         for device in touched.values():
             if not device.finish(FETCH_S):
-                raise DeviceMissing(f"{device} did not copy {self.field!r} within {FETCH_S:g} s")
+                raise DeviceMissing(
+                    f"{device} did not finish copying field {self.field!r} within {FETCH_S:g} s"
+                )
         return self._over(memory, places)
 
     def _over(self, memory: Array, places: Records) -> ColumnView:
         specs = [form if isinstance(form, Spec) else form.spec for form in self._forms]
         if not self._leaves.size:
             return ColumnView(Column(self.field, places.tobytes()), specs, memory, self._name_of)
-        raise ProtocolError(f"{self.field}: objects beside values on a device")
+        raise ProtocolError(f"field {self.field!r}: objects are mixed with values on a device")
 
     def _entry(self, row: int) -> Any:
         offset, nbytes, number, _ = self._there[row].item()
         form = self._form(number)
         if form.spec.kind != "array":
-            raise ProtocolError(f"{self.field}: an object on a device")
+            raise ProtocolError(f"field {self.field!r}: an object cannot be on a device")
         opened = self._devices.at(offset)
         shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
         if opened.reached:

@@ -76,13 +76,13 @@ class Padding:
 
     def __post_init__(self) -> None:
         if self.side not in ("right", "left"):
-            raise InvalidCall(f"side={self.side!r}: rows are padded at the 'right' or the 'left'")
+            raise InvalidCall(f"side={self.side!r}: expected 'right' or 'left'")
         if self.length is not None and self.multiple is not None:
             raise InvalidCall("give length= or multiple=, not both")
         for name in ("length", "multiple"):
             given = getattr(self, name)
             if given is not None and (type(given) is not int or given < 1):
-                raise InvalidCall(f"{name}={given!r:.40}: it must be a positive int")
+                raise InvalidCall(f"{name}={given!r:.40}: expected a positive int")
 
     def width(self, field: str, lengths: Ints) -> int:
         """How long each row becomes. InvalidValue for one that is longer than `length`."""
@@ -91,8 +91,9 @@ class Padding:
             if longest > self.length:
                 row = int(np.argmax(lengths))
                 raise InvalidValue(
-                    f"field {field!r}: row {row} is {longest} long, over length={self.length}: "
-                    "give a larger length=, or cut the rows before they are put",
+                    f"field {field!r}: row {row} has length {longest}, more than "
+                    f"length={self.length}: give a larger length=, or cut the rows before "
+                    "the put",
                     field=field,
                     row=row,
                 )
@@ -146,9 +147,9 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
         except (OverflowError, ValueError, TypeError):
             pass
     raise InvalidValue(
-        f"field {field!r}: padding={padding.value!r:.40} does not fit {dtype.name}, the dtype of "
-        "its rows: give a value that does or, for several fields, a mapping such as "
-        f"padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
+        f"field {field!r}: {dtype.name}, the dtype of its rows, cannot hold "
+        f"padding={padding.value!r:.40}: choose another value or, for several fields, a "
+        f"mapping such as padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
         field=field,
     )
 
@@ -213,8 +214,8 @@ def unlike(
                 row=row,
             )
     return InvalidValue(
-        f"field {field!r}: each row is {_shown(first)}, a single number, which does not form a "
-        f"{layout} tensor: use layout='dense'",
+        f"field {field!r}: each row is {_shown(first)}, a single number, so the rows do not "
+        f"form a {layout} tensor: use layout='dense'",
         field=field,
         row=0,
     )

@@ -114,8 +114,8 @@ class Selection:
         if not isinstance(field, str):
             name = type(self).__name__.lower()
             raise InvalidCall(
-                f"{name}[{field!r:.40}]: {name}['field'] has one entry a row, and {name}[0:16] or "
-                f"{name}.rows([…]) is a part of the rows"
+                f"{name}[{field!r:.40}]: expected a field name, which gives its values, or "
+                f"a slice, which gives some of the rows; for positions use {name}.rows([…])"
             )
         view = self._views.get(field)
         if view is None:
@@ -145,14 +145,15 @@ class Selection:
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
         if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
             raise InvalidRows(
-                f"rows({positions!r:.80}): give positions, ints from 0 to {self._n - 1}, or a bool "
-                "for each row"
+                f"rows({positions!r:.80}): expected positions, ints from 0 to "
+                f"{self._n - 1}, or one bool per row"
             )
         at = at.astype(np.intp)
         at = np.where(at < 0, at + self._n, at)
         if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
             raise InvalidRows(
-                f"rows({positions!r:.80}): positions are 0 to {self._n - 1}, each once"
+                f"rows({positions!r:.80}): expected positions from 0 to {self._n - 1}, each "
+                "at most once"
             )
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
@@ -204,7 +205,7 @@ class Selection:
     ) -> Any:
         """A column of these rows as torch tensors, and where `mask` asks for it its mask."""
         if mask and layout != "padded":
-            raise InvalidCall(f"mask=True goes with layout='padded', not with {layout!r}")
+            raise InvalidCall(f"mask=True needs layout='padded', not {layout!r}")
         direct = self._handle.session.direct
         padding = RIGHT if padding == RIGHT else padding
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
@@ -219,8 +220,8 @@ class Selection:
     def _bring(self, field: str) -> None:
         """Make the field be here, or raise."""
         raise NotFetched(
-            f"field {field!r} was not fetched; here are {self.fields}: name it in fields=, or "
-            "use `await rows.fetch(...)`",
+            f"field {field!r} was not fetched (fetched: {self.fields}): name it in fields=, "
+            "or call `await rows.fetch(...)`",
             field=field,
         )
 

@@ -101,7 +101,7 @@ def to_torch(
 def _check_layout(layout: object) -> None:
     if layout not in _LAYOUTS:
         raise InvalidCall(
-            f"there is no layout {layout!r}: give 'auto', 'dense', 'padded', 'jagged' or 'list'"
+            f"layout={layout!r}: expected 'auto', 'dense', 'padded', 'jagged' or 'list'"
         )
 
 
@@ -113,8 +113,9 @@ def _check_dtypes(column: ColumnView) -> None:
     forms = column.forms()
     row = next(at for at, (dtype, _) in enumerate(forms) if dtype in lacking)
     raise InvalidValue(
-        f"field {column.field!r}: row {row} is {forms[row][0].name}, a dtype that torch lacks: use "
-        f"batch.numpy({column.field!r}), or put the values in another dtype",
+        f"field {column.field!r}: row {row} has dtype {forms[row][0].name}, which torch "
+        f"does not have: use batch.numpy({column.field!r}), or put the values in another "
+        "dtype",
         field=column.field,
         row=row,
     )
@@ -135,8 +136,9 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     ragged = column.ragged()
     if ragged is None:
         raise InvalidValue(
-            f"field {column.field!r}: a mask says where along one axis a row has values, and these "
-            "rows differ along several axes, or are single numbers: leave mask= out for this field",
+            f"field {column.field!r}: a mask needs rows that differ in length along one "
+            "axis, and these rows differ along several axes or are single numbers: leave "
+            "out mask= for this field",
             field=column.field,
         )
     mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
@@ -185,7 +187,7 @@ class Form:
             unknown = [f for f in given if f not in fields] if isinstance(given, Mapping) else []
             if unknown:
                 raise InvalidCall(
-                    f"{name}= names {unknown[0]!r}, which is not among the fields {list(fields)}"
+                    f"{name}= names field {unknown[0]!r}, which is not one of {list(fields)}"
                 )
         for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
             _check_layout(layout)
@@ -290,7 +292,7 @@ def to_tensordict(
                 _tell_of_stack(column, found[name], NonTensorStack)
     for name, (_, mask) in masks.found.items():
         if name in columns:
-            raise InvalidCall(f"mask={name!r}: a field has that name")
+            raise InvalidCall(f"mask={name!r}: a field already has this name; choose another")
         found[name] = mask
     made = TensorDict(found, batch_size=[n], device=None if str(device) == "cpu" else device)
     return made.unflatten_keys(".") if any("." in name for name in found) else made

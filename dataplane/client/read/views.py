@@ -125,7 +125,9 @@ class ColumnView(Sequence[Any]):
             self._leaf_starts = np.zeros(len(counts) + 1, np.int64)
             np.cumsum(counts, out=self._leaf_starts[1:])
             if self._leaf_starts[-1] != len(self._leaves):
-                raise ProtocolError(f"{self.field}: leaf counts that do not fit the leaves")
+                raise ProtocolError(
+                    f"field {self.field!r}: the leaf counts do not match the leaves"
+                )
 
     def __len__(self) -> int:
         return len(self._places)
@@ -575,4 +577,4 @@ def _sound(
 
 
 def _outside() -> ProtocolError:
-    return ProtocolError("a value that lies outside the arena, or has no spec")
+    return ProtocolError("a value lies outside the arena, or has no spec")

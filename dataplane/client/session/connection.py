@@ -310,14 +310,14 @@ def frame_of(request: Request) -> bytearray:
     except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
         name = type(request.body).__name__
         raise InvalidValue(
-            f"this {name} cannot be encoded: {exc}; tags and ids are str, bool, "
-            "float or an int of 64 bits"
+            f"this {name} cannot be encoded: {exc}; tags and ids must be a str, bool, float "
+            "or 64-bit int"
         ) from exc
 
 
 def peer_lost(peer: str) -> PeerLost:
     return PeerLost(
-        f"peer {peer!r} went away in the middle of a call, which may or may not have taken effect; "
+        f"the connection to peer {peer!r} broke during a call, which may have taken effect; "
         "connect again with dataplane.connect() and repeat it",
         peer=peer,
     )
@@ -325,8 +325,8 @@ def peer_lost(peer: str) -> PeerLost:
 
 def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"peer {peer!r} did not answer within {duration(limit_s)} and the call was cancelled; see "
-        "the peer's log, or give a longer timeout=",
+        f"peer {peer!r} did not answer within {duration(limit_s)}, and the call was "
+        "cancelled; check the peer's log, or give a longer timeout=",
         peer=peer,
         limit_s=limit_s,
     )

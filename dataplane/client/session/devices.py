@@ -52,7 +52,7 @@ def wish_of(given: str | None, environ: Mapping[str, str] = os.environ) -> Wish:
     """What is given, else DATAPLANE_DEVICES, else auto. InvalidCall for another word."""
     mode: Any = given or settings.of_variable("devices", environ) or "auto"
     if mode not in get_args(Mode):
-        raise InvalidCall(f"devices= is auto, required or off, not {mode!r:.40}")
+        raise InvalidCall(f"devices={mode!r:.40}: expected 'auto', 'required' or 'off'")
     return Wish(mode, _current_gpu())
 
 
@@ -129,9 +129,10 @@ class Devices:
         own = [self._opened[number] for number in self.in_place]
         if self.mode == "required" and not self.in_place:
             raise DeviceMissing(
-                f"devices='required', and peer {welcome.peer!r} has no device arena on a GPU that "
-                f"is current here (it has {[pool.device for pool in self._handles] or 'none'}): "
-                "start it with --device-arena, or connect with devices='auto'"
+                f"devices='required', and peer {welcome.peer!r} has no device arena on a "
+                "GPU that this process uses (its device arenas: "
+                f"{[pool.device for pool in self._handles] or 'none'}): start it with "
+                "--device-arena, or connect with devices='auto'"
             )
         for number in range(1, len(self._handles) + 1):
             if own and number not in self.in_place and self._reach(number, own[0].device):
@@ -162,7 +163,7 @@ class Devices:
 
         try:
             if not CudaDevice.count():
-                raise DeviceMissing("this process sees no GPU: look at CUDA_VISIBLE_DEVICES")
+                raise DeviceMissing("this process sees no GPU: check CUDA_VISIBLE_DEVICES")
             return CudaDevice(self._gpu or 0).identity == handle.device
         except DeviceMissing as exc:
             if self.mode == "required":
@@ -239,7 +240,10 @@ class Devices:
         for opened in (*self._opened.values(), *self._reached):
             if opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
-        raise ProtocolError(f"the peer named address {address}, which is in no memory opened here")
+        raise ProtocolError(
+            f"the peer named address {address}, which is not in any memory that this process "
+            "has opened"
+        )
 
     # what ends when the devices are done with what was asked of them
 

@@ -137,8 +137,8 @@ def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
     )
     log = f"; its log is {welcome.log}, or {welcome.log}.old after that" if welcome.log else ""
     return PeerLost(
-        f"peer {session.peer!r} of run {session.plane!r} ended, and {gone}. The call may or may "
-        f"not have taken effect{log}",
+        f"peer {session.peer!r} of run {session.plane!r} ended, and {gone}. The call may "
+        f"have taken effect{log}",
         peer=session.peer,
         run=session.plane,
         log=welcome.log,
@@ -150,11 +150,11 @@ def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneErro
     """No call of this client has been there yet."""
     if isinstance(exc, TimeoutError):
         return DeadlineExceeded(
-            f"the peer {where} let nobody in within {duration(limit_s)}: is it stopped, or out of "
-            "descriptors? see its log, and connect again",
+            f"the peer {where} did not accept this client within {duration(limit_s)}: it "
+            "may be stopped, or out of file descriptors. Check its log, and connect again",
             limit_s=limit_s,
         )
-    return PeerLost(f"the peer {where} went away as this client came: connect again")
+    return PeerLost(f"the peer {where} closed the connection during the handshake: connect again")
 
 
 def further(session: Session, limit_s: float | None = None) -> Connection:
@@ -174,7 +174,7 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
     if not isinstance(body, Welcome):
         raise ProtocolError(f"the peer opened with {type(body).__name__}, not Welcome")
     if descriptors is not None and len(descriptors) != 2:
-        raise ProtocolError(f"Welcome brought {len(descriptors)} descriptors instead of 2")
+        raise ProtocolError(f"Welcome came with {len(descriptors)} descriptors instead of 2")
     connection.peer = body.peer
     return body
 

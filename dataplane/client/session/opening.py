@@ -46,7 +46,7 @@ def open_session(
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
     which; processes that this one starts from now on belong to the same run."""
     if fresh not in (True, False, "force"):
-        raise InvalidCall(f'fresh={fresh!r}: it is False, True or "force"', fresh=repr(fresh))
+        raise InvalidCall(f'fresh={fresh!r}: expected False, True or "force"', fresh=repr(fresh))
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     settings.of_variable("tracebacks")  # InvalidConfig here, and not in the middle of an error

@@ -135,8 +135,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     if len(counts) and (most := int(counts.max())) > group_size:
         name = (identity.group_names or [])[int(counts.argmax())]
         raise GroupClosed(
-            f"the group {name!r} has {most} rows in this put, and the groups of this partition "
-            f"close with {group_size}; nothing was put",
+            f"nothing was put: group {name!r} has {most} rows in this put, and groups of "
+            f"this partition close with {group_size}",
             groups=[name],
         )
 
@@ -146,7 +146,7 @@ def check_names(identity: Identity) -> None:
     it only where both are in one."""
     if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
         twice = Counter(identity.names).most_common(1)[0][0]
-        raise InvalidRows(f"the key {twice!r} occurs twice in one call; a row is named once")
+        raise InvalidRows(f"key {twice!r} occurs twice in one call: give each row a key of its own")
 
 
 def _check_length(what: str, given: int, n: int) -> None:
@@ -165,7 +165,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     ordered: they belong to something in their order, which a set does not have.
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
-        raise InvalidRows(f"{what} is a set, which has no order: give a list, one id a row")
+        raise InvalidRows(f"{what} is a set, which has no order: give a list with one id per row")
     names = _listed(names)
     if isinstance(names, str | int):
         found: list[Any] = [names]
@@ -173,14 +173,15 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
         found = [_scalar(name) for name in names]
     else:
         raise InvalidRows(
-            f"{what}={names!r:.80}: give one id, a str or an int, or a list of them, one a row"
+            f"{what}={names!r:.80}: expected one id (a str or an int), or a list with one "
+            "id per row"
         )
     wrong = {type(n) for n in found} - ({str, int, type(None)} if or_none else {str, int})
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int; "
-            "convert it, for example with str(id)",
+            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids must be "
+            "str or int; convert it, for example with str(id)",
             row=at,
         )
     at, reason = _first_unencodable(found)
@@ -264,12 +265,12 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     if tags is None:
         return columns
     if not isinstance(tags, Mapping):
-        raise InvalidRows(f"tags are a mapping of names to scalars, not {tags!r:.80}")
+        raise InvalidRows(f"tags must be a mapping of names to scalars, not {tags!r:.80}")
     for name, given in tags.items():
         if not isinstance(name, str):
-            raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
+            raise InvalidRows(f"the name of a tag must be a str, not {name!r:.80}")
         if (reason := unencodable(name)) is not None:
-            raise InvalidRows(f"a tag is named {name!r:.80}, {reason}")
+            raise InvalidRows(f"the name of a tag is {name!r:.80}, {reason}")
         given = _listed(given)
         if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]
@@ -285,9 +286,9 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
-                        f"tag {name!r} of row {at} is a {type(value).__name__} ({value!r:.60}): "
-                        "tags are bool, int, float, str or None; convert it, or put it as a field: "
-                        "larger things are fields",
+                        f"tag {name!r} of row {at} is a {type(value).__name__} "
+                        f"({value!r:.60}): tags must be bool, int, float, str or None; "
+                        "convert it, or put it as a field",
                         tag=name,
                         row=at,
                     )

@@ -61,19 +61,21 @@ def canonical(fields: object) -> dict[str, str]:
     whose form is none."""
     given = arguments.mapping(fields, "fields", "of field names to forms such as 'int64[*]'")
     if len(given) > MAX_FIELDS:
-        raise LimitExceeded(f"{len(given)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
+        raise LimitExceeded(
+            f"the schema has {len(given)} fields, and the limit is {MAX_FIELDS}", limit=MAX_FIELDS
+        )
     found: dict[str, str] = {}
     for name, text in given.items():
         arguments.text(name, "a field")
         try:
             if not isinstance(text, str):
-                raise InvalidCall("it is no text")
+                raise InvalidCall("it is not a str")
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
-                f"fields[{name!r}]={text!r:.80}: {exc.message}; a form is a dtype with a shape a "
-                "row, such as 'int64[*]', 'float32[3,*]', 'bfloat16[...]' or 'float32' for one "
-                "number, or it is 'object'"
+                f"fields[{name!r}]={text!r:.80}: {exc.message}; expected a dtype with the "
+                "shape of a row, such as 'int64[*]', 'float32[3,*]', 'bfloat16[...]' or "
+                "'float32' for one number, or 'object'"
             ) from exc
     return found
 
@@ -83,21 +85,21 @@ def parsed(text: str) -> Form:
     """InvalidCall for what is no form."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise InvalidCall("it is no dtype with a shape")
+        raise InvalidCall("it is not a dtype with a shape")
     name, dimensions = match.groups()
     if name == "object" and dimensions is None:
         return Form(None, None)
     try:
         dtype = dtype_of(name)
     except ProtocolError:
-        raise InvalidCall(f"no array has the dtype {name!r}") from None
+        raise InvalidCall(f"there is no dtype {name!r}") from None
     if dimensions is None or not dimensions.strip():
         return Form(dtype, ())
     if dimensions.strip() == "...":
         return Form(dtype, None)
     parts = [part.strip() for part in dimensions.split(",")]
     if len(parts) > MAX_RANK or not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
-        raise InvalidCall("its dimensions are numbers, or * for any length")
+        raise InvalidCall("its dimensions must be numbers, or * for any length")
     return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 
@@ -128,8 +130,9 @@ def check(prepared: Prepared, fields: Mapping[str, str]) -> None:
             continue
         found = _told(prepared.specs[_at(values.specs, row)], int(_at(values.sizes, row)))
         raise InvalidValue(
-            f"{column.field}[{row}] is {found}, and this partition has {column.field!r} as {text}: "
-            f"{_advice(form)}, or declare the field otherwise; nothing was put",
+            f"nothing was put: {column.field}[{row}] is {found}, and this partition "
+            f"declares {column.field!r} as {text}: {_advice(form)}, or change the "
+            "declaration",
             field=column.field,
             row=row,
             expected=text,

@@ -133,16 +133,18 @@ def prepare(
     columns, fields = by_name(columns), fields or {}
     if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
         raise InvalidRows(
-            "columns are a mapping of field names to columns with one entry a row, such as "
-            f"{{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
+            "columns must be a mapping of field names to columns with one entry per row, "
+            f"such as {{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
         )
     sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
     rows = _common_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
-        raise LimitExceeded(f"{len(sized)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
+        raise LimitExceeded(
+            f"this call has {len(sized)} fields, and the limit is {MAX_FIELDS}", limit=MAX_FIELDS
+        )
     for name in dedup:
         if name not in sized:
-            raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
+            raise FieldUnknown(f"dedup= names field {name!r}, which this put does not have")
     specs = Specs()
     prepared = []
     for name, column in sized.items():
@@ -150,8 +152,8 @@ def prepare(
         prepared.append(_prepare(name, column, specs, check_time, fields.get(name)))
     if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
         raise LimitExceeded(
-            f"the values of this call have {len(specs.specs)} different dtypes and shapes, the "
-            f"limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
+            f"the values of this call have {len(specs.specs)} different dtypes and shapes, "
+            f"and the limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
             limit=MAX_SPECS_PER_MESSAGE,
         )
     if dedup:
@@ -178,7 +180,7 @@ def by_name(columns: Any) -> Any:
     for key, column in _leaves(objects.tensordict_of(columns), ()):
         if any("." in part for part in key):
             raise InvalidRows(
-                f"the TensorDict's key {key[-1]!r} has a '.', which here stands between the keys "
+                f"the TensorDict's key {key[-1]!r} contains '.', which separates the keys "
                 "of nested TensorDicts; rename it"
             )
         found[".".join(key)] = column
@@ -192,9 +194,9 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
     if odd is not None:
         field, one = ".".join((*above, odd[0])), "row" if tensordict.stack_dim == 0 else "member"
         raise InvalidRows(
-            f"the TensorDict's key {field!r} is in {one} {odd[2]} and not in {one} {odd[1]}: every "
-            "row of a put has the same fields; put rows with different keys in several calls, or "
-            "give the key a value in every row",
+            f"the TensorDict's key {field!r} is in {one} {odd[2]} and not in {one} "
+            f"{odd[1]}: every row of a put needs the same fields. Put rows with different "
+            "keys in several calls, or give the key a value in every row",
             field=field,
             row=odd[1],
         )
@@ -210,8 +212,9 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
                 continue
             if len(kinds) > 1:
                 raise InvalidRows(
-                    f"the TensorDict's key {'.'.join(key)!r} is a TensorDict in some rows only: "
-                    "give it one kind of value in every row, or put the rows in several calls",
+                    f"the TensorDict's key {'.'.join(key)!r} is a TensorDict in some rows "
+                    "only: give it the same kind of value in every row, or put the rows in "
+                    "several calls",
                     field=".".join(key),
                 )
         column = _got(tensordict, key)
@@ -255,7 +258,7 @@ def checked_name(name: object) -> str:
         fits = False
     if not isinstance(name, str) or not fits:
         raise InvalidRows(
-            f"a field is named by a text of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+            f"the name of a field must be a str of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )
     return name if type(name) is str else str.__str__(name)
 
@@ -263,7 +266,7 @@ def checked_name(name: object) -> str:
 def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> int:
     found = set(map(len, columns.values()))
     if not found:
-        raise InvalidRows("nothing to write: there is no column; give at least one field")
+        raise InvalidRows("there is nothing to write: give at least one field")
     expected = n if n is not None else len(next(iter(columns.values())))
     if found != {expected}:
         lengths = {name: len(column) for name, column in columns.items()}
@@ -271,11 +274,11 @@ def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, who
         wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
         what = "columns of different lengths" if n is None else "columns of another length"
         raise InvalidRows(
-            f"{what}: {told}{wanted}; give each one entry a row",
+            f"{what}: {told}{wanted}; give each field one entry per row",
             lengths=lengths,
         )
     if expected == 0:
-        raise InvalidRows("nothing to write: the columns have no rows; give at least one")
+        raise InvalidRows("there is nothing to write: the columns have no rows")
     return expected
 
 

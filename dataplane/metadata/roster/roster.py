@@ -110,7 +110,7 @@ class Roster:
             or len(table.incarnations) != len(members)
             or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
-            raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
+            raise RosterMismatch(f"a roster of {len(members)} members is inconsistent")
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
         in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8), count=shards)
@@ -257,7 +257,7 @@ class Roster:
             return self.members.index(canonical(address))
         except ValueError:
             raise RosterMismatch(
-                f"{address} is not one of this plane's seeds: {', '.join(self.members)}",
+                f"{address} is not one of this plane's seeds ({', '.join(self.members)})",
                 address=address,
                 seeds=self.members,
             ) from None

@@ -211,7 +211,9 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     group_keys = _new(state.groups, op.rows.group_keys, "group", state.partition)
     rows = rows_in(op.rows) if keys else None
     if op.closed_groups < 0 or (rows is None and (op.columns or op.tags)):
-        raise ProtocolError("columns or tags without rows, or fewer than no groups")
+        raise ProtocolError(
+            "the snapshot has columns or tags without rows, or a negative number of groups"
+        )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(f"{len(op.rows.group_names)} names for {len(group_keys)} groups")
     values = values_in(op.columns, len(keys), op.specs, op.owners, op.inline)
@@ -240,8 +242,8 @@ def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
-            f"{there} of {len(keys)} {what}s are in partition {partition!r} already; restore where "
-            "it is not, or drop it first",
+            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}; drop "
+            "it first, or restore into another plane",
             partition=partition,
         )
     return keys

@@ -22,7 +22,6 @@ from dataplane.errors import (
     StreamEnd,
     ValueTooLarge,
     counted,
-    sized,
 )
 from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.by_age import ByAge
@@ -106,10 +105,10 @@ class ClaimQueue:
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
-            raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
+            raise ProtocolError(f"a claim of {want.count} {want.unit} is empty; ask for at least 1")
         if want.budget_tag is not None and not want.budget > 0:
             raise ProtocolError(
-                f"a claim with a budget of {want.budget} asks for nothing; give a budget above 0"
+                f"a claim with a budget of {want.budget} is empty; give a budget above 0"
             )
         before = self._claims.get(claim.number)
         if before is not None and before.lane != claim.lane:
@@ -276,9 +275,9 @@ class ClaimQueue:
         if store.stage(stage).lost:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
-                f"{had} that is left, but {counted(total, 'row was', 'rows were')} lost with their "
-                f"peer, such as {keys[:3]}: part.lost() names them all; put them into a new "
-                "partition",
+                f"{had} that is left, but {counted(total, 'row was', 'rows were')} lost "
+                f"with their peer, such as {keys[:3]}: part.lost() names them all; put them "
+                "into a new partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,
@@ -299,10 +298,10 @@ class ClaimQueue:
         return self._over(
             claim,
             ValueTooLarge(
-                f"a claim of stage {self.stage!r} of {self.store.partition!r} needs "
-                f"{sized(needed_bytes)} of other hosts at its own at once, where pulls may use "
-                f"{sized(claim.asked.most_bytes)}: claim fewer rows at a time (or with min=), or "
-                "make that arena larger (--arena, DATAPLANE_ARENA)",
+                f"a claim of stage {self.stage!r} of partition {self.store.partition!r} "
+                f"needs {needed_bytes} bytes from other hosts at once, and this host has at "
+                f"most {claim.asked.most_bytes} for them: claim fewer rows at a time (or "
+                "pass min=), or make its arena larger (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

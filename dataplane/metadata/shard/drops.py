@@ -64,12 +64,13 @@ def close(state: State, name: Name, size: int) -> int:
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"the group {name!r} cannot close with {counted(size, 'row')}; give 1 to {limit}"
+            f"group {name!r} cannot close with {counted(size, 'row')}: give a number from 1 "
+            f"to {limit}"
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
             if state.tombstones.dropped(of_group(key)):
-                raise RowsDropped(f"the group {name!r} was dropped; it is cancelled", groups=[name])
+                raise RowsDropped(f"group {name!r} was dropped", groups=[name])
             if state.sealed:
                 raise PartitionSealed(
                     f"partition {state.partition!r} is sealed and takes no new groups"
@@ -79,12 +80,14 @@ def close(state: State, name: Name, size: int) -> int:
     if group.closed:
         if size != group.seen:
             raise GroupClosed(
-                f"the group {name!r} is closed with {counted(group.seen, 'row')}", rows=group.seen
+                f"group {name!r} is already closed with {counted(group.seen, 'row')}",
+                rows=group.seen,
             )
         return 0
     if size < group.seen:
         raise InvalidRows(
-            f"the group {name!r} has had {counted(group.seen, 'row')}; close it with as many",
+            f"group {name!r} already has {counted(group.seen, 'row')}, dropped ones "
+            "included: close it with at least that number",
             rows=group.seen,
         )
     group.expected = size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
+from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError, counted
 from dataplane.metadata.shard.blocks import ACKED, LEASED
 from dataplane.metadata.shard.leases import Lease, Part
 from dataplane.metadata.shard.puts import add_fields, check_added, let_go
@@ -42,13 +42,13 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     if outcome not in OUTCOMES:
         raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
     if columns and outcome == "drop":
-        raise InvalidRows("rows that are dropped take no new fields; ack them")
+        raise InvalidRows("a drop cannot add fields to the rows it drops: ack the rows instead")
     index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
     count = sum([len(part.rows) for part in asked])
     if not count:
         if columns:
-            raise InvalidRows("fields for no rows of the lease")
+            raise InvalidRows("the call adds fields to no rows of the lease")
         return {}
     parts = [there for part in asked if (there := part.there()).rows]
     rows = sum([len(part.rows) for part in parts])
@@ -100,7 +100,10 @@ def positions_of(lease: Lease, index: bytes) -> list[int]:
     """InvalidRows for a position that the lease does not have."""
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
-        raise InvalidRows(f"row {max(positions)} of a lease of {lease.count}", rows=lease.count)
+        raise InvalidRows(
+            f"row {max(positions)} is not in this lease of {counted(lease.count, 'row')}",
+            rows=lease.count,
+        )
     return positions
 
 
@@ -108,9 +111,9 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
     positions = positions_of(lease, index)
     if len(set(positions)) != len(positions):
-        raise InvalidRows("a row of the lease is named twice")
+        raise InvalidRows("a row of the lease is given twice")
     if any(part.bits & ~lease.left[part.number] for part in lease.at(positions)):
-        raise InvalidRows("a row of the lease was acked, released or dropped before")
+        raise InvalidRows("a row of the lease was already acked, released or dropped")
     return positions
 
 

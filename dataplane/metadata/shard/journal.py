@@ -107,7 +107,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _begun(store: Store, op: Begun, now: float) -> None:
-    raise ProtocolError("it has begun already")
+    raise ProtocolError("the partition was already started")
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -148,7 +148,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None or op.permit in permits.given or op.count < 1:
-        raise ProtocolError(f"permit {op.permit} is here already, or nothing says for what it is")
+        raise ProtocolError(f"permit {op.permit} already exists, or has no purpose")
     if not 0 <= op.used <= op.count:
         raise ProtocolError(f"permit {op.permit} for {op.count} groups was used for {op.used}")
     permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
@@ -164,7 +164,9 @@ def _relocated(store: Store, op: Relocated, now: float) -> None:
 def _paced(store: Store, op: Paced, now: float) -> None:
     permits = store.permits
     if op.version < permits.version or op.per_version < 0 or op.max_lag < 0:
-        raise ProtocolError(f"the trainer goes from version {permits.version} to {op.version}")
+        raise ProtocolError(
+            f"the trainer's version would go from {permits.version} to {op.version}"
+        )
     permits.version = op.version
     permits.begin(store)
     permits.limits = (op.max_lag, op.per_version) if op.per_version else None
@@ -182,7 +184,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
-            raise ProtocolError(f"a group that stands as none does: {one}")
+            raise ProtocolError(f"the group has an impossible state: {one}")
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -203,12 +205,14 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         ]
         sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
         if not sound or any([in_bytes(some) & ~live for some in sets]):
-            raise ProtocolError(f"block {one.number} of {len(keys)} rows has none left, or others")
+            raise ProtocolError(
+                f"block {one.number} of {len(keys)} rows has no rows left, or other rows"
+            )
         of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
         if len(one.names or keys) != len(keys) or not of_stages:
-            raise ProtocolError(f"a block of {len(keys)} rows with other names, or stages")
+            raise ProtocolError(f"a block of {len(keys)} rows has other names or stages")
         if one.number in store.blocks or (one.group and one.group not in store.groups):
-            raise ProtocolError("a block that is here, or of a group that was not told before")
+            raise ProtocolError("the block already exists, or its group does not")
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
         block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
@@ -238,7 +242,7 @@ def _given(store: Store, op: Given, now: float) -> None:
     for block, mine in zip(blocks, split, strict=True):
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.having([field]) & gone for field in mine.fields]):
-            raise ProtocolError("values of rows that are gone")
+            raise ProtocolError("the record has values of rows that do not exist")
         if op.stage and mine.fields:
             store.note_progress(block, op.stage, range(block.count), mine)
         elif mine.fields:
@@ -251,7 +255,7 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     keys = different(op.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
-        raise ProtocolError("groups are not here, or in another state")
+        raise ProtocolError("the groups do not exist, or are in another state")
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
     for group in groups:
@@ -269,7 +273,7 @@ def _held(store: Store, op: Held, now: float) -> None:
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count or rest & ~bits:
-            raise ProtocolError(f"lease {op.lease} has rows that its blocks do not have")
+            raise ProtocolError(f"lease {op.lease} names rows that its blocks do not have")
         parts.append((block, bits))
         left.append(rest)
     lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
@@ -292,7 +296,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.check_fields(op.fields)
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
-        raise ProtocolError(f"there is a block of a number above {op.numbers}")
+        raise ProtocolError(f"there is already a block with a number above {op.numbers}")
     store.sealed, store.last_number = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
@@ -318,7 +322,7 @@ def _block(store: Store, number: int) -> Block:
     try:
         return store.blocks[number]
     except KeyError:
-        raise ProtocolError(f"block {number} is not here") from None
+        raise ProtocolError(f"block {number} does not exist") from None
 
 
 def _each_once(rows: Rows) -> Rows:
@@ -335,19 +339,19 @@ def _each_once(rows: Rows) -> Rows:
 def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
     if any([bits & ~stage.pending(block) for block, bits in parts]):
-        raise ProtocolError("rows are gone, or in another state")
+        raise ProtocolError("the rows do not exist, or are in another state")
     return _each_once(Rows(parts))
 
 
 def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
-        raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s are here already")
+        raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s already exist")
 
 
 def _new_lease(store: Store, number: int) -> None:
     if store.is_leased(number):
-        raise ProtocolError(f"there is a lease {number} already")
+        raise ProtocolError(f"lease {number} already exists")
 
 
 # a dump

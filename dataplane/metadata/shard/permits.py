@@ -153,26 +153,29 @@ class Permits:
         places = (max_lag + 1) * per_version
         if count < 1 or max_lag < 0 or per_version < 1 or places > MAX_PLACES:
             raise InvalidCall(
-                f"admit({count}, max_lag={max_lag}, per_version={per_version}): so many groups, 1 "
-                f"or more; a lag of 0 or more versions; groups per version; {MAX_PLACES} in all"
+                f"admit({count}, max_lag={max_lag}, per_version={per_version}): expected 1 "
+                "or more groups, max_lag of 0 or more, per_version of 1 or more, and at "
+                f"most {MAX_PLACES} places in all"
             )
         if state.definition.group_size is None:
             raise InvalidCall(
                 f"admit counts groups, and partition {state.partition!r} has no group_size: "
-                "declare it with plane.partition(…, group_size=n), 1 where each row is for itself"
+                "declare it with plane.partition(…, group_size=n); use 1 for single rows"
             )
         if count > places:
             raise InvalidCall(
-                f"admit({count}) can never be: with max_lag={max_lag} and "
-                f"per_version={per_version} at most {places} groups are unfinished at a time",
+                f"admit({count}) can never succeed: with max_lag={max_lag} and "
+                f"per_version={per_version} at most {places} groups are unfinished at a "
+                "time. Ask for fewer",
                 places=places,
             )
         if self.limits not in (None, (max_lag, per_version)):
             assert self.limits is not None
             raise PartitionConflict(
-                f"partition {state.partition!r} admits with max_lag={self.limits[0]}, "
-                f"per_version={self.limits[1]}, as somebody else asked it to, and not with "
-                f"max_lag={max_lag}, per_version={per_version}: a bound on the lag is one for all",
+                f"partition {state.partition!r} already admits with "
+                f"max_lag={self.limits[0]}, per_version={self.limits[1]}, so it cannot use "
+                f"max_lag={max_lag}, per_version={per_version}: pass the same bound in "
+                "every process",
                 max_lag=self.limits[0],
                 per_version=self.limits[1],
             )
@@ -282,12 +285,12 @@ class Permits:
     def advance(self, version: int, state: State) -> None:
         """The trainer is at this version. InvalidCall for an older one."""
         if not 0 <= version < DONE:
-            raise InvalidCall(f"advance({version}): a version is a number from 0 on")
+            raise InvalidCall(f"advance({version}): a version must be an int of 0 or more")
         if version < self.version:
             raise InvalidCall(
-                f"advance({version}): partition {state.partition!r} is at version {self.version} "
-                "already, and goes on from there: a trainer that begins again at an older one "
-                "drops the partition, or counts on",
+                f"advance({version}): partition {state.partition!r} is already at version "
+                f"{self.version}, and versions only increase. To start again at an older "
+                "version, drop the partition first",
                 version=self.version,
             )
         if version == self.version:

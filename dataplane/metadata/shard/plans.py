@@ -82,14 +82,14 @@ def join(
         return None
     if any(one.holder == holder and not one.acked for one in of_rank):
         raise InvalidCall(
-            f"this process takes part in the plan of stage {stage.name!r} as rank {rank} already: "
-            "ack or release that plan first, as a `with` around it does",
+            f"this process already takes part in the plan of stage {stage.name!r} as rank "
+            f"{rank}: ack or release that plan first, as a `with` around it does",
             stage=stage.name,
         )
     if len(plan.members) >= MAX_RANKS:
         raise LimitExceeded(
-            f"{MAX_RANKS} processes take part in the plan of stage {stage.name!r}, which is the "
-            "limit",
+            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, which is "
+            "the limit",
             limit=MAX_RANKS,
         )
     member = Member(next(state.numbers), plan, rank, holder, claim)
@@ -125,7 +125,7 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     heard that it takes part, and does not (`leave`)."""
     plan = member.plan
     if member.acked:
-        raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
+        raise LeaseExpired("this rank has already acked its part of the plan", lease=member.number)
     if asked.outcome == "leave":
         _leave(state, member)
         return {}
@@ -134,8 +134,8 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", "release") and asked.index is None
     if not whole or asked.columns or asked.tags:
         raise InvalidRows(
-            "a plan is acked or released whole, and what its rows get is added before: "
-            "part.drop(keys=…) drops rows"
+            "a plan is acked or released as a whole, and fields are added before that; to "
+            "drop single rows use part.drop(keys=…)"
         )
     if asked.outcome == "release":
         end(state, member)
@@ -191,8 +191,8 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     ready = Rows(list(stage.rows.plain))
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
-            f"{len(ready)} rows are left for stage {stage.name!r}, and a plan has at most "
-            f"{MAX_PLAN_ROWS}: put fewer into a partition, or claim some of them first",
+            f"{len(ready)} rows are left for stage {stage.name!r}, and a plan takes at most "
+            f"{MAX_PLAN_ROWS}: put fewer rows into a partition, or claim some of them first",
             rows=len(ready),
             limit=MAX_PLAN_ROWS,
         )

@@ -217,8 +217,8 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> No
         if stage is not None:
             said += f", which another writer than stage {stage.name!r} has set"
         raise FieldExists(
-            f"{said}; nothing of this call was stored: "
-            f"{'add it' if stage is not None else 'give progress back'} under another name",
+            f"{said}; nothing of this call was stored: use another name for "
+            f"{'the added field' if stage is not None else 'the progress'}",
             field=name,
             keys=taken[:SHOWN_NAMES],
         )
@@ -254,8 +254,8 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             keys = shown(rows.names, rows.keys, dropped)
             said = counted(len(dropped), "row of this put was", "rows of this put were")
             raise RowsDropped(
-                f"{said} dropped from partition {state.partition!r}: {keys}; their trajectories "
-                "are cancelled: put the others without them",
+                f"{said} dropped from partition {state.partition!r}: {keys}. Put the other "
+                "rows without them",
                 keys=keys,
                 rows=len(dropped),
             )
@@ -351,7 +351,8 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(
-            f"the groups {names} were dropped; they are cancelled: put the others without them",
+            f"groups {names} were dropped, so their rows are refused: put the other rows "
+            "without them",
             groups=names,
         )
 
@@ -367,7 +368,9 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
     if wrong:
         keys = shown(rows.names, rows.keys, wrong)
         raise InvalidRows(
-            f"the row {keys[0]!r} is known in another group; a row's group never changes", keys=keys
+            f"row {keys[0]!r} already belongs to another group, and the group of a row "
+            "never changes: use another key, or the same group",
+            keys=keys,
         )
 
 

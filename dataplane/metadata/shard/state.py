@@ -126,9 +126,10 @@ class State:
         except KeyError:
             known = ", ".join(map(repr, sorted(self.stages))) or "none"
             raise StageUndefined(
-                f"partition {self.partition!r} has no stage {name!r}"
-                f"{did_you_mean(name, self.stages)}: its stages are {known}. A new one is "
-                "declared in plane.partition(stages=…), or by a claim with fields=[…]",
+                f"partition {self.partition!r} has no stage "
+                f"{name!r}{did_you_mean(name, self.stages)}: its stages are {known}. "
+                "Declare a new stage in plane.partition(stages=…), or with a claim that "
+                "passes fields=[…]",
                 stage=name,
             ) from None
 
@@ -170,8 +171,8 @@ class State:
             new = [name for name in names if (stage, name) not in self.progress]
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
-                f"a partition has at most {MAX_FIELDS} fields, those included of which a stage "
-                f"gave back progress that some row still has; {len(new)} of {list(names)} are new",
+                f"a partition has at most {MAX_FIELDS} fields, including progress fields "
+                f"that rows still have; {len(new)} of {list(names)} would be new",
                 limit=MAX_FIELDS,
             )
 

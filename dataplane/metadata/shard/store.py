@@ -280,7 +280,7 @@ class Store(State):
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
-            raise InvalidRows("drop either rows, or groups, or what a filter matches")
+            raise InvalidRows("a drop takes rows, or groups, or a filter, and only one of them")
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
@@ -395,12 +395,11 @@ def check_definition(partition: str, definition: Definition) -> None:
     """LimitExceeded unless there may be such a partition."""
     if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"a partition is named by a text of 1 to {MAX_NAME_BYTES} bytes", limit=MAX_NAME_BYTES
+            f"the name of a partition must have 1 to {MAX_NAME_BYTES} bytes", limit=MAX_NAME_BYTES
         )
     size = definition.group_size
     if size is not None and not 0 < size <= MAX_GROUP_ROWS:
         raise LimitExceeded(
-            f"partition {partition!r} asks for groups of {size} rows; a group has 1 to "
-            f"{MAX_GROUP_ROWS}",
+            f"partition {partition!r} has group_size={size}; expected 1 to {MAX_GROUP_ROWS}",
             limit=MAX_GROUP_ROWS,
         )

@@ -17,7 +17,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 
-from dataplane.errors import FrameTooLarge, ProtocolError, counted, sized
+from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.shard import rows_out, weights
 from dataplane.metadata.shard.blocks import Block, Group, Rows, first_parts
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
@@ -327,8 +327,8 @@ def _told(values: Values) -> int:
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
         f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values "
-        f"are {sized(nbytes)} of a message, and the limit is {sized(GRANTED_BYTES)}: claim "
-        "fewer rows at a time (or with min=), or fewer fields with fields=",
+        f"would make a message of {nbytes} bytes, and the limit is {GRANTED_BYTES}: claim "
+        "fewer rows at a time (or pass min=), or fewer fields with fields=",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

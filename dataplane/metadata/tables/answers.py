@@ -61,8 +61,8 @@ class Answers:
         answer = self._callers[change.caller].given[change.number]
         if answer is None:
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} was settled before it "
-                "arrived: it was not carried out, and never will be",
+                f"change {change.number} of peer {change.caller.peer} arrived after it had "
+                "been cancelled, so it was not carried out; repeat the call",
                 number=change.number,
             )
         return answer
@@ -86,8 +86,9 @@ class Answers:
         caller = self._callers.get(change.caller) or _Caller()
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} arrived after the peer had "
-                "stopped waiting for it, so it was not carried out this time",
+                f"change {change.number} of peer {change.caller.peer} arrived after the "
+                "peer had stopped waiting for it, so it was not carried out now; read the "
+                "rows to see whether an earlier attempt took effect, or repeat the call",
                 number=change.number,
             )
         above = len(caller.given)

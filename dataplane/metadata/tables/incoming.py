@@ -63,7 +63,7 @@ def rows_in(rows: Rows) -> RowsIn:
     keys = keys_in(rows.keys)
     count = len(keys)
     if not count:
-        raise InvalidRows("there are no rows in this call; give at least one")
+        raise InvalidRows("this call has no rows; give at least one")
     if count > MAX_ROWS_PER_MESSAGE:
         raise LimitExceeded(
             f"{count} rows in one message are over the limit of {MAX_ROWS_PER_MESSAGE}",
@@ -75,7 +75,7 @@ def rows_in(rows: Rows) -> RowsIn:
     if len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
-        raise InvalidRows(f"the key {shown!r} occurs twice in one call; a row is named once")
+        raise InvalidRows(f"key {shown!r} occurs twice in one call: give each row a key of its own")
     group, group_keys = _groups_in(rows, count)
     whole = len(group_keys) == 1 and rows.group_index == bytes(U4.itemsize * count)
     return RowsIn(keys, rows.names, group, group_keys, rows.group_names, whole)

@@ -35,13 +35,13 @@ def hash_name(name: Name) -> bytes:
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"a name of {len(text)} bytes is over the limit of {MAX_NAME_BYTES}",
+                f"a name of {len(text)} bytes exceeds the limit of {MAX_NAME_BYTES}",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
             )
         return xxh3_128_digest(b"s" + text)
     if isinstance(name, bool) or not isinstance(name, int | str):
-        raise InvalidRows(f"a key or group id is a str or an int, not {type(name).__name__}")
+        raise InvalidRows(f"a key or group id must be a str or an int, not {type(name).__name__}")
     if isinstance(name, str):
         return hash_name(str(name))
     if not -(1 << 63) <= name < 1 << 64:
@@ -97,7 +97,7 @@ def parse_minted(name: str) -> bytes:
     """The key of a shown minted name. InvalidRows for other names that start with its mark."""
     if not _MINTED.fullmatch(name):
         raise InvalidRows(
-            f"the name {name!r} starts with {MINTED_MARK!r}, which is kept for minted keys; "
-            "choose another first character"
+            f"the name {name!r} starts with {MINTED_MARK!r}, which is reserved for "
+            "generated keys; choose another first character"
         )
     return bytes.fromhex(name[1:])

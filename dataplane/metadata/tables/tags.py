@@ -43,8 +43,8 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
             raise LimitExceeded(f"the name of tag {name[:40]!r}… is too long")
         if len(values) != rows and len(values) != 1:
             raise InvalidRows(
-                f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}; "
-                "give one value a row, or one for all",
+                f"tag {name!r} has {counted(len(values), 'value')} for "
+                f"{counted(rows, 'row')}; give one value per row, or one for all",
                 tag=name,
                 values=len(values),
                 rows=rows,
@@ -52,8 +52,8 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
         wrong = set(map(type, values)) - _SCALARS
         if wrong:
             raise InvalidValue(
-                f"tag {name!r} has a {wrong.pop().__name__}; a tag is a bool, int, float, str or "
-                "None",
+                f"tag {name!r} has a value of type {wrong.pop().__name__}; a tag must be a "
+                "bool, int, float, str or None",
                 tag=name,
             )
     if tags and len(tags.keys() | known) > MAX_TAGS:

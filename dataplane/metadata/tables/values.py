@@ -541,7 +541,7 @@ def values_in(
     has_leaves = False
     for one in columns:
         if not 0 < len(one.field) <= MAX_NAME_BYTES:
-            raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
+            raise InvalidRows(f"the name of a field must have 1 to {MAX_NAME_BYTES} characters")
         if len(one.values) != count * _SIZE:
             raise _not_one_a_row(one, count)
         if one.leaf_counts or one.leaves:
@@ -658,7 +658,7 @@ def _leaves_in(
             raise ProtocolError(f"the leaves of field {one.field!r} do not fit their counts")
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
-            raise ProtocolError(f"an array inside of field {one.field!r} is nowhere")
+            raise ProtocolError(f"an array inside field {one.field!r} has no location")
         ends = (np.cumsum(counts) * _SIZE).tolist()
         found[one.field] = tuple([one.leaves[a:b] for a, b in pairwise([0, *ends])])
     return _there(found)
@@ -668,19 +668,22 @@ def _check_inline(values: Values) -> None:
     """ProtocolError unless what is named of the small values is there, and all of it small."""
     inline = values.inline
     if INLINE not in values.owners:
-        raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
+        raise ProtocolError(f"the message has {len(inline)} bytes of values without an owner")
     mine = np.frombuffer(values.blob, VALUE)
     if len(values.owners) > 1 or values.holes:
         mine = mine[mine["owner"] == values.owners.index(INLINE)]
     if not len(mine):
         if inline:
-            raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
+            raise ProtocolError(
+                f"the message has {len(inline)} bytes of values that no field refers to"
+            )
         return
     starts, sizes = mine["range"], mine["nbytes"]
     most = int(np.maximum.reduce(sizes))
     if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
-            f"a value of {most} bytes is to live in the shard; the limit is {INLINE_LIMIT_BYTES}",
+            f"a value of {most} bytes is too large for the shard; the limit is "
+            f"{INLINE_LIMIT_BYTES}",
             limit=INLINE_LIMIT_BYTES,
         )
     ends = _ends(starts, sizes)
@@ -689,6 +692,6 @@ def _check_inline(values: Values) -> None:
         end, named = int(np.maximum.reduce(ends)), int(np.add.reduce(ends - starts))
         astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if end > len(inline) or astray:
-        raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")
+        raise ProtocolError("a value lies outside the message, or is not aligned to 8 bytes")
     if named > len(inline):  # rows that part would take a copy each
-        raise ProtocolError("several values of the message lie at one place in it")
+        raise ProtocolError("two values of the message have the same offset")

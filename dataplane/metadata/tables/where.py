@@ -58,7 +58,9 @@ class Where:
         return Where(["not", self._wire])
 
     def __bool__(self) -> bool:
-        raise TypeError("a filter has no truth value: combine filters with & and |, not and/or")
+        raise TypeError(
+            "a filter has no truth value: combine filters with & and |, not with and/or"
+        )
 
     def __repr__(self) -> str:
         return f"Where({_text(self._wire)})"
@@ -80,7 +82,7 @@ class Tag:
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
-            raise InvalidValue(f"the name of a tag is a str, not {type(name).__name__}")
+            raise InvalidValue(f"the name of a tag must be a str, not {type(name).__name__}")
         self._name = _checked(str.__str__(name))
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
@@ -131,8 +133,8 @@ def _scalar(value: Any) -> Scalar:
         scalar: Scalar = _checked(value)
         return scalar
     raise InvalidValue(
-        f"a tag is compared with a bool, int, float, str or None, not {type(value).__name__} "
-        f"({value!r:.40})"
+        "a tag can be compared with a bool, int, float, str or None, not with a "
+        f"{type(value).__name__} ({value!r:.40})"
     )
 
 
@@ -140,7 +142,7 @@ def _checked(value: T) -> T:
     """InvalidValue for an int or a text that cannot travel."""
     reason = unencodable(value)
     if reason is not None:
-        raise InvalidValue(f"a tag is compared with {value!r:.80}, {reason}")
+        raise InvalidValue(f"a tag cannot be compared with {value!r:.80}, {reason}")
     return value
 
 

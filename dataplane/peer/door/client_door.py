@@ -173,9 +173,9 @@ class Door:
         if taken + (each if session is None else 1) > self._room:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
-                f"this peer cannot serve another {what}: it has {len(self.sessions)} clients, and "
-                f"may open {descriptors.limit()} file descriptors. Raise its limit (ulimit -n) and "
-                "start it again, or close clients that are not needed",
+                f"this peer cannot serve another {what}: it has {len(self.sessions)} "
+                f"clients and may open only {descriptors.limit()} file descriptors. Raise "
+                "its limit (ulimit -n) and restart it, or close unused clients",
                 limit=descriptors.limit(),
             )
 
@@ -225,8 +225,8 @@ class Door:
             )
         if len(self.connections) >= limits.MAX_CONNECTIONS:
             return LimitExceeded(
-                f"this peer has {limits.MAX_CONNECTIONS} connections, which is the limit: close "
-                "clients that are not needed",
+                f"this peer has {limits.MAX_CONNECTIONS} connections, which is the limit: "
+                "close unused clients",
                 limit=limits.MAX_CONNECTIONS,
             )
         return None
@@ -346,10 +346,11 @@ class Connection(asyncio.Protocol):
             return
         handler = self._door.handlers.get(type(request.body))
         if handler is None:
-            raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
+            raise ProtocolError(f"{type(request.body).__name__} is not accepted from clients")
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
-                f"{len(self._running)} requests of one connection are under way, the limit",
+                f"{len(self._running)} requests of one connection are in flight, which is "
+                "the limit",
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
         began = self._door.host.now()
@@ -433,7 +434,7 @@ class Connection(asyncio.Protocol):
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
-            raise ProtocolError("the first message of a client is Hello")
+            raise ProtocolError("the first message of a client must be Hello")
         try:
             session = self._session_of(body)
         except DataplaneError as exc:
@@ -461,8 +462,8 @@ class Connection(asyncio.Protocol):
             return session
         if self._door.is_over() or not self._door.is_open:
             raise PeerLost(
-                f"peer {host.name!r} was about to end as this client came: connect again with "
-                "dataplane.connect(), which finds or starts another",
+                f"peer {host.name!r} was shutting down when this client connected: call "
+                "dataplane.connect() again, which finds or starts another",
                 peer=host.name,
             )
         self._door.check_room(None)
@@ -497,9 +498,9 @@ class Connection(asyncio.Protocol):
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
-                f"the answer would be a message of {exc.details['size']} bytes, the limit is "
-                f"{limits.MAX_FRAME_BYTES}: ask for fewer rows at a time, or for fewer fields with "
-                "fields=",
+                f"the answer would need a message of {exc.details['size']} bytes, and the "
+                f"limit is {limits.MAX_FRAME_BYTES}: read fewer rows at a time, or fewer "
+                "fields with fields=",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))

@@ -316,4 +316,4 @@ def _roster(raw: bytes) -> Roster:
     try:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
-        raise RosterMismatch(f"what etcd keeps is no roster of this version: {exc}") from exc
+        raise RosterMismatch(f"the roster in etcd does not belong to this version: {exc}") from exc

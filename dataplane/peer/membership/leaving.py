@@ -135,9 +135,9 @@ class Leaving:
                 log.warning("roster keeper: unreachable, waiting up to %g s for it", FATE_S)
                 self.mesh.spawn(self.membership.say_ending())
             elif self.host.now() >= until:
-                raise Unavailable(f"the peer that keeps the roster is away for {FATE_S:g} s")
+                raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)
-        raise Unavailable("those that could take it over are away, or leave as well")
+        raise Unavailable("the peers that could take it over are unreachable or leaving too")
 
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)

@@ -73,8 +73,8 @@ class Gate:
             return
         if not zmq.has("curve"):
             raise InvalidConfig(
-                "this libzmq was built without CURVE, so peers cannot use a token: install the "
-                "pyzmq wheel of PyPI, which has it"
+                "this libzmq was built without CURVE, so peers cannot use a token: install "
+                "the pyzmq wheel from PyPI, which includes it"
             )
         self._dialled = z85.encode(token.key(plane, "control server"))
         self._dialling = z85.encode(token.key(plane, "control client"))
@@ -116,12 +116,12 @@ def bindable(address: str) -> str:
     try:
         found = getaddrinfo(host, port, type=SOCK_STREAM)
     except OSError as exc:
-        raise InvalidConfig(f"{address} cannot be listened at: {exc}", address=address) from exc
+        raise InvalidConfig(f"cannot listen on {address}: {exc}", address=address) from exc
     number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
     if is_loopback(number) and not is_loopback(host):
         raise InvalidConfig(
-            f"{host} is {number} on this host, where no other machine reaches it: correct "
-            "/etc/hosts, or use the host's address in --listen and --seeds",
+            f"{host} resolves to {number} on this host, which other machines cannot reach: "
+            "correct /etc/hosts, or use the host's address in --listen and --seeds",
             address=address,
         )
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"

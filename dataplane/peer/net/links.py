@@ -94,7 +94,8 @@ class Acquaintances:
         mine = self.introduction()
         if max(hello.versions[0], mine.versions[0]) > min(hello.versions[1], mine.versions[1]):
             raise VersionMismatch(
-                f"peer {hello.name!r} speaks versions {hello.versions}, this one {mine.versions}"
+                f"peer {hello.name!r} speaks protocol versions {hello.versions}, this peer "
+                f"{mine.versions}: install the same release on both"
             )
         for what in ("plane", "shards", "epoch"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
@@ -157,7 +158,7 @@ class Link:
         finally:
             dialled.close()
         if not isinstance(hello, PeerHello):
-            raise ProtocolError(f"{self.address} greets with a {type(hello).__name__}")
+            raise ProtocolError(f"{self.address} greeted with a {type(hello).__name__}")
         meet(hello)
         self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
         self.control = await self._stream(dial, hello.stream, hello.control_secret)
@@ -219,7 +220,7 @@ class Link:
         try:
             reply = peering.decode_reply(frame)
             if not reply.rid:
-                raise ProtocolError(f"it could not read what it was asked: {reply.body}")
+                raise ProtocolError(f"the peer could not read the request: {reply.body}")
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)

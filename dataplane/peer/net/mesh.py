@@ -86,7 +86,7 @@ class Mesh:
         self.door.streams.close()  # what came from now on would be no task that ends here
         await self._tasks.close()
         for link in self._links.values():
-            link.close(Unavailable(f"peer {self.host.name!r} ends"))
+            link.close(Unavailable(f"peer {self.host.name!r} is shutting down"))
         self._greetings.close()
 
     # calling
@@ -131,7 +131,10 @@ class Mesh:
 
     def _check_epoch(self, address: str, epoch: tuple[int, int] | None) -> None:
         if epoch not in (None, self.host.roster.epoch):
-            raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
+            raise StaleEpoch(
+                f"the roster changed while a request to {address} was in flight: repeat the call",
+                address=address,
+            )
 
     def _until(self, timeout_s: float) -> float:
         return min(self.host.now() + timeout_s, call_deadline.get())
@@ -251,7 +254,7 @@ class Mesh:
         if address in self._links:
             return self._links[address]
         if self._tasks.closed:
-            raise Unavailable(f"peer {self.host.name!r} ends")
+            raise Unavailable(f"peer {self.host.name!r} is shutting down")
         reaching = self._reaching.get(address)
         if reaching is None or reaching.done():
             reaching = self._reaching[address] = self.spawn(self._reach(address))

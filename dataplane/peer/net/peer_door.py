@@ -111,7 +111,9 @@ class PeerDoor:
         try:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):
-                raise ProtocolError("over zmq a peer only greets; what it asks goes over a stream")
+                raise ProtocolError(
+                    "requests between peers must go over a stream; zmq carries only greetings"
+                )
         except ProtocolError as exc:
             return self._refusal(exc)
         try:
@@ -179,8 +181,9 @@ class PeerDoor:
             raise ProtocolError(f"{type(request.body).__name__} must go over the call stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
-                f"{stream.unanswered_bytes} bytes of requests of {request.sender} are unanswered "
-                f"here, and the limit is {self.control_bytes}: repeat the request later"
+                f"{stream.unanswered_bytes} bytes of requests from {request.sender} are "
+                f"unanswered, and the limit is {self.control_bytes}: repeat the request "
+                "later"
             )
 
     async def _drained(self, stream: Stream, request: PeerRequest, sender: Owner) -> Body:
@@ -267,7 +270,7 @@ class PeerDoor:
         body, kind = request.body, type(request.body)
         handler = self.handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"{kind.__name__} is not for the peer door")
+            raise ProtocolError(f"{kind.__name__} is not accepted from peers")
         if kind not in WHENEVER:
             self.host.speak()
         caller = Caller(request.sender, request.incarnation, request.session, request.epoch)
@@ -325,8 +328,8 @@ class PeerDoor:
     def _out_of_step(self, sender: str, epoch: tuple[int, int]) -> StaleEpoch:
         here = self.host.roster.epoch
         return StaleEpoch(
-            f"{sender} works under roster {epoch}, the peer at {self.host.address} under {here}: "
-            "call again, both will be told",
+            f"{sender} uses roster {epoch}, the peer at {self.host.address} uses {here}: "
+            "repeat the call, both will be updated",
             sender=sender,
             number=here[1],
         )

@@ -65,8 +65,8 @@ class DevicePulls:
         """TransportMissing where a transport is required that moves what this peer has not."""
         if self._choice.required in DEVICE_ONLY and not self.host.space.devices:
             raise TransportMissing(
-                f"--transport {self._choice}: it moves device memory, and this peer has no device "
-                "arena: give it one with --device-arena",
+                f"--transport {self._choice} moves device memory, and this peer has no "
+                "device arena: give it one with --device-arena",
                 transport=self._choice.required,
             )
 

@@ -151,7 +151,7 @@ class Paths:
             path = path or Path(self.plain, "trying it was not done in time")
         if self.required and path.transport == self.plain:
             raise TransportMissing(
-                f"--transport {self.choice}: it does not bring {self._moves} of peer "
+                f"--transport {self.choice} cannot fetch {self._moves} from peer "
                 f"{owner.peer!r}: {path.why}",
                 transport=self.choice.required,
                 peer=owner.peer,
@@ -414,7 +414,7 @@ class Sampling:
                 began = time.perf_counter()
                 outcome = await engine.read(source, copies, TRY_S, transport)
                 if outcome.gone.any():
-                    raise Unavailable("the sample was gone before it could be read: try again")
+                    raise Unavailable("the sample was freed before it could be read: try again")
                 return time.perf_counter() - began
 
             try:

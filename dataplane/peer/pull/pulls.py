@@ -162,8 +162,8 @@ class Pulls:
         ended, _ = await asyncio.wait(waits, timeout=limit_s)
         if not ended:
             raise DeadlineExceeded(
-                f"values of {owner.peer} that another call here brings were still on their way "
-                f"after {duration(limit_s)}; give a longer timeout=",
+                f"values from {owner.peer}, which another call on this host is fetching, "
+                f"had not arrived after {duration(limit_s)}; give a longer timeout=",
                 limit_s=limit_s,
             )
 
@@ -274,7 +274,7 @@ class Pulls:
             if reply.gone:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:
-                raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
+                raise ProtocolError(f"{owner.peer} sent {len(reply.data)} of {nbytes} bytes")
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
                 at += size
@@ -292,7 +292,9 @@ class Pulls:
             timeout_s=self.left_s(),
         )
         if reply.gone and len(reply.gone) != len(remote):
-            raise ProtocolError(f"{owner.peer} tells of {len(reply.gone)} of {len(remote)} ranges")
+            raise ProtocolError(
+                f"{owner.peer} answered for {len(reply.gone)} of {len(remote)} ranges"
+            )
         return reply
 
     async def _is_member(self, owner: Owner) -> None:
@@ -409,7 +411,7 @@ class Pulls:
 
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
-            raise Unavailable("this peer has no others to pull from")
+            raise Unavailable("this peer has no other peers to fetch values from")
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
             raise _went(owner)
@@ -421,7 +423,7 @@ class Pulls:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
-            raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
+            raise ProtocolError(f"one answer may carry at most {MAX_PULLED_BYTES} bytes of values")
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
@@ -434,7 +436,7 @@ class Pulls:
             return Pulled(b"", self._gone(ranges))
         wanted, view = sizes.tolist(), self.host.arena.view
         if any(map(gt, wanted, places["length"].tolist())):
-            raise ProtocolError("more is asked for than a range has")
+            raise ProtocolError("the request asks for more bytes than the range has")
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
@@ -492,12 +494,15 @@ def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
 
 
 def _freed(count: int, owner: Owner) -> RowsGone:
-    return RowsGone(f"{count} values were freed at {owner.peer} before they could be read")
+    return RowsGone(
+        f"{count} values were freed at {owner.peer} before they could be read: read or claim "
+        "the rows again"
+    )
 
 
 def _went(owner: Owner) -> RowsLost:
     return RowsLost(
-        f"the peer at {owner.peer} is lost, and the bytes of these rows with it, unless there is a "
+        f"the peer at {owner.peer} was lost with the bytes of these rows, unless there is a "
         "second copy: put them again",
         peer=owner.peer,
     )

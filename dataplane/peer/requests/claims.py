@@ -129,7 +129,7 @@ class Claims:
                 left_s, gone = one.left_s(self.host.now()), gone + 1
                 if left_s == 0:
                     raise ClaimTimeout(
-                        f"{one} was not met: rows that it was granted were dropped on their way"
+                        f"{one} failed: the rows it was given were dropped before they arrived"
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
@@ -153,14 +153,18 @@ class Claims:
                 _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
                 if late:
                     raise ClaimTimeout(
-                        f"{one} was not met: its part of the plan before is given up"
+                        f"{one} failed: this rank's part of the previous plan is still "
+                        "being released"
                     )
             while True:
                 asked, first, answer = self._asked(one), answer, None
                 try:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_deadline.get():  # who asked has gone by now
-                        raise ClaimTimeout(f"{one} was met too late: this peer was stopped or busy")
+                        raise ClaimTimeout(
+                            f"{one} timed out: this peer was stopped or busy when its rows "
+                            "became ready"
+                        )
                     settled = True
                     return granted
                 except LeaseExpired:
@@ -238,8 +242,9 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
-                    f"rows of {one.body.partition!r} were granted, but their values did not arrive "
-                    f"in time, and the rows went back: {exc.message}"
+                    f"rows of partition {one.body.partition!r} were leased, but their "
+                    "values did not arrive in time, so the rows were returned: "
+                    f"{exc.message}"
                 ) from exc
             raise
         finally:
@@ -257,7 +262,7 @@ class Claims:
                 left_s = one.left_s(self.host.now())
                 if not await self.room.promised(one.number, needed_bytes, left_s):
                     why, details = self.room.why(needed_bytes)
-                    raise ClaimTimeout(f"{one} is out of time: {why}", **details)
+                    raise ClaimTimeout(f"{one} timed out: {why}", **details)
         finally:
             one.session.waiting -= 1
 
@@ -274,7 +279,7 @@ def _check_fields(table: Table, asked: list[str]) -> None:
     for name in asked:
         if name not in there:
             raise FieldUnknown(
-                f"no row of this claim has a field {name!r}, the rows were given back: claim it "
-                f"without, or name the field as it was put{others}",
+                f"no row of this claim has a field {name!r}, so the rows were returned to "
+                f"the stage: leave the field out, or correct its name{others}",
                 field=name,
             )

@@ -124,7 +124,10 @@ class Directory:
 
     def _identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:
-            raise ProtocolError(f"{len(body.sessions)} sessions, the limit is {MAX_IDENTIFIED}")
+            raise ProtocolError(
+                f"the request names {len(body.sessions)} sessions, and the limit is "
+                f"{MAX_IDENTIFIED}"
+            )
         told: list[tuple[str, int]] = []
         for session in body.sessions:
             who, gone_s = self.sessions.identify(session) or ("a client long gone", math.inf)

@@ -249,7 +249,9 @@ class Finishing:
     def _entry_of(self, body: Finish) -> Entry:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
-            raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
+            raise LeaseExpired(
+                f"partition {body.partition!r} no longer exists, so its leases have ended"
+            )
         return entry
 
     def _finish_at(self, entry: Entry, body: Finish) -> PutDone:

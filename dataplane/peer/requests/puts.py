@@ -99,7 +99,7 @@ class Grants:
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
         if body.device and body.digests:
-            raise ProtocolError("nothing is compared on a device")
+            raise ProtocolError("values on a device cannot be deduplicated")
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
             known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
@@ -334,7 +334,7 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     neither."""
     total = len(lengths)
     if len(raw) % VALUE.itemsize:
-        raise ProtocolError(f"{len(raw)} bytes are no column of values")
+        raise ProtocolError(f"{len(raw)} bytes are not a column of values")
     if len(raw) <= rowset.FEW_BYTES:
         rooms, many, inline = lengths.tolist(), [0] * total, False
         for index, _, nbytes, _, delta, owner in ONE_VALUE.iter_unpack(raw):
@@ -349,7 +349,9 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     flat = np.frombuffer(raw, VALUE)
     elsewhere = flat["owner"] != 1
     if np.count_nonzero(flat["owner"] > 1):
-        raise ProtocolError("a value is in a range of this message, or in the message")
+        raise ProtocolError(
+            "a value must be either in a range of this message or in the message itself"
+        )
     flat = flat[elsewhere]
     index = flat["range"].astype(np.intp)
     if np.count_nonzero(index >= total):

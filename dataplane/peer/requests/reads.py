@@ -224,8 +224,8 @@ class Reading:
             raise exc
         if failed == ATTEMPTS:
             raise Unavailable(
-                f"values of rows of {partition!r} went with a peer, and the peer that has the rows "
-                f"does not know yet ({exc}): {call} again",
+                f"a peer that held values of partition {partition!r} was lost, and the "
+                f"shard does not know it yet ({exc}): {call} again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):
@@ -266,7 +266,7 @@ class Reading:
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
-            raise LeaseExpired("the partition of this lease is gone")
+            raise LeaseExpired("the partition of this lease no longer exists")
         if body.index is None:
             return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))
         rows, index = rows_out.leased_at(entry.store, body.lease, body.index)

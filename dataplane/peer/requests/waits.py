@@ -126,7 +126,8 @@ class Waits:
                 return Admitted(number, held.version)
         if len(session.permits) >= MAX_PERMITS:
             raise LimitExceeded(
-                f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
+                f"this client is inside {MAX_PERMITS} `with part.admit(…)` blocks, which is "
+                "the limit",
                 limit=MAX_PERMITS,
             )
         number = next(self.host.numbers)
@@ -151,8 +152,8 @@ class Waits:
             await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
             if not all(one.done() for one in told):
                 raise Unavailable(
-                    f"the shard of {body.partition!r} does not answer yet: as soon as it does it "
-                    "is told that these permits are given back, and no other call need say so",
+                    f"the shard of partition {body.partition!r} does not answer; the peer "
+                    "returns these permits as soon as it does, so do not repeat the call",
                     partition=body.partition,
                 )
         return Done()

@@ -61,8 +61,9 @@ class Spilling:
             await self.host.threads.run(self.file.read, extents["offset"], extents["length"], dest)
         except OSError as exc:
             raise TransferFailed(
-                f"{len(ranges)} values could not be read back from {self.file.path}: {exc}. The "
-                "call may be repeated; where the disk is broken, put the rows again",
+                f"could not read back {len(ranges)} values from the spill file "
+                f"{self.file.path}: {exc}. Repeat the call; if the disk is broken, put the "
+                "rows again",
                 path=str(self.file.path),
             ) from exc
         finally:

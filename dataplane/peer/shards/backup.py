@@ -119,7 +119,7 @@ class Replicas:
             else:
                 origin = None
         if origin is None:
-            raise ProtocolError(f"operations of {caller.address} came without their beginning")
+            raise ProtocolError(f"operations from {caller.address} arrived without the first ones")
         if origin.lock.locked() or _brings_values(origin, body):
             return self._append_with_values(caller, origin, body)
         self._replay(caller.owner, origin, _new(origin, body).shipments)
@@ -202,7 +202,7 @@ class Replicas:
     def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
         """StaleEpoch where its shards were taken over meanwhile."""
         if not self._backs_up(owner, origin):
-            raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
+            raise StaleEpoch(f"{self.host.address} is no longer the backup of {owner.peer}")
 
     def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> None:
         try:

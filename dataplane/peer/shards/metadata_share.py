@@ -70,10 +70,10 @@ class MetadataShare:
         for told in self.on_refused:
             told()
         raise ShardFull(
-            f"peer {self._host.name!r}, which keeps this partition, takes no new rows: keys, tags "
-            f"and small values use {sized(self.used_bytes)} there, over their limit of "
-            f"{sized(self.size_bytes)} (a fifth of its arena); consume or drop rows, or give that "
-            "peer a larger arena (--arena, DATAPLANE_ARENA)",
+            f"peer {self._host.name!r}, which keeps this partition, accepts no new rows: "
+            f"their keys, tags and small values use {sized(self.used_bytes)}, over the "
+            f"limit of {sized(self.size_bytes)} (a fifth of its arena); consume or drop "
+            "rows, or give that peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,
             size_bytes=self.size_bytes,

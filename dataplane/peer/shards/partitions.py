@@ -111,7 +111,10 @@ class Partitions:
             until = self.host.now() + waits_s(body.wait_ms)
             while body.partition not in self.host.entries and self.host.now() < until:
                 if not self.host.serves(body.partition):
-                    raise StaleEpoch(f"the shard of partition {body.partition!r} moved: ask there")
+                    raise StaleEpoch(
+                        f"the shard of partition {body.partition!r} has moved to another peer: "
+                        "repeat the call"
+                    )
                 await asyncio.sleep(LOOK_S)
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
@@ -131,7 +134,9 @@ class Partitions:
         check_definition(partition, definition)
         spare = self.host.spare
         if spare is not None and spare[self.host.roster.bucket(partition)]:
-            raise StaleEpoch(f"the shard of partition {partition!r} moves: call again")
+            raise StaleEpoch(
+                f"the shard of partition {partition!r} is moving to another peer: repeat the call"
+            )
         # The wall clock, because generations of a plane that is gone must not come again.
         self._newest = max(self._newest + 1, time.time_ns())
         store = Store(partition, definition, self._newest, self.host.numbers)
@@ -179,13 +184,13 @@ class Partitions:
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
                 f"no row of partition {body.partition!r} was lost within "
-                f"{duration(body.timeout_ms / 1000)}, and rows can still be",
+                f"{duration(body.timeout_ms / 1000)}, but rows can still be lost",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
     async def _losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
-            raise ProtocolError("a number of lost rows is not negative")
+            raise ProtocolError("the number of lost rows must not be negative")
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)
         while True:

@@ -120,7 +120,10 @@ class References:
             self.host.speak()
             return Settled(entry.store.settle(body))
         if self.host.address in self.host.roster.leaving:
-            raise StaleEpoch(f"{self.host.address} is leaving and may have handed the shard over")
+            raise StaleEpoch(
+                f"the peer at {self.host.address} is leaving and may have handed over the "
+                "shard: repeat the call"
+            )
         return Settled(False)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
@@ -240,8 +243,8 @@ def _named(body: Put | Finish | Restore) -> Ranges:
 def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
-            f"peer {caller.address} sent a change of peer {change.caller.peer}: a peer numbers its "
-            "own changes only"
+            f"peer {caller.address} sent a change numbered by peer {change.caller.peer}; a "
+            "peer may only number its own changes"
         )
 
 

@@ -90,7 +90,9 @@ class Copying:
                 if owner == self.host.owner:
                     await self.copy_to_backup(entry, *mine)
             if self.host.roster is not roster:
-                raise StaleEpoch("the roster changed while second copies were made: call again")
+                raise StaleEpoch(
+                    "the roster changed while second copies were being made: repeat the call"
+                )
             self.host.speak()
             yield
 

@@ -153,7 +153,7 @@ class WaitingCalls:
             return Admitted(body.number, permits.given[body.number].version)
         permits.check(entry.store, body.count, body.max_lag, body.per_version)
         if body.number in self._past:
-            raise LeaseExpired("this call was given up: call admit again")
+            raise LeaseExpired("this call was cancelled: call admit again")
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
         self._check_room(stage, body.number)
@@ -172,7 +172,8 @@ class WaitingCalls:
     def _check_room(self, stage: _Stage, number: int) -> None:
         if len(self._answers) >= MAX_WAITING and number not in stage.queue:
             raise LimitExceeded(
-                f"{MAX_WAITING} calls wait at {self.host.address}, which is the limit",
+                f"{MAX_WAITING} calls are waiting at {self.host.address}, which is the "
+                "limit: wait in fewer processes",
                 limit=MAX_WAITING,
             )
 
@@ -211,7 +212,7 @@ class WaitingCalls:
                 self._finish(entry, lease.number, "release")
                 return None
         if body.number in self._past:
-            raise LeaseExpired("this claim was given up, or its lease has ended: claim again")
+            raise LeaseExpired("this claim was cancelled, or its lease has ended: claim again")
         return None
 
     # claims go
@@ -245,7 +246,7 @@ class WaitingCalls:
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
         stage.queue.withdraw(number)
-        self._answer(number, again(why) if why else StaleEpoch("the call was given up"))
+        self._answer(number, again(why) if why else StaleEpoch("the call was cancelled"))
 
     def _remember(self, number: int) -> None:
         self._past[number] = None
@@ -385,7 +386,7 @@ class WaitingCalls:
         before = stage.queue.before(claim), stage.queue.waits_for(claim, now)
         told = missing | {"before": before[0], "plan": before[1]}
         told["waiting_puts"] = self.producers()
-        return ClaimTimeout(f"stage {stage.queue.stage!r} has not so many yet", **told)
+        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have that many yet", **told)
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
         tag = want.budget_tag if isinstance(want, Want) else None
@@ -474,8 +475,8 @@ def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
         return Done()
     if body.count and entry.store.sealed and counts.to_come < body.count:
         return StreamEnd(
-            f"partition {body.partition!r} is sealed: stage {body.stage!r} has "
-            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
+            f"partition {body.partition!r} is sealed: stage {body.stage!r} has only "
+            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, so "
             f"{body.count} will never be ready",
             remaining=counts.remaining,
         )

@@ -374,14 +374,14 @@ class Metrics:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
-            raise InvalidConfig(f"metrics cannot be shown at {host}: {exc}", address=host) from exc
+            raise InvalidConfig(f"cannot serve metrics at {host}: {exc}", address=host) from exc
         try:
             where = found[4][:2]
             self._server = await asyncio.start_server(self._serve, *where, limit=MAX_HEAD_BYTES)
         except OSError as exc:
             raise AddressInUse(
-                f"metrics cannot be shown at {host}:{port}: {exc}; choose another --metrics "
-                "address (DATAPLANE_METRICS), or stop the process that has it",
+                f"cannot serve metrics at {host}:{port}: {exc}; choose another --metrics "
+                "address (DATAPLANE_METRICS), or stop the process that uses it",
                 address=f"{host}:{port}",
             ) from exc
         log.info("metrics: serving at http://%s:%d/metrics", host, port)

@@ -166,7 +166,7 @@ def test_ranks_that_are_required_bring_values_to_other_devices_and_say_what_is_m
         (path,) = ways["peers"].values()
         assert (path["transport"], ways["runs"]) == ("nccl", ["nccl"])
         assert path["tried"]["nccl"]["exact"] and on_device(a)["staged_bytes"] == 0
-        with pytest.raises(TransportMissing, match="NCCL takes one rank a GPU"):
+        with pytest.raises(TransportMissing, match="NCCL allows one rank per GPU"):
             c.partition("p").get(keys=[0, 1])
 
 

@@ -139,7 +139,7 @@ def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
     setting = name.replace("_", "-")
     if setting not in (*_SHARED, *_OF_NODES):
         known = ", ".join(one.replace("-", "_") for one in (*_SHARED, *_OF_NODES))
-        raise InvalidConfig(f"{name}= is no setting that start() takes: {known}, timeout")
+        raise InvalidConfig(f"{name}= is not a setting of start(), which takes {known}, timeout")
     if isinstance(text, bool):
         text = "1" if text else "0"
     return setting, text

@@ -330,7 +330,7 @@ def unknown(environ: Mapping[str, str] = os.environ) -> str:
         if (name := variable.removeprefix(_PREFIX)) not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f"did you mean {_PREFIX}{near[0]}?" if near else "see docs/settings.md"
-            told.append(f"{variable} is no setting, {meant}")
+            told.append(f"{variable} is not a setting: {meant}")
     return " ".join(told)
 
 

@@ -222,7 +222,7 @@ def test_every_setting_that_can_be_wrong_is_tried() -> None:
 def test_an_unknown_variable_is_told_with_the_nearest_known_one(name: str, near: str) -> None:
     said = settings.unknown({f"DATAPLANE_{name}": "1", "DATAPLANE_ARENA": "1GiB"})
     meant = f"did you mean DATAPLANE_{near}?" if near else "see docs/settings.md"
-    assert said == f"DATAPLANE_{name} is no setting, {meant}"
+    assert said == f"DATAPLANE_{name} is not a setting: {meant}"
 
 
 def test_what_kubernetes_sets_for_a_service_is_none_of_ours() -> None:
@@ -240,7 +240,7 @@ def test_connect_warns_of_unknown_variables_once(
     for _ in range(2):
         with dataplane.connect(run="p") as plane:
             pid = plane.stats()["pid"]
-    assert caplog.text.count("DATAPLANE_LINGERS is no setting, did you mean") == 1
+    assert caplog.text.count("DATAPLANE_LINGERS is not a setting: did you mean") == 1
     opening._warn_of_unknown.cache_clear()
     (run,) = rundir.living_runs()
     assert run.peers[0].card is not None and run.peers[0].card.pid == pid

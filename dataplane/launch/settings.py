@@ -148,7 +148,7 @@ TABLE = (
     Setting(
         "listen",
         "tcp://HOST:PORT",
-        "its seed",
+        "the seed that is an address of this host",
         "address at which other peers reach it",
         lambda text: values.parse_address(text) and text.strip(),
         field="listen",

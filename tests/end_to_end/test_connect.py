@@ -333,7 +333,7 @@ def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(
             assert cli.main(["clean", "--force"]) == 1
             assert "could not end run" in (told := capsys.readouterr().out)
             assert "in another container" in told and not gone(pid)
-        monkeypatch.setattr(embedded, "END_S", 1.0)
+        monkeypatch.setattr("dataplane.launch.ending.END_S", 1.0)
         assert cli.main(["clean", "--force"]) == 0
         assert "ended run" in capsys.readouterr().out and gone(pid)
 

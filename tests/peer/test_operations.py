@@ -21,7 +21,7 @@ def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
     operations: Operations[str] = Operations()
     operations.remember(1, 5, 0, "five")
     operations.remember(1, 7, 6, "seven")
-    with pytest.raises(ProtocolError, match="forgotten"):
+    with pytest.raises(ProtocolError, match="no longer stored"):
         operations.recall(1, 5)
     assert operations.recall(1, 6) is None
     assert operations.recall(1, 7) == "seven"

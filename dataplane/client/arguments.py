@@ -110,6 +110,7 @@ def filter_of(where: object) -> WireWhere | None:
         return None
     if not isinstance(where, Where):
         raise InvalidCall(
-            f"where={where!r:.80}: give a filter over tags, such as dataplane.tag('version') >= 6"
+            f"where={where!r:.80}: expected a filter over tags, such as "
+            "dataplane.tag('version') >= 6"
         )
     return where.to_wire()

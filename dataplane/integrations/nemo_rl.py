@@ -129,7 +129,7 @@ class DataPlaneClient:
         """The samples of a meta: these fields, else the meta's. ValueError where neither says."""
         fields = select_fields if select_fields is not None else meta.fields
         if fields is None:
-            raise ValueError("say which fields: select_fields, or a meta that has some")
+            raise ValueError("no fields to read: pass select_fields, or a meta that has some")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
@@ -152,9 +152,14 @@ class DataPlaneClient:
         jagged, and objects of None, numbers, texts, bytes, lists, dicts and arrays."""
         self._used = True
         if fields is not None and fields.batch_size[0] != len(sample_ids):
-            raise ValueError(f"{len(sample_ids)} samples for fields of {fields.batch_size[0]}")
+            raise ValueError(
+                f"got {len(sample_ids)} sample ids and fields of {fields.batch_size[0]} rows; "
+                "pass one id per row"
+            )
         if tags is not None and len(tags) != len(sample_ids):
-            raise ValueError(f"{len(sample_ids)} samples for {len(tags)} tags")
+            raise ValueError(
+                f"got {len(sample_ids)} sample ids and {len(tags)} tags; pass one per sample"
+            )
         if sample_ids:
             columns = columns_of(fields) if fields is not None else {}
             self._store.put(partition_id, sample_ids, columns, tags)

@@ -44,7 +44,7 @@ class Queue:
         self, maxsize: int = 0, *, name: str | None = None, run: str | None = None
     ) -> None:
         if maxsize < 0:
-            raise ValueError(f"maxsize is {maxsize}: give 0 for no bound, or more")
+            raise ValueError(f"maxsize={maxsize}: expected 0 for no bound, or a positive number")
         self.maxsize = maxsize
         self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
         self._plane = dataplane.connect(run=run)
@@ -154,7 +154,7 @@ def _imported(module: str, qualname: str) -> Any:
         kind = getattr(kind, name, None)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(
-            f"{module}.{qualname} is no dataclass that this process has imported: import {module} "
-            "before it gets items of it"
+            f"{module}.{qualname} is not a dataclass that this process has imported: import "
+            f"{module} before getting such items"
         )
     return kind

@@ -53,7 +53,7 @@ def put(
         check_even(data.batch)
     columns: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
     if odd := sorted(({*columns} & {*data.non_tensor_batch}) | ({META_INFO} & {*columns})):
-        raise ValueError(f"{odd[0]!r} names two things of this DataProto")
+        raise ValueError(f"this DataProto has two entries named {odd[0]!r}; rename one")
     for name, array in data.non_tensor_batch.items():
         columns[str(name)] = [{_OBJECT: packed_object(one)} for one in array]
     columns[META_INFO] = [packed_object(dict(data.meta_info))] * len(data)

@@ -275,7 +275,7 @@ def parse_spill(text: str) -> Spill:
         )
     if colon and size_bytes < MIN_SPILL_BYTES:
         raise InvalidConfig(
-            f"{sized(size_bytes)} is too little to spill to: give at least "
+            f"a spill of {sized(size_bytes)} is too small: give at least "
             f"{MIN_SPILL_BYTES >> 20}MiB",
             size_bytes=size_bytes,
             minimum=MIN_SPILL_BYTES,

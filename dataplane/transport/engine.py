@@ -74,7 +74,9 @@ class BulkEngine:
         pools: Sequence[PoolHandle] = (),
     ) -> None:
         if identity is not None and transports:
-            raise InvalidConfig(f"{transports[0]} moves bytes unencrypted: it cannot run with TLS")
+            raise InvalidConfig(
+                f"transport {transports[0]} does not encrypt, so it cannot be used with TLS"
+            )
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
         self._host = host

@@ -363,7 +363,7 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
         or offsets[-1] != values.shape[axis]
         or (np.diff(offsets) < 0).any()
     ):
-        raise ProtocolError("a nested tensor whose offsets do not fit its values")
+        raise ProtocolError("the offsets of a nested tensor do not match its values")
     try:
         import torch
     except ImportError:

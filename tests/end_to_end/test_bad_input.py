@@ -150,7 +150,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a large tag": (
         lambda p: p.put({"x": [1]}, tags={"n": 2**70}),
         dataplane.InvalidValue,
-        "64-bit int",
+        "an int of 64 bits",
     ),
     "a tag's name": (
         lambda p: p.put({"x": [1]}, tags={5: 1}),

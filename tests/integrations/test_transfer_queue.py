@@ -372,7 +372,7 @@ def test_who_began_the_queue_ends_it(plane: None) -> None:
     ("conf", "why"),
     [
         ({"controller": {"sampler": "NoSuchSampler"}}, "NoSuchSampler is no sampler"),
-        ({"controller": {"sampler": 5}}, "controller.sampler is a name"),
+        ({"controller": {"sampler": 5}}, "controller.sampler must be the name"),
     ],
 )
 def test_a_sampler_that_is_none_is_refused(conf: Any, why: str, plane: None) -> None:
@@ -403,7 +403,7 @@ def test_mistakes_are_told_before_anything_is_put(tq: Any) -> None:
     two: list[Any] = ["a", "b"]
     with pytest.raises(TypeError, match="keys are a list of texts, not 'ab'"):
         tq.kv_batch_put("ab", "train", rows(2))
-    with pytest.raises(ValueError, match="one key at least"):
+    with pytest.raises(ValueError, match="at least one key"):
         tq.kv_batch_put([], "train", rows(0))
     with pytest.raises(TypeError, match="a partition is named by a text, not by 7"):
         tq.kv_batch_put(two, 7, rows(2))

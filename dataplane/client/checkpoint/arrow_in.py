@@ -104,11 +104,11 @@ class _Batch:
         ends = self.offset + self.nbytes
         rising = (self.row[1:] >= self.row[:-1]).all()
         if not rising or (ends > nbytes).any() or (self.row >= self.n).any():
-            raise ValueError("values out of order, or beyond the end")
+            raise ValueError("the values are out of order or beyond the end of the file")
         grouped = self.group[self.group != NO_GROUP]
         in_order = (self.group[1:] >= self.group[:-1]).all()  # NO_GROUP is the largest
         if not in_order or (grouped >= self.n_groups).any():
-            raise ValueError("rows out of the order of their groups")
+            raise ValueError("the rows are not in the order of their groups")
 
     def portions(self, most_bytes: int) -> Iterator[Portion]:
         counts = np.bincount(self.group[self.group != NO_GROUP], minlength=self.n_groups)

@@ -146,7 +146,7 @@ def attach(config: Any = None) -> TransferQueueClient:
     told = store.told("config")
     if told is None:
         store.plane.close()
-        raise RuntimeError("nobody has begun a queue in this plane: call init() first")
+        raise RuntimeError("no process has started a queue in this plane: call init() first")
     store.dedup.update(told["dedup"])
     return TransferQueueClient(f"{os.getpid()}", store, bool(told["polling"]))
 
@@ -175,7 +175,9 @@ def _sampler_of(given: Any) -> BaseSampler:
     if isinstance(given, type):
         given = given()
     if not isinstance(given, BaseSampler):
-        raise ValueError(f"controller.sampler is a name, class or instance of one, not {given!r}")
+        raise ValueError(
+            f"controller.sampler must be the name, class or instance of a sampler, not {given!r}"
+        )
     return given
 
 
@@ -206,7 +208,7 @@ def close() -> None:
 def get_client() -> TransferQueueClient:
     """This process's client. RuntimeError before `init`."""
     if _here.client is None:
-        raise RuntimeError("this process is in no queue: call init() first")
+        raise RuntimeError("this process has not joined a queue: call init() first")
     return _here.client
 
 
@@ -218,7 +220,7 @@ def joined() -> TransferQueueClient:
             if store.told("config") is None:
                 _here.store = None
                 store.plane.close()
-                raise RuntimeError("nobody has begun a queue here: call init() first")
+                raise RuntimeError("no process has started a queue here: call init() first")
             _client(store)
         return get_client()
 
@@ -279,15 +281,17 @@ def kv_batch_put(
     if isinstance(keys, str):
         raise TypeError(f"keys are a list of texts, not {keys!r:.60}; kv_put puts one row")
     if not len(keys):
-        raise ValueError("give one key at least")
+        raise ValueError("give at least one key")
     if fields is None and tags is None:
-        raise ValueError("give fields, or tags, or both")
+        raise ValueError("give fields, tags or both")
     if fields is not None and fields.batch_size[0] != len(keys):
-        raise ValueError(f"{len(keys)} keys for fields of {fields.batch_size[0]} rows")
+        raise ValueError(
+            f"got {len(keys)} keys and fields of {fields.batch_size[0]} rows; pass one key per row"
+        )
     if tags is not None and len(tags) != len(keys):
-        raise ValueError(f"{len(keys)} keys for {len(tags)} tags")
+        raise ValueError(f"got {len(keys)} keys and {len(tags)} tags; pass one tag dict per key")
     if len(set(keys)) < len(keys):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice; give each row a key of its own")
     return joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
 
 
@@ -307,7 +311,7 @@ def kv_batch_get_by_meta(
 ) -> TensorDict:
     """The values of a batch's rows and fields, or of some of its fields."""
     if meta.partition_id is None:
-        raise ValueError("this batch is of no partition: set partition_id")
+        raise ValueError("this batch has no partition: set partition_id")
     selected = [select_fields] if isinstance(select_fields, str) else select_fields
     if selected is not None and (odd := [f for f in selected if f not in (meta.fields or ())]):
         raise ValueError(f"select_fields {odd} not found in this batch, which has {meta.fields}")

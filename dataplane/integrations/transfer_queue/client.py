@@ -108,7 +108,7 @@ class TransferQueueClient:
         if mode != "fetch":
             raise ValueError(f"mode {mode!r} is none of fetch, force_fetch, insert")
         if task_name is None:
-            raise ValueError("a fetch is for a task: give task_name")
+            raise ValueError("a fetch needs a task: pass task_name")
         deadline = time.monotonic() + float(os.environ.get(_FETCH_S, 1))
         config = dict(sampling_config or {})
         while True:
@@ -201,14 +201,18 @@ class TransferQueueClient:
         merged into theirs. data_parser: changes the columns, a plain dict, in place before."""
         if metadata is None:
             if partition_id is None:
-                raise ValueError("put new rows into a partition, or rows of a batch: give either")
+                raise ValueError(
+                    "pass either partition_id, for new rows, or metadata, for existing rows"
+                )
             metadata = self._inserted(partition_id, data.batch_size[0], list(data.keys()))
         if not metadata:
-            raise ValueError("there are no rows in this batch to put into")
+            raise ValueError("this batch has no rows to put into")
         if data_parser is not None:
             data = parsed(data, data_parser)
         if data.batch_size[0] != metadata.size:
-            raise ValueError(f"{data.batch_size[0]} rows of data for a batch of {metadata.size}")
+            raise ValueError(
+                f"got {data.batch_size[0]} rows of data for a batch of {metadata.size} rows"
+            )
         columns = columns_of(data)
         places: dict[str, list[int]] = {}
         for place, name in enumerate(metadata.partition_ids):
@@ -322,7 +326,7 @@ class TransferQueueClient:
         if not isinstance(keys, list):
             raise TypeError(f"keys are a text or a list of texts, not a {type(keys).__name__}")
         if not keys:
-            raise ValueError("give one key at least")
+            raise ValueError("give at least one key")
         if not all(isinstance(key, str) for key in keys):
             raise TypeError("keys are texts")
         found = self._store.find(partition_id, keys)
@@ -335,7 +339,7 @@ class TransferQueueClient:
         indexes = self._store.numbered(partition_id, rows)
         by_index = dict(zip(indexes, rows, strict=True))
         if len(by_index) < len(rows):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key occurs twice; give each row a key of its own")
         return self._meta(partition_id, by_index, common_fields(rows))
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
@@ -344,7 +348,7 @@ class TransferQueueClient:
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError("global indexes are an int or a list of ints")
         if not indexes:
-            raise ValueError("give one global index at least")
+            raise ValueError("give at least one global index")
         keys = self._store.keys_of(partition_id, indexes)
         if without := [i for i, key in zip(indexes, keys, strict=True) if isinstance(key, int)]:
             raise RuntimeError(f"rows {without[:3]} of {partition_id!r} have no key")
@@ -390,7 +394,7 @@ class TransferQueueClient:
         """The values of rows by key; see `kv_batch_get`."""
         keys = [keys] if isinstance(keys, str) else list(keys)
         if not keys:
-            raise ValueError("give one key at least")
+            raise ValueError("give at least one key")
         wanted = [select_fields] if isinstance(select_fields, str) else select_fields
         if wanted:  # mostly fields that all of them have: those of a meta
             with contextlib.suppress(StorageKeyNotFoundError):

@@ -263,8 +263,8 @@ def rebuilt(told: dict[str, Any]) -> BaseSampler:
         kind = getattr(kind, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BaseSampler)):
         raise TypeError(
-            f"{told['module']}.{told['class']} is no sampler that this process has imported: a "
-            "sampler of your own is a class of a module that every process imports"
+            f"{told['module']}.{told['class']} is not a sampler that this process has "
+            "imported: import its module in every process"
         )
     made = kind.__new__(kind)
     vars(made).update((name, _unpacked(value)) for name, value in told["attributes"].items())

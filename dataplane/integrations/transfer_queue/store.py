@@ -170,7 +170,7 @@ class Store:
         if not isinstance(name, str):
             raise TypeError(f"a partition is named by a text, not by {name!r:.60}")
         if name == REGISTRY or not name or name.startswith(HIDDEN):
-            raise ValueError(f"{name!r} is no name for a partition")
+            raise ValueError(f"{name!r} cannot be the name of a partition")
         entry = self._entry(f"partition:{name}")
         if entry is None or entry[_GONE]:
             if not create:
@@ -222,7 +222,9 @@ class Store:
             except dataplane.TagConflict:
                 continue
             return list(range(start, start + count))
-        raise dataplane.Unavailable(f"row numbers of {name!r} were taken by others, time and again")
+        raise dataplane.Unavailable(
+            f"other processes kept taking the row numbers of partition {name!r}: try again"
+        )
 
     # rows
 
@@ -238,7 +240,7 @@ class Store:
             except (dataplane.PartitionGone, dataplane.PartitionUndefined):
                 with self._lock:
                     self._known.pop(name, None)
-        raise dataplane.Unavailable(f"{name!r} was cleared by others, time and again")
+        raise dataplane.Unavailable(f"other processes kept clearing partition {name!r}: try again")
 
     def rows(self, name: str) -> list[Row]:
         """All rows of a partition, as they stood at one moment; none where it is not there."""
@@ -272,7 +274,7 @@ class Store:
         Rows with the same names of tags go together, in the order given.
         """
         if clash := [field for field in columns if field.startswith(HIDDEN)]:
-            raise ValueError(f"{clash[0]!r} is no name for a field")
+            raise ValueError(f"{clash[0]!r} cannot be the name of a field")
         plain = [tags_of(row) for row in tags] if tags is not None else [{}] * len(keys)
         alike: dict[tuple[str, ...], list[int]] = {}
         for place, row in enumerate(plain):

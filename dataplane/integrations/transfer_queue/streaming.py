@@ -46,9 +46,12 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     if not isinstance(td, TensorDict):
         raise TypeError(f"a batch is a TensorDict, not a {type(td).__name__}")
     if not isinstance(micro_batch_size, int) or micro_batch_size <= 0:
-        raise ValueError(f"micro_batch_size is 1 at least, not {micro_batch_size!r}")
+        raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size!r}")
     if not td.batch_size or micro_batch_size > td.batch_size[0]:
-        raise ValueError(f"pieces of {micro_batch_size} of a batch of shape {tuple(td.batch_size)}")
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size} is larger than the batch, whose shape is "
+            f"{tuple(td.batch_size)}"
+        )
     rows = td.batch_size[0]
     parts = {
         name: value.unbind() if isinstance(value, torch.Tensor) and value.is_nested else value
@@ -93,9 +96,9 @@ class StreamingDataset(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is 1 at least, not {micro_batch_size}")
+            raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
         if not data_fields:
-            raise ValueError("name one field at least in data_fields")
+            raise ValueError("name at least one field in data_fields")
         if dp_rank < 0:
             raise ValueError(f"dp_rank is {dp_rank}; ranks count from 0")
         self.config = config

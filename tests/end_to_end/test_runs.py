@@ -567,7 +567,7 @@ def test_clean_leaves_a_peer_whose_values_belong_to_rows_that_another_one_knows(
         plane.partition("p", {"train": ["x"]}).put({"x": [np.zeros(10_000)]})
     said = command("clean", "--run", PLANE).stdout.splitlines()
     assert len(said) == 2 and all(one.startswith(f"left run {PLANE!r}") for one in said)
-    assert all("its run has rows" in one and "1 of 'p'" in one for one in said)
+    assert all("its run has unread rows" in one and "1 of 'p'" in one for one in said)
     with cluster.connect("b") as plane:
         plane.partition("p").claim("train", rows=1).ack()
     said = command("clean", "--run", PLANE).stdout.splitlines()

@@ -60,7 +60,7 @@ test: test-packages $(VENV)/.test-installed
 QUICK := $(VENV)/quick
 quick: $(QUICK)/.installed
 	$(QUICK)/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/metadata tests/peer tests/memory tests/client \
-	  tests/protocol tests/launch tests/packaging/test_flakes.py tests/packaging/test_rooms.py tests/bench/test_columns.py tests/bench/test_flow.py \
+	  tests/protocol tests/launch tests/packaging/test_flakes.py tests/packaging/test_phrases.py tests/packaging/test_rooms.py tests/bench/test_columns.py tests/bench/test_flow.py \
 	  tests/bench/test_headline.py tests/bench/test_ledger.py tests/bench/test_traces.py
 
 $(QUICK)/.installed: $(BIN)/python pyproject.toml

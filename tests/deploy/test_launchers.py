@@ -86,8 +86,8 @@ def test_a_slurm_job_runs_a_step_on_three_nodes(commands: Path, run_dir: Path, n
     assert groups == {f"prompt-{n}" for n in range(16)}, done.stderr
     assert not list((commands.parent / "home").iterdir()), "the token went with the job"
     for node in range(1, 4):
-        serves = f"peer '127.0.0.{node}' of run 'slurm-{number}' serves"
-        assert serves in done.stderr, done.stderr
+        serving = f"peer '127.0.0.{node}' of run 'slurm-{number}': serving"
+        assert serving in done.stderr, done.stderr
 
 
 def test_a_slurm_job_of_too_few_nodes_says_so(commands: Path, run_dir: Path) -> None:

@@ -276,13 +276,16 @@ class WaitingCalls:
     def _look(self, stage: _Stage) -> None:
         self._serve(stage)
         for answer, body in list(stage.waits.items()):
-            try:
-                outcome = _met(stage.entry, body)
-            except Exception:
-                self._failed(stage)
-                continue
-            if outcome is not None:
-                _give(answer, outcome)
+            self._look_at(stage, answer, body)
+
+    def _look_at(self, stage: _Stage, answer: Answer, body: Wait) -> None:
+        try:
+            outcome = _met(stage.entry, body)
+        except Exception:
+            self._failed(stage)
+            return
+        if outcome is not None:
+            _give(answer, outcome)
 
     def _stage(self, entry: Entry, name: str | None) -> _Stage:
         key = (entry.name, entry.generation, name)
@@ -358,7 +361,7 @@ class WaitingCalls:
         answer.add_done_callback(ended)
         if body.below:
             self.producers_wait()
-        self._look(stage)
+        self._look_at(stage, answer, body)  # for the others nothing has changed
         until = self.host.now() + waits_s(body.timeout_ms)
         late = self._late if body.key is None else self._no_key
         in_time(answer, until, lambda: late(stage, body))

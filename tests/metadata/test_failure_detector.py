@@ -168,6 +168,17 @@ def test_the_first_member_that_is_heard_after_a_cut_loses_no_other() -> None:
     assert not clock.run(60.0, hears=(B, C, D))
 
 
+def test_a_dead_member_is_lost_although_the_others_are_heard_seldom() -> None:
+    """What passed between two messages of slow members counted against nobody, for ever."""
+    gap_s = HEARD_S + 2 * BEAT_S
+    for slow in ((C,), (C, D)):
+        clock, lost = Clock(B, *slow), list[Owner]()
+        for _ in range(round((ALONE_S + LOST_AFTER_S + DOUBT_S) / gap_s) + 2):
+            lost += clock.run(gap_s, unreached=(B,))
+            lost += clock.run(BEAT_S, hears=slow, unreached=(B,))
+        assert lost == [B], slow
+
+
 def test_a_keeper_that_hears_half_again_gives_the_others_time_to_be_heard() -> None:
     clock = Clock(B, C, D)
     assert not clock.run(REFUSED_S + DOUBT_S - SLACK_S, hears=(B,), refused=(C, D))

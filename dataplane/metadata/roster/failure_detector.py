@@ -12,8 +12,8 @@ A member is lost on one of four grounds:
 - silent: it sends no message for `lost_after_s`.
 
 Except for the first ground, a keeper that hears under half of the members doubts itself first.
-Time in which the keeper did not run, or heard no member and then heard one again, counts against
-nobody.
+Time in which the keeper did not run counts against nobody. Nor does time in which it heard no
+member and then heard one again, for a minute at most: a dead member is lost beside slow ones too.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class FailureDetector:
         self._contacts = contacts
         self._lost_after_s = lost_after_s
         self._heard: dict[Owner, float] = {}
+        self._excused_s: dict[Owner, float] = {}
+        """since a member was heard last, how long nobody was, which does not count"""
         self._reports: dict[Owner, frozenset[Owner]] = {}
         self._recent: dict[Owner, float] = {}
         """members lost without proof, and when"""
@@ -137,11 +139,10 @@ class FailureDetector:
         """A message of this process arrived."""
         self._run(now)
         deaf_s = now - self._any_heard_at
-        if deaf_s > HEARD_S:  # the other members are heard a moment later
-            self._skip(deaf_s)
-            if self._doubts_since is not None:
-                self._doubts_since = now
+        self._excused_s.pop(peer, None)
         self._heard[peer] = self._any_heard_at = now
+        if deaf_s > HEARD_S:  # the other members are heard a moment later
+            self._excuse(deaf_s, [one for one in self._heard if one != peer], now)
 
     def reported(self, by: Owner, unreached: Iterable[Owner]) -> None:
         """Whose kernels a member cannot reach now; replaces what it reported before."""
@@ -192,7 +193,7 @@ class FailureDetector:
             if self._doubts_since is not None:
                 log.info("roster keeper: hears %d of %d members again", heard, total)
                 self._doubts_since, self._sure_at = None, now + RETURN_S
-            return now >= self._sure_at
+            return now >= self._sure_at or not any(map(self._is_excusable, due))
         if self._doubts_since is None:
             if not due:
                 return True
@@ -214,6 +215,20 @@ class FailureDetector:
         if missed_s > STALL_S:
             self._skip(missed_s)
 
+    def _excuse(self, seconds: float, members: list[Owner], now: float) -> None:
+        """So much of the time until now counts against none of these, ALONE_S in all at most."""
+        for one in members:
+            before_s = self._excused_s.get(one, 0.0)
+            more_s = min(seconds, ALONE_S - before_s)
+            if more_s > 0:
+                self._excused_s[one] = before_s + more_s
+                self._heard[one] += more_s
+                if self._doubts_since is not None:
+                    self._doubts_since = now
+
+    def _is_excusable(self, one: Owner) -> bool:
+        return self._excused_s.get(one, 0.0) < ALONE_S
+
     def _skip(self, seconds: float) -> None:
         """For the members, so much of the time until now has not passed."""
         self._heard = {owner: at + seconds for owner, at in self._heard.items()}
@@ -223,5 +238,6 @@ class FailureDetector:
 
     def _keep(self, owners: set[Owner], now: float) -> None:
         self._heard = {owner: at for owner, at in self._heard.items() if owner in owners}
+        self._excused_s = {one: s for one, s in self._excused_s.items() if one in owners}
         self._reports = {one: told for one, told in self._reports.items() if one in owners}
         self._recent = {one: at for one, at in self._recent.items() if now - at < RECENT_S}

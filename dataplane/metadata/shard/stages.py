@@ -69,6 +69,11 @@ class Lane:
     def __iter__(self) -> Iterator[tuple[Unit, int]]:
         return ((one.unit, one.bits) for one in self._queue if one.bits)
 
+    def entries(self) -> tuple[list[Unit], list[int]]:
+        """The units in order, and which rows of each are ready. A copy: two quick passes."""
+        left = [one for one in self._queue if one.bits]
+        return [one.unit for one in left], [one.bits for one in left]
+
     def holds(self, unit: Unit) -> int:
         """What is in the lane of this unit."""
         bits = 0

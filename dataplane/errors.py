@@ -30,7 +30,7 @@ no: the call fails again until something else changes; `next_step` says what.
 
 
 class DataplaneError(Exception):
-    """Base class of every error of this package. `details` holds the figures of the message."""
+    """Base class of every error of this package. `details` holds what the message names."""
 
     next_step: ClassVar[str] = "Read the message."
     retry: ClassVar[Retry] = "no"
@@ -374,7 +374,7 @@ class ClaimTimeout(DataplaneError, TimeoutError):
 
 
 class StreamEnd(DataplaneError):
-    """The partition is sealed and the stage has had all it can get."""
+    """The partition is sealed, and nothing is left for the stage."""
 
     next_step = "Leave the loop; nothing is wrong."
 

@@ -277,13 +277,13 @@ def wait(
     if key is not None:
         if any(a is not None for a in (stage, rows, groups, below, unit, where)):
             raise InvalidCall(
-                "wait(key=…) waits for one row and takes no other argument than timeout="
+                "wait(key=…) waits for one row and takes no argument other than timeout="
             )
         yield from _wait_for_key(handle, key, timeout)
         return
     if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
         raise InvalidCall(
-            "wait takes a stage and exactly one of rows=, groups=, below=, or only key="
+            "wait takes either a stage and exactly one of rows=, groups=, below=, or key= alone"
         )
     if unit not in (None, "rows", "groups"):
         raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")

@@ -275,9 +275,10 @@ class Attendant:
         here = runs.find_run().name
         if here != plane:
             raise InvalidConfig(
-                f"the workers of node {self._name} belong to run {here!r}, the driver to "
-                f"{plane!r}: connect() after ray.init(), or set DATAPLANE_RUN alike for both, the "
-                'workers\' by ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": ...}})'
+                f"the workers of node {self._name} belong to run {here!r}, but the driver belongs "
+                f"to {plane!r}: call connect() after ray.init(), or set DATAPLANE_RUN to the same "
+                "value for both, for the workers with "
+                'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": ...}})'
             )
         host = ray.util.get_node_ip_address()
         first = discovery.seed_port(plane)

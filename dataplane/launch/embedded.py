@@ -159,9 +159,9 @@ class Attached:
         others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
         if others:
             remarks.append(
-                f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs of "
-                "several terminals, or of several lines of a script, give them one run name, "
-                "connect(run=…) or DATAPLANE_RUN"
+                f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs in "
+                "several terminals, or started by several lines of a script, give them one run "
+                "name with connect(run=…) or DATAPLANE_RUN"
             )
         return remarks
 

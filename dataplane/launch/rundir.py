@@ -491,7 +491,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"{text!r} is not a valid starter: {exc}; only connect() sets it"
+            f"--starter {text!r} is not valid: {exc}. connect() sets this option; do not set it by "
+            "hand"
         ) from exc
 
 

@@ -78,7 +78,7 @@ class Setting:
 
 def _devices(text: str) -> str:
     if text not in ("auto", "required", "off"):
-        raise InvalidConfig(f"{text!r} is neither auto, required nor off")
+        raise InvalidConfig(f"{text!r} is not auto, required or off")
     return text
 
 

@@ -173,7 +173,7 @@ def populate(address: int, length: int) -> bool:
         return True
     if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
         return False
-    raise _os_error(f"cannot bring {length} bytes of pages in")
+    raise _os_error(f"cannot prefault {length} bytes of pages")
 
 
 def _os_error(what: str) -> OSError:

@@ -171,7 +171,7 @@ def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
     """ProtocolError for bytes that are not all in the pool."""
     if offset < 0 or nbytes < 0 or offset + nbytes > pool.nbytes:
         raise ProtocolError(
-            f"{nbytes} bytes at {offset} are not in a device arena of {pool.nbytes} bytes"
+            f"{nbytes} bytes at offset {offset} are outside the device arena of {pool.nbytes} bytes"
         )
 
 

@@ -300,7 +300,7 @@ def _decoded(raw: bytes) -> tuple[int, int, int]:
     try:
         return msgspec.msgpack.decode(raw, type=tuple[int, int, int])
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a handle of the twin: {exc}") from exc
+        raise ProtocolError(f"not a valid handle of the simulated device: {exc}") from exc
 
 
 def _opened(raw: bytes) -> int:

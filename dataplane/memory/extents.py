@@ -77,7 +77,7 @@ def coalesce(starts: Bytes, ends: Bytes) -> Set:
         return starts, ends
     starts, ends = np.sort(starts, kind="stable"), np.sort(ends, kind="stable")
     if np.count_nonzero(starts[1:] < ends[:-1]):
-        raise ValueError("stretches overlap")
+        raise ValueError("extents overlap")
     apart = starts[1:] != ends[:-1]
     if every(apart):
         return starts, ends

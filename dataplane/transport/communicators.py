@@ -274,7 +274,7 @@ class NcclRanks:
         try:
             pair = _unique_ids.decode(unique_id)
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"not a unique id of NCCL: {exc}") from exc
+            raise ProtocolError(f"not a valid NCCL unique id: {exc}") from exc
         self._device.bind()
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
 

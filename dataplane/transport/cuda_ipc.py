@@ -117,7 +117,9 @@ class CudaIpcTransport(Transport):
         for placed, device, pool in self._mine:
             if placed.holds(dest, nbytes):
                 return device, pool.address + dest - placed.start
-        raise ProtocolError(f"{nbytes} bytes at {dest} are not in a device arena of this peer")
+        raise ProtocolError(
+            f"{nbytes} bytes at offset {dest} are outside the device arenas of this peer"
+        )
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
         """The address of these bytes of the owner as this device reaches them."""
@@ -125,7 +127,9 @@ class CudaIpcTransport(Transport):
             if PlacedPool(start, handle).holds(source, nbytes):
                 pool = self._open(theirs, handle, device)
                 return pool.address + source - start
-        raise ProtocolError(f"{nbytes} bytes at {source} are not in a device arena of the owner")
+        raise ProtocolError(
+            f"{nbytes} bytes at offset {source} are outside the device arenas of the owner"
+        )
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
         with self._lock:

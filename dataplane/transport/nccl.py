@@ -242,4 +242,4 @@ def _card(key: RegionKey) -> Card:
     try:
         return msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a card of {NAME}: {exc}") from exc
+        raise ProtocolError(f"not a valid {NAME} card: {exc}") from exc

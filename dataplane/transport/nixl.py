@@ -216,7 +216,7 @@ def _card(key: RegionKey) -> Card:
     try:
         return _cards.decode(key.card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a card of nixl: {exc}") from exc
+        raise ProtocolError(f"not a valid nixl card: {exc}") from exc
 
 
 def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:

@@ -274,7 +274,7 @@ class RangeServer:
         if self._ended:
             raise TransferFailed(f"the process of peer {self._owner.peer!r} has ended")
         if isinstance(asked, Release):
-            raise ProtocolError("a release where nothing is held")
+            raise ProtocolError("the reader sent a release, but no ranges are held")
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
             bound = held_bytes(asked.pieces, asked.transport, asked.card)
@@ -414,11 +414,11 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
     except TimeoutError as exc:
         raise DeadlineExceeded("the ticket expired before the reader released the ranges") from exc
     if frame is None:
-        raise ConnectionResetError("the reader left without a word")
+        raise ConnectionResetError("the reader closed the connection without releasing the ranges")
     release = decode_to_owner(frame)
     if not isinstance(release, Release) or release.nbytes != nbytes:
         raise ProtocolError(
-            f"ranges of {nbytes} bytes are held, and the reader does not name the hold"
+            f"ranges of {nbytes} bytes are held, but the reader did not release exactly these"
         )
     return nbytes
 
@@ -471,6 +471,6 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))
     if (outside & there).any():
-        raise InternalError("the peer answered with a place outside its arena")
+        raise InternalError("the peer answered with an offset outside its arena")
     sources: Offsets = np.where(there, offset + start, GONE)
     return sources

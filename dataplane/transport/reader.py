@@ -268,7 +268,7 @@ class TcpReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, Sending):
-            raise ProtocolError(f"a pull was answered by {type(answer).__name__}")
+            raise ProtocolError(f"the owner answered a pull with {type(answer).__name__}")
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
@@ -345,7 +345,7 @@ class HeldReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, HeldFrame):
-            raise ProtocolError(f"a hold was answered by {type(answer).__name__}")
+            raise ProtocolError(f"the owner answered a hold with {type(answer).__name__}")
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
             raise TicketRefused("the owner's answer to a hold was altered in transit")

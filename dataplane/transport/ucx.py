@@ -153,7 +153,7 @@ def _card(raw: bytes) -> Card:
     try:
         card = msgspec.msgpack.decode(raw, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not the card of a region of ucx: {exc}") from exc
+        raise ProtocolError(f"not a valid ucx card: {exc}") from exc
     if len(card.keys) != len(card.stretches):
         raise ProtocolError("the owner's card does not have one key per part of its region")
     return card

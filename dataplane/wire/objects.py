@@ -118,7 +118,7 @@ class Decoder:
         try:
             value = self._decoder.decode(head)
             if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
-                raise ProtocolError("a timestamp (ext code -1) is not of this protocol")
+                raise ProtocolError("timestamps (ext code -1) are not part of this protocol")
             return value
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
             raise ProtocolError(f"not an object of this protocol: {exc}") from exc
@@ -139,13 +139,15 @@ class Decoder:
             return int.from_bytes(data, "little", signed=True)
         elif code == EXT_SCALAR:
             return _scalar(data)
-        raise ProtocolError(f"ext code {code} is not of this protocol, or its content is not")
+        raise ProtocolError(f"ext code {code} or its content is not part of this protocol")
 
     def _leaf(self, data: memoryview) -> Array:
         index = int.from_bytes(data, "little")
         if index < len(self._leaves):
             return self._leaves[index]
-        raise ProtocolError(f"leaf {index} of an object with {len(self._leaves)} leaves")
+        raise ProtocolError(
+            f"an object refers to leaf {index}, but it has only {len(self._leaves)} leaves"
+        )
 
 
 # it never holds leaves, so threads may share it
@@ -301,8 +303,8 @@ def _of_tensordict(value: Any) -> Any:
     if odd is not None:
         key, lacking, having = odd
         raise InvalidValue(
-            f"in this stack of TensorDicts, number {lacking} lacks the key {key!r} that "
-            f"number {having} has: pass the list .unbind(0)"
+            f"in this stack of TensorDicts, element {lacking} lacks the key {key!r}, which element "
+            f"{having} has: pass the list .unbind(0)"
         )
     return dict(value.items())
 
@@ -392,7 +394,7 @@ def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
     dtype = dtype_of(bytes(data[1:end]).decode("ascii"))
     if len(data) - end != dtype.itemsize:
-        raise ProtocolError(f"{len(data) - end} bytes for a scalar of {dtype}")
+        raise ProtocolError(f"a scalar of {dtype} has {len(data) - end} bytes")
     return np.frombuffer(data[end:], dtype)[0]
 
 

@@ -58,7 +58,7 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
         (
             Manifest(FORMAT, 1, "p", "now", [], {"../secret": FileNote(0, "")}),
             CheckpointCorrupt,
-            "other files",
+            "not those of its partitions",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_manifest_that_somebody_edited_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(text)
     assert verified(tmp_path).plane == "mine"
     (tmp_path / MANIFEST).write_bytes(text.replace(b"mine", b"your"))
-    with pytest.raises(CheckpointCorrupt, match="its checksum is another"):
+    with pytest.raises(CheckpointCorrupt, match="its checksum does not match"):
         verified(tmp_path)
 
 

@@ -182,7 +182,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.RowsGone,
         r"1 of 2 rows.*'nope'",
     ),
-    "an unknown field": (lambda p: p.get(fields=["y"]), dataplane.FieldUnknown, "there are .'x'."),
+    "an unknown field": (
+        lambda p: p.get(fields=["y"]),
+        dataplane.FieldUnknown,
+        "the fields are .'x'.",
+    ),
     "a text as fields": (lambda p: p.get(fields="x"), dataplane.InvalidCall, "a list of names"),
     "keys and a filter": (
         lambda p: p.get(keys=["a"], where=tag("n") == 1),
@@ -310,7 +314,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
         (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the batch has 2 rows"),
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: an object"),
         (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
-        (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),
+        (lambda: batch["y"], dataplane.FieldUnknown, "the fields are .'x'."),
         (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: expected a field name"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
         (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),

@@ -164,7 +164,7 @@ def test_weights_that_make_no_lists_raise_as_they_do_there(
     weights: list[int], lists: int, equal: bool
 ) -> None:
     for kind in (ValueError, AssertionError):
-        with pytest.raises(kind, match=f"{len(weights)} weights are"):
+        with pytest.raises(kind, match=f"{len(weights)} weights cannot be split"):
             get_seqlen_balanced_partitions(weights, lists, equal)
 
 
@@ -401,15 +401,15 @@ def test_what_the_plane_cannot_carry_is_named_before_anything_is_put(tq: Any) ->
 
 def test_mistakes_are_told_before_anything_is_put(tq: Any) -> None:
     two: list[Any] = ["a", "b"]
-    with pytest.raises(TypeError, match="keys are a list of texts, not 'ab'"):
+    with pytest.raises(TypeError, match="keys must be a list of str, not 'ab'"):
         tq.kv_batch_put("ab", "train", rows(2))
     with pytest.raises(ValueError, match="at least one key"):
         tq.kv_batch_put([], "train", rows(0))
-    with pytest.raises(TypeError, match="a partition is named by a text, not by 7"):
+    with pytest.raises(TypeError, match="the name of a partition must be a str, not 7"):
         tq.kv_batch_put(two, 7, rows(2))
-    with pytest.raises(TypeError, match="a tag is named by a text, not by 1"):
+    with pytest.raises(TypeError, match="the name of a tag must be a str, not 1"):
         tq.kv_batch_put(two, "train", rows(2), [{"t": 0}, {1: 2}])
-    with pytest.raises(TypeError, match="tags are a dict a row, not a str"):
+    with pytest.raises(TypeError, match="tags must be one dict per row, not a str"):
         tq.kv_batch_put(two, "train", rows(2), ["t", "u"])
     with pytest.raises(TypeError, match="tag 't' is a object"):
         tq.kv_batch_put(two, "train", rows(2), [{}, {"t": object()}])

@@ -102,7 +102,7 @@ def test_only_the_pages_of_granted_extents_can_be_touched(arena: Arena) -> None:
     assert mapped_bytes("rw") == can + 2 * PAGE
     assert mapped_bytes("---") == arena.size_bytes - 2 * PAGE
     for offset, length in ((63 * PAGE, 2 * PAGE), (-1, 5), (0, 65 * PAGE)):
-        with pytest.raises(ProtocolError, match="not in an arena"):
+        with pytest.raises(ProtocolError, match="outside the arena"):
             writes.view(offset, length)
     writes.close()
     assert mapped_bytes() == before

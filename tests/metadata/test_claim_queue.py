@@ -212,7 +212,7 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     assert shard.claim(1, budget(50.0)) == []
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
-    assert "1 row has no valid weight in the tag 'length', by which budget=" in why.message
+    assert "1 row has no valid weight in tag 'length', which budget= uses" in why.message
     assert f"row 2 has {bad!r}" in why.message
     assert why.details["keys"] == [2]
     assert shard.claim(2, budget(20.0)) == [(2, [0, 1])]  # what comes before it is not in its way
@@ -495,5 +495,5 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
-    with pytest.raises(ProtocolError, match="mini-batches, whose product"):
+    with pytest.raises(ProtocolError, match="mini-batches: expected a product"):
         shard.queue.add(waiting(9, rows(0), 1, plan=Shape(3, 10**9), rank=0))

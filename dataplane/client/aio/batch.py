@@ -217,8 +217,8 @@ class Batch(LeasedRows, Converting):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage, and free them: those of these groups, those at these positions
-        in the batch, or all. The lease continues for the others."""
+        """Drop rows for every stage, and free them: those of `groups`, those at the positions
+        `rows` in the batch, or all. The lease continues for the others."""
         await self._run(self._drop(rows, groups, timeout))
 
     async def __aenter__(self) -> Batch:
@@ -235,8 +235,8 @@ class Batch(LeasedRows, Converting):
         except DataplaneError as failure:
             # The body's own exception is the one to see.
             log.warning(
-                "partition %r, stage %r: a batch of %d rows was not released; they come back with "
-                "the session: %s",
+                "partition %r, stage %r: a batch of %d rows was not released, its rows return "
+                "when the session ends: %s",
                 self.partition,
                 self.stage,
                 len(self),

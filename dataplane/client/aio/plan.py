@@ -48,8 +48,8 @@ class Micro(PlannedRows, Converting):
 
 
 class Mini(Steps):
-    """Iterate over its micro-batches. The next one is fetched while this one trains. `epoch` and
-    `number`: which epoch it belongs to, and its position in that epoch."""
+    """A mini-batch. Iterating over it gives micro-batches; the next one is fetched while the loop
+    works on the current one. `epoch`, `number`: its epoch, and its position in that epoch."""
 
     def __aiter__(self) -> Micros:
         return Micros(self._plan, self._number)  # type: ignore[arg-type]
@@ -92,7 +92,8 @@ class Minis(AsyncIterator[Mini]):
 
 
 class Plan(Planned[Micro]):
-    """Iterate over it: `len(plan)` mini-batches, epoch after epoch, each of micro-batches.
+    """One rank's part of the rows of a stage. Iterating over it gives `len(plan)` mini-batches,
+    epoch after epoch; iterating over a mini-batch gives micro-batches.
 
     A loop that runs to its end acks the plan. Any other way out of the loop (break, return, an
     exception) releases it. As a context manager, the plan acks at the end of the body, and releases
@@ -171,4 +172,6 @@ class Plan(Planned[Micro]):
         except DataplaneError as failure:
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
-                log.warning("%r: not released, its rows return with the session: %s", self, failure)
+                log.warning(
+                    "%r: not released, its rows return when the session ends: %s", self, failure
+                )

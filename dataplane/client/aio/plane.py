@@ -34,13 +34,14 @@ def connect(
 
     - `name`: which peer, if this host has several of the run. Default: `DATAPLANE_PEER`.
     - `run`: the name of the run. Default: `DATAPLANE_RUN`, else the launcher's id, else an unnamed
-      run of this process. Processes that this one starts later join the same run. Give programs of
-      several terminals, or of several lines of a script, one name. An unnamed run ends with its
-      last process.
+      run of this process. Processes that this one starts later join the same run. Programs that are
+      started separately, in several terminals or by several lines of a script, share a run only
+      if you give them the same name. An unnamed run ends with its last process.
     - `fresh`: True ends what an earlier launch left of the run, with all its rows, and starts it
       again. This happens once per launch, so all its processes may pass True. In a run of several
       hosts all processes must, and the launcher must give each launch an id. A run with clients is
-      not ended: RunInUse names them. "force" ends the run under its clients.
+      not ended: RunInUse names them. "force" ends the run even while it has
+      clients.
     - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
       GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
       are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
@@ -129,8 +130,8 @@ class Plane(Calls):
         return await self.run(core.stats(None, timeout))
 
     async def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
-        """Return figures of this client since the last call, and of its peer: a flat dict of floats
-        for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
+        """Return metrics of this client since the last call, and of its peer, as a flat dict of
+        floats for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
 
         Per stage: `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others; the same for
         puts and gets; bytes that were copied or pulled; the arena. Costs as much as `stats`.

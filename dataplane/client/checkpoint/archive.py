@@ -171,7 +171,7 @@ def verified(directory: Path) -> Manifest:
     manifest = _manifest(directory)
     names = [MANIFEST, *_names(len(manifest.partitions))]
     if set(manifest.files) != set(names[1:]):
-        raise corrupt(directory / MANIFEST, "it lists other files than its partitions have")
+        raise corrupt(directory / MANIFEST, "the files it lists are not those of its partitions")
     for name in names[1:]:
         note = manifest.files[name]
         found = _summed(directory / name)
@@ -228,11 +228,11 @@ def _manifest(directory: Path) -> Manifest:
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise corrupt(path, str(exc)) from exc
     if manifest.signed().text() != text:
-        raise corrupt(path, "its checksum is another")
+        raise corrupt(path, "its checksum does not match")
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise CheckpointFailed(
-            f"{directory} is a {manifest.format} of version {manifest.version}; this is version "
-            f"{VERSION} of {FORMAT}",
+            f"{directory} is a {manifest.format} of version {manifest.version}; this release "
+            f"reads version {VERSION} of {FORMAT}",
             path=str(directory),
         )
     return manifest

@@ -71,7 +71,10 @@ class PartReader:
                 if table.schema != schema or table.num_record_batches != (
                     tables[0].num_record_batches
                 ):
-                    raise corrupt(self._directory / name, "it has other columns or batches")
+                    raise corrupt(
+                        self._directory / name,
+                        "it does not have the expected columns or number of batches",
+                    )
             for number in range(tables[0].num_record_batches):
                 groups, rows, values = (table.get_batch(number) for table in tables)
                 yield from _Batch(groups, rows, values, self.nbytes).portions(most_bytes)
@@ -85,7 +88,7 @@ class PartReader:
             while rest:
                 count = os.preadv(self._bytes.fileno(), [rest], at)
                 if not count:
-                    raise corrupt(self._directory / FILES[3], "it became shorter")
+                    raise corrupt(self._directory / FILES[3], "it was truncated")
                 at, rest = at + count, rest[count:]
 
 

@@ -50,8 +50,8 @@ def restore(session: Session, directory: Any, timeout: float | None) -> Operatio
     there = sorted({*names} & {*census.partitions})
     if there:
         raise PartitionConflict(
-            f"{len(there)} of the {len(names)} partitions of this checkpoint already exist "
-            f"in plane {session.plane!r}, such as {there[0]!r}; drop them, or restore into "
+            f"{len(there)} of the {len(names)} partitions of this checkpoint already exist in "
+            f"plane {session.plane!r}, for example {there[0]!r}; drop them, or restore into "
             "another plane",
             partitions=there,
         )

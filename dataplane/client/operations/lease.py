@@ -324,9 +324,9 @@ class Lease:
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
             raise InvalidCall(
-                f"the values added as {', '.join(sorted(lost))} were lost with an ack that "
-                "failed: add them again (under another name if the field already exists), "
-                "or release the batch",
+                f"the values added as {', '.join(sorted(lost))} were lost when an ack failed: add "
+                "them again (under another name if the field already exists), or release the "
+                "batch",
                 fields=sorted(lost),
             )
 

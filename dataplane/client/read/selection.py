@@ -283,7 +283,7 @@ class Group:
         return self._of[field].take(self.rows)
 
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
-        """As `Selection.numpy`, of this group."""
+        """Like `Selection.numpy`, for the rows of this group."""
         return convert.to_numpy(self[field], view)
 
     def torch(
@@ -299,7 +299,7 @@ class Group:
         multiple: int | None = None,
         mask: bool = False,
     ) -> Any:
-        """As `Selection.torch`, of this group."""
+        """Like `Selection.torch`, for the rows of this group."""
         shape = Padding(padding, side, length, multiple)
         return self._of._tensors(self[field], layout, shape, view, device, mask)
 

@@ -42,7 +42,8 @@ def negotiate(welcome: Welcome) -> int:
     if version < max(lowest, PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
             f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, this client "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same dataplane on both",
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same release of dataplane "
+            "on both sides",
             peer_versions=list(welcome.versions),
         )
     return version

@@ -220,8 +220,8 @@ class Batch(LeasedRows, Converting):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage, and free them: those of these groups, those at these positions
-        in the batch, or all. The lease continues for the others."""
+        """Drop rows for every stage, and free them: those of `groups`, those at the positions
+        `rows` in the batch, or all. The lease continues for the others."""
         self._run(self._drop(rows, groups, timeout))
 
     def __enter__(self) -> Batch:
@@ -238,8 +238,8 @@ class Batch(LeasedRows, Converting):
         except DataplaneError as failure:
             # The body's own exception is the one to see.
             log.warning(
-                "partition %r, stage %r: a batch of %d rows was not released; they come back with "
-                "the session: %s",
+                "partition %r, stage %r: a batch of %d rows was not released, its rows return "
+                "when the session ends: %s",
                 self.partition,
                 self.stage,
                 len(self),

@@ -94,7 +94,8 @@ class Partition:
         expect: Mapping[str, Scalar] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Set tags of rows. `expect`: only if the tags have these values now, else TagConflict."""
+        """Set tags of rows. `expect`: set them only if the tags have these values now; otherwise
+        raise TagConflict."""
         self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
@@ -296,16 +297,16 @@ class Partition:
     ) -> None:
         """Wait until enough rows or groups are ready for a stage, or few enough are unfinished.
 
-        - `rows`, `groups`: wait for at least this many ready ones.
+        - `rows`, `groups`: wait until at least this many are ready.
         - `below`: wait until fewer than this many are unfinished: groups if the partition has a
-          `group_size`, else rows. This slows a producer down by count.
+          `group_size`, else rows. A producer can use this to limit how far it runs ahead.
         - `where`: count only those that match. Rows that are leased or not ready yet always count,
           because their tags may still change.
-        - `key`: wait until a row with this key exists, without a stage:
+        - `key`: wait until a row with this key exists. Pass no stage:
           `part.wait(key="version-7")`.
 
-        Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition cannot be met
-        any more; RowsGone or RowsDropped if the row of this key was freed or dropped."""
+        Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition can no longer
+        be met; RowsGone or RowsDropped if the row with this key was freed or dropped."""
         self._run(core.wait(self._handle, stage, rows, groups, below, unit, where, key, timeout))
 
     def admit(
@@ -364,7 +365,8 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read rows without a lease: these keys, in this order; those that match a filter; or all.
+        """Read rows without a lease: those of `keys`, in that order; those that match `where`; or
+        all.
 
         `fields` None: all fields. Raises RowsGone for rows that were freed or never put.
         """

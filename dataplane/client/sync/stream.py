@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Streaming[Batch]):
-    """Iterate over it. Asking for the next batch acks the current one, with what was added to it.
+    """An iterator over claimed batches. Asking for the next batch acks the current one, with what
+    was added to it.
 
     Any other end of the loop (break, return, an exception, the end of a `with`) releases the batch
     in hand. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the loop
@@ -66,8 +67,8 @@ class StreamLoop(Looping[Batch], Iterator[Batch]):
 
 
 class Loader(Loading[Batch, "LoaderLoop"]):
-    """Iterate over it in the training process. It claims the next batch, and calls `collate` with
-    it, while the loop works on the current one.
+    """An iterator for the training process. It claims the next batch and calls `collate` with it
+    while the loop works on the current one.
 
     A batch is acked when the loop asks for the next one. `break`, an exception or the end of a
     `with` releases it. `batch` is the current one. `state_dict()` says which rows were handed out,
@@ -89,7 +90,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
         return loop
 
     def close(self) -> None:
-        """Release the batch in hand and what was prefetched; the loop is over."""
+        """Release the batch in hand and the prefetched ones. This ends the loop."""
         if self._loop is not None:
             self._loop.leave()
         if self._behind is None:
@@ -216,5 +217,7 @@ class Admission(Admitting):
         except DataplaneError as failure:
             # The peer gives them back with the session, if it has not heard this.
             log.warning(
-                "%r: permits were not returned, the session's end returns them: %s", self, failure
+                "%r: permits were not returned, they return when the session ends: %s",
+                self,
+                failure,
             )

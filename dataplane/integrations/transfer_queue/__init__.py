@@ -255,12 +255,12 @@ def kv_put(
             if not isinstance(value, torch.Tensor):
                 columns[name] = NonTensorStack(value)
             elif value.is_nested:
-                raise ValueError(f"field {name!r} is nested: several rows are put by kv_batch_put")
+                raise ValueError(f"field {name!r} is nested: to put several rows, use kv_batch_put")
             else:
                 columns[name] = value.unsqueeze(0)
         fields = TensorDict(columns, batch_size=1)
     elif fields is not None and not isinstance(fields, TensorDict):
-        raise ValueError(f"fields are a dict or a TensorDict, not a {type(fields).__name__}")
+        raise ValueError(f"fields must be a dict or a TensorDict, not a {type(fields).__name__}")
     return kv_batch_put(
         [key], partition_id, fields, [tag] if tag is not None else None, data_parser
     )
@@ -279,7 +279,7 @@ def kv_batch_put(
     the rows' tags and the fields that all of them have. data_parser: changes the columns before.
     """
     if isinstance(keys, str):
-        raise TypeError(f"keys are a list of texts, not {keys!r:.60}; kv_put puts one row")
+        raise TypeError(f"keys must be a list of str, not {keys!r:.60}; to put one row, use kv_put")
     if not len(keys):
         raise ValueError("give at least one key")
     if fields is None and tags is None:
@@ -384,7 +384,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     if not target.exists() and old.exists():  # a save was cut off between its two renames
         old.rename(target)
     if not (target / _METADATA).exists():
-        raise FileNotFoundError(f"{target} is no checkpoint of a queue: it has no {_METADATA}")
+        raise FileNotFoundError(f"{target} is not a checkpoint of a queue: it has no {_METADATA}")
     store.end()
     store.plane.restore(target / _ROWS)
     store.begin()

@@ -106,7 +106,7 @@ class TransferQueueClient:
             rows = self._store.rows(partition_id)
             return self._meta(partition_id, self._in_order(partition_id, rows), data_fields)
         if mode != "fetch":
-            raise ValueError(f"mode {mode!r} is none of fetch, force_fetch, insert")
+            raise ValueError(f"mode {mode!r}: expected fetch, force_fetch or insert")
         if task_name is None:
             raise ValueError("a fetch needs a task: pass task_name")
         deadline = time.monotonic() + float(os.environ.get(_FETCH_S, 1))
@@ -324,11 +324,11 @@ class TransferQueueClient:
         out, or, with create, made."""
         keys = [keys] if isinstance(keys, str) else keys
         if not isinstance(keys, list):
-            raise TypeError(f"keys are a text or a list of texts, not a {type(keys).__name__}")
+            raise TypeError(f"keys must be a str or a list of str, not a {type(keys).__name__}")
         if not keys:
             raise ValueError("give at least one key")
         if not all(isinstance(key, str) for key in keys):
-            raise TypeError("keys are texts")
+            raise TypeError("keys must be str")
         found = self._store.find(partition_id, keys)
         if create and (absent := [k for k, row in zip(keys, found, strict=True) if row is None]):
             self._store.put(partition_id, absent, {}, None)
@@ -346,7 +346,7 @@ class TransferQueueClient:
         """The keys of rows by number. RuntimeError where one has none."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
-            raise TypeError("global indexes are an int or a list of ints")
+            raise TypeError("global_indexes must be an int or a list of ints")
         if not indexes:
             raise ValueError("give at least one global index")
         keys = self._store.keys_of(partition_id, indexes)
@@ -375,7 +375,7 @@ class TransferQueueClient:
     ) -> KVBatchMeta:
         """Write fields and tags of rows by key; see `kv_batch_put`."""
         if not all(isinstance(key, str) for key in keys):
-            raise TypeError("keys are texts")
+            raise TypeError("keys must be str")
         if fields is not None and data_parser is not None:
             fields = parsed(fields, data_parser)
         self._store.put(partition_id, keys, columns_of(fields) if fields is not None else {}, tags)
@@ -402,12 +402,12 @@ class TransferQueueClient:
         found = self._store.find(partition_id, keys)
         if absent := [key for key, row in zip(keys, found, strict=True) if row is None]:
             raise StorageKeyNotFoundError(
-                f"{len(absent)} of {len(keys)} keys not found in {partition_id!r}, such as "
-                f"{absent[:3]}: never put, or cleared"
+                f"{len(absent)} of {len(keys)} keys not found in {partition_id!r}, for example "
+                f"{absent[:3]}: they were never put, or were cleared"
             )
         fields = common_fields([row for row in found if row is not None])
         if not fields:
-            raise ValueError(f"the rows of {partition_id!r} have no field that all of them have")
+            raise ValueError(f"these rows of {partition_id!r} have no field in common")
         if wanted is not None:
             fields = [field for field in wanted if field in fields]
         return self._store.values(partition_id, keys, fields)

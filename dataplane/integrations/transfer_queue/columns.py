@@ -66,7 +66,7 @@ def check_even(fields: TensorDict) -> None:
     if (odd := uneven_keys(fields)) is not None:
         raise ValueError(
             f"field {odd[0]!r} is in row {odd[2]} and not in row {odd[1]}: put rows with different "
-            "fields by several calls"
+            "fields in several calls"
         )
 
 
@@ -90,7 +90,7 @@ def _column(name: str, value: Any, rows: int) -> Column:
             value = value.tolist()
         entries = list(value)
     else:
-        raise ValueError(f"field {name!r} is a {type(value).__name__}: neither tensor nor objects")
+        raise ValueError(f"field {name!r} is a {type(value).__name__}: expected a tensor or a list")
     if len(entries) != rows:
         raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
     if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
@@ -174,7 +174,9 @@ def _image(told: dict[str, Any]) -> Any:
 
     (width, height), pixels = told["size"], told[_IMAGE]
     if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
-        raise ValueError(f"{pixels.nbytes} bytes are no picture of {width} x {height}")
+        raise ValueError(
+            f"{pixels.nbytes} bytes are too few for an image of {width} x {height} pixels"
+        )
     made = Image.frombytes(told["mode"], (width, height), pixels.data)
     if "palette" in told:
         mode, colours = told["palette"]
@@ -222,12 +224,12 @@ _JSON = "\0json:"
 def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row's tags as the plane's. TypeError for what are none, ValueError for a hidden name."""
     if not isinstance(row, Mapping):
-        raise TypeError(f"tags are a dict a row, not a {type(row).__name__}")
+        raise TypeError(f"tags must be one dict per row, not a {type(row).__name__}")
     for name in row:
         if not isinstance(name, str):
-            raise TypeError(f"a tag is named by a text, not by {name!r:.60}")
+            raise TypeError(f"the name of a tag must be a str, not {name!r:.60}")
         if name.startswith(HIDDEN):
-            raise ValueError(f"{name!r} is no name for a tag")
+            raise ValueError(f"{name!r} cannot be the name of a tag")
     return {name: _tag(name, value) for name, value in row.items()}
 
 
@@ -243,8 +245,8 @@ def _tag(name: str, value: Any) -> Any:
     except (ValueError, RecursionError):  # in a circle
         pass
     raise TypeError(
-        f"tag {name!r} is a {type(value).__name__} ({value!r:.60}): tags are None, numbers, texts, "
-        "and lists and dicts of them with texts as keys; larger things are fields"
+        f"tag {name!r} is a {type(value).__name__} ({value!r:.60}): a tag must be None, a number, "
+        "a str, or a list or dict of these with str keys; put anything else as a field"
     )
 
 

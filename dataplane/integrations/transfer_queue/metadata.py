@@ -75,7 +75,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         for key, value in (info or {}).items():
             if key in joined and not equal(joined[key], value):
                 raise ValueError(
-                    f"extra_info {key!r} has conflicting values in what is concatenated: "
+                    f"extra_info {key!r} has different values in the batches to concatenate: "
                     f"{joined[key]!r:.80} and {value!r:.80}"
                 )
             joined[key] = value
@@ -267,7 +267,7 @@ class BatchMeta:
         if rows == 0:
             return self
         if rows != self.size:
-            raise ValueError(f"fields of {rows} rows for a batch of {self.size}")
+            raise ValueError(f"got fields of {rows} rows for a batch of {self.size} rows")
         self.field_schema.update(schema_of(dict(tensor_dict.items()), rows))
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)  # what Ray brought is read-only
@@ -279,7 +279,7 @@ class BatchMeta:
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
         """These rows, by their places in this batch."""
         if any(not 0 <= place < self.size for place in sample_indices):
-            raise ValueError(f"rows of this batch are 0 to {self.size - 1}")
+            raise ValueError(f"sample_indices must be from 0 to {self.size - 1} in this batch")
         picked = self.copy()
         picked._take(list(sample_indices))
         return picked
@@ -294,7 +294,7 @@ class BatchMeta:
     def reorder(self, indices: Sequence[int]) -> None:
         """Bring the rows into this order; changes this batch."""
         if sorted(indices) != list(range(self.size)):
-            raise ValueError(f"an order of {self.size} rows names each of them once")
+            raise ValueError(f"indices must list each of the {self.size} rows exactly once")
         self._take(list(indices))
 
     def _take(self, places: list[int]) -> None:
@@ -311,7 +311,7 @@ class BatchMeta:
             return self.select_samples(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self.select_samples([range(self.size)[int(item)]])
-        raise TypeError(f"a batch is indexed by a number or a slice, not by {type(item).__name__}")
+        raise TypeError(f"a batch index must be an int or a slice, not a {type(item).__name__}")
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
         """Exactly so many batches; where there are fewer rows, some are empty."""
@@ -330,7 +330,9 @@ class BatchMeta:
             return (other if other and not self.size else self).copy()
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"{name} do not match: a union is of the same rows in one order")
+                raise ValueError(
+                    f"{name} do not match: a union needs the same rows in the same order"
+                )
         joined = self.copy()
         joined.field_schema |= copy.deepcopy(other.field_schema)
         joined.production_status = self.production_status & other.production_status
@@ -353,7 +355,9 @@ class BatchMeta:
             for name in first.field_names:
                 dtypes = {str(p.field_schema[name].get("dtype")) for p in (first, part)}
                 if len(dtypes) > 1:
-                    raise ValueError(f"field {name!r} is of dtype {' and '.join(sorted(dtypes))}")
+                    raise ValueError(
+                        f"field {name!r} has different dtypes: {' and '.join(sorted(dtypes))}"
+                    )
         return cls(
             [index for part in parts for index in part.global_indexes],
             [partition for part in parts for partition in part.partition_ids],
@@ -434,13 +438,13 @@ class KVBatchMeta:
     def reorder(self, indexes: Sequence[int]) -> None:
         """Bring the rows into this order; changes this batch."""
         if len(indexes) != self.size:
-            raise ValueError(
-                f"an order of {len(indexes)} rows does not match a batch of {self.size}"
-            )
+            raise ValueError(f"got {len(indexes)} indexes for a batch of {self.size} rows")
         if len(set(indexes)) < self.size:
             raise ValueError(f"Contain duplicate indexes: {_twice(indexes)}")
         if sorted(indexes) != list(range(self.size)):
-            raise ValueError(f"rows of this batch are 0 to {self.size - 1}, not {max(indexes)}")
+            raise ValueError(
+                f"indexes must be from 0 to {self.size - 1} in this batch, not {max(indexes)}"
+            )
         self.keys = [self.keys[place] for place in indexes]
         self.tags = [self.tags[place] for place in indexes]
 
@@ -459,11 +463,11 @@ class KVBatchMeta:
         for part in parts[1:]:
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
                 raise ValueError(
-                    "Field names do not match: batches of different fields are not concatenated"
+                    "Field names do not match: batches with different fields cannot be concatenated"
                 )
             if part.partition_id != first.partition_id:
                 raise ValueError(
-                    "Partition do not match: batches of different ones are not concatenated"
+                    "Partition do not match: batches of different partitions cannot be concatenated"
                 )
         return cls(
             [key for part in parts for key in part.keys],

@@ -220,9 +220,11 @@ def get_seqlen_balanced_partitions(
     """
     weights, parts = seqlen_list, k_partitions
     if len(weights) < parts:
-        raise NoPartition(f"{len(weights)} weights are fewer than {parts} lists")
+        raise NoPartition(f"{len(weights)} weights cannot be split into {parts} lists")
     if equal_size and len(weights) % parts:
-        raise NoPartition(f"{len(weights)} weights are not {parts} lists of equal length")
+        raise NoPartition(
+            f"{len(weights)} weights cannot be split into {parts} lists of equal length"
+        )
     order = sorted(range(len(weights)), key=lambda at: (weights[at], at))
     # A partial solution: so many (sum, places), heaviest first. Those that differ most are joined
     # heaviest with lightest, until one is left.

@@ -168,7 +168,7 @@ class Store:
             if found := self._known.get(name):
                 return found
         if not isinstance(name, str):
-            raise TypeError(f"a partition is named by a text, not by {name!r:.60}")
+            raise TypeError(f"the name of a partition must be a str, not {name!r:.60}")
         if name == REGISTRY or not name or name.startswith(HIDDEN):
             raise ValueError(f"{name!r} cannot be the name of a partition")
         entry = self._entry(f"partition:{name}")
@@ -310,16 +310,21 @@ class Store:
             found = self._on(name, lambda part: part.get(keys, fields))
         except dataplane.RowsGone as exc:
             raise StorageKeyNotFoundError(
-                f"rows of {name!r} are not there, such as {exc.details['keys'][:3]} of {len(keys)}"
+                f"{exc.details['rows']} of {len(keys)} rows not found in partition {name!r}, for "
+                f"example {exc.details['keys'][:3]}"
             ) from exc
         except dataplane.FieldUnknown as exc:
-            raise StorageKeyNotFoundError(f"no row of {name!r} has it: {exc}") from exc
+            raise StorageKeyNotFoundError(
+                f"no row of partition {name!r} has a field that was asked for: {exc}"
+            ) from exc
         packed: dict[str, Any] = {}
         for field in fields:
             told = found.tags.get(_FIELD + field, [None] * len(keys))
             if None in told:
                 lacks = found.keys[told.index(None)]
-                raise StorageKeyNotFoundError(f"row {lacks!r} of {name!r} has no {field!r}")
+                raise StorageKeyNotFoundError(
+                    f"row {lacks!r} of partition {name!r} has no field {field!r}"
+                )
             packed[field] = packed_field(found, field, [str(one) for one in told])
         return TensorDict(packed, batch_size=len(keys))
 

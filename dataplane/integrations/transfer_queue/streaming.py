@@ -44,7 +44,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
     """A batch in pieces of so many rows, the last of what is left."""
     if not isinstance(td, TensorDict):
-        raise TypeError(f"a batch is a TensorDict, not a {type(td).__name__}")
+        raise TypeError(f"a batch must be a TensorDict, not a {type(td).__name__}")
     if not isinstance(micro_batch_size, int) or micro_batch_size <= 0:
         raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size!r}")
     if not td.batch_size or micro_batch_size > td.batch_size[0]:

@@ -116,7 +116,7 @@ class Roster:
         in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8), count=shards)
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
-            raise RosterMismatch(f"a roster names members beyond its {len(members)}")
+            raise RosterMismatch(f"a roster refers to members beyond its {len(members)}")
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])

@@ -29,8 +29,8 @@ def lease_of(state: State, number: int) -> Lease:
     if lease is None:
         raise LeaseExpired(
             state.leases.why_ended(number)
-            or "this lease has ended: its time was up and its rows went back to the stage, or it "
-            "was finished before. Nothing of this call was stored; claim again",
+            or "this lease has ended: it timed out and its rows went back to the stage, or it was "
+            "already finished. Nothing of this call was stored; claim again",
             lease=number,
         )
     return lease
@@ -40,7 +40,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     """See `Store.finish`."""
     outcome, columns, tags = asked_for.outcome, asked_for.columns, asked_for.tags
     if outcome not in OUTCOMES:
-        raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
+        raise ProtocolError(f"a lease must end with one of {OUTCOMES}, not with {outcome!r}")
     if columns and outcome == "drop":
         raise InvalidRows("a drop cannot add fields to the rows it drops: ack the rows instead")
     index = asked_for.index

@@ -115,7 +115,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     _new_lease(store, op.lease)
     rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
-        raise ProtocolError("a lease of rows that are not ready")
+        raise ProtocolError("a leased row is not ready")
     _each_once(rows)
     if op.unit == "rows":
         store.take_rows(stage, rows.parts)
@@ -124,7 +124,9 @@ def _leased(store: Store, op: Leased, now: float) -> None:
         if len(rows) != sum([one.live for one in groups]) or any(
             [one.states[stage.number] != READY for one in groups]
         ):
-            raise ProtocolError("a lease of whole groups that are not ready, or have other rows")
+            raise ProtocolError(
+                "a leased group is not ready, or the lease does not have exactly its rows"
+            )
         for group in groups:
             stage.lease_group(group)
     store.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
@@ -206,13 +208,15 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
         if not sound or any([in_bytes(some) & ~live for some in sets]):
             raise ProtocolError(
-                f"block {one.number} of {len(keys)} rows has no rows left, or other rows"
+                f"block {one.number} of {len(keys)} rows has an invalid number, size or row mask"
             )
         of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
         if len(one.names or keys) != len(keys) or not of_stages:
-            raise ProtocolError(f"a block of {len(keys)} rows has other names or stages")
+            raise ProtocolError(
+                f"block {one.number} of {len(keys)} rows has the wrong number of names or stages"
+            )
         if one.number in store.blocks or (one.group and one.group not in store.groups):
-            raise ProtocolError("the block already exists, or its group does not")
+            raise ProtocolError(f"block {one.number} already exists, or its group does not exist")
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
         block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
@@ -255,7 +259,7 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     keys = different(op.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
-        raise ProtocolError("the groups do not exist, or are in another state")
+        raise ProtocolError("the groups do not exist, or are not in the expected state")
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
     for group in groups:
@@ -339,7 +343,7 @@ def _each_once(rows: Rows) -> Rows:
 def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
     if any([bits & ~stage.pending(block) for block, bits in parts]):
-        raise ProtocolError("the rows do not exist, or are in another state")
+        raise ProtocolError("the rows do not exist, or are not in the expected state")
     return _each_once(Rows(parts))
 
 

@@ -165,8 +165,8 @@ class Permits:
         if count > places:
             raise InvalidCall(
                 f"admit({count}) can never succeed: with max_lag={max_lag} and "
-                f"per_version={per_version} at most {places} groups are unfinished at a "
-                "time. Ask for fewer",
+                f"per_version={per_version} at most {places} groups can be unfinished at a time. "
+                "Ask for fewer",
                 places=places,
             )
         if self.limits not in (None, (max_lag, per_version)):

@@ -38,10 +38,13 @@ MAX_PLAN_ROWS = 1 << 20
 def check(shape: Shape, rank: int) -> None:
     """ProtocolError where no plan is like that, or has no such rank."""
     if not 0 <= rank < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(f"rank {rank} of {shape.ranks} ranks, which are at most {MAX_RANKS}")
+        raise ProtocolError(
+            f"rank {rank} of {shape.ranks}: expected a rank from 0 to {shape.ranks - 1}, and at "
+            f"most {MAX_RANKS} ranks"
+        )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"{shape.ranks} ranks with {shape.minibatches} mini-batches, whose product is at most "
+            f"{shape.ranks} ranks × {shape.minibatches} mini-batches: expected a product from 1 to "
             f"{MAX_PLAN_PARTS}"
         )
 

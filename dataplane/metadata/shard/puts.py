@@ -272,9 +272,10 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows, and "
-            f"{counted(len(new), 'row')} of this put would be new: put them into another partition "
-            "(existing rows still take new fields). If an earlier launch under this run's name "
-            "left the partition and has no clients any more, connect(fresh=True) ends that first",
+            f"{counted(len(new), 'row')} of this put would be new: put them into another "
+            "partition (existing rows still take new fields). If the partition is left over from "
+            "an earlier launch of this run, start with connect(fresh=True), which ends that "
+            "launch first",
             partition=state.partition,
             rows=len(new),
         )
@@ -299,8 +300,8 @@ def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[
         name = partly[0][1]
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
-            f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} "
-            f"but not all fields of this put, such as row {keys[0]!r}: nothing of this call was "
+            f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} but "
+            f"not all fields of this put, for example row {keys[0]!r}: nothing of this call was "
             "stored. Fields are written once; pass replace=True to write a new value",
             field=name,
             keys=keys,

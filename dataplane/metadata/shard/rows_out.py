@@ -72,7 +72,7 @@ def table(
     if fields is not None and here is not None and len(here) < len(fields) and not stage:
         name = next(name for name in fields if name not in here)
         there = sorted(name for name, had in state.fields.items() if had)
-        raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+        raise FieldUnknown(f"no row has a field {name!r}; the fields are {there}", field=name)
     return table_of(state, rows, values_of(rows, here, stage))
 
 
@@ -182,8 +182,8 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r}: {shown_names}; freed, dropped, lost with a peer (part.lost() "
-            "names those), or never put",
+            f"{state.partition!r}: {shown_names}; each was freed, dropped, lost with a peer "
+            "(part.lost() lists those), or never put",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

@@ -130,7 +130,9 @@ def named_by(op: Op) -> list[Named]:
     found = []
     for number in np.unique(records[records["owner"] != ABSENT]["owner"]).tolist():
         if number >= len(op.owners):
-            raise ProtocolError(f"values name owner {number} of {len(op.owners)}")
+            raise ProtocolError(
+                f"a value refers to owner {number}, but the record has only {len(op.owners)} owners"
+            )
         if op.owners[number] != INLINE:
             mine = records[records["owner"] == number]
             found.append((op.owners[number], *extents_of(mine)))

@@ -171,8 +171,8 @@ class State:
             new = [name for name in names if (stage, name) not in self.progress]
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
-                f"a partition has at most {MAX_FIELDS} fields, including progress fields "
-                f"that rows still have; {len(new)} of {list(names)} would be new",
+                f"a partition can have at most {MAX_FIELDS} fields, including the progress fields "
+                f"of its rows; {len(new)} of the fields {list(names)} of this call are new",
                 limit=MAX_FIELDS,
             )
 

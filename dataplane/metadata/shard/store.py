@@ -139,7 +139,7 @@ class Store(State):
             if other:
                 raise TagConflict(
                     f"{counted(len(other), 'row does', 'rows do')} not have the tags "
-                    f"{dict(expect)}, such as {other[0]!r}",
+                    f"{dict(expect)}, for example {other[0]!r}",
                     keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),
                 )

@@ -72,8 +72,8 @@ def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> No
     others = sorted(set(tags) - {tag})[:SHOWN]
     known = f"; other tags here are {', '.join(map(repr, others))}" if others else ""
     raise InvalidRows(
-        f"{counted(len(rows), 'row has', 'rows have')} no valid weight in the tag {tag!r}, "
-        f"by which {what} weighs rows: row {block.name(row)!r} {has}{known}. A weight is a "
+        f"{counted(len(rows), 'row has', 'rows have')} no valid weight in tag {tag!r}, which "
+        f"{what} uses as the weight: row {block.name(row)!r} {has}{known}. A weight must be a "
         "number of 0 or more: set it with part.tag(…), or drop the rows",
         tag=tag,
         rows=len(rows),

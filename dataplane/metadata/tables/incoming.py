@@ -97,7 +97,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         index = numbers.tolist()
     if max(index) >= len(group_keys):
         raise ProtocolError(
-            f"a row is in group number {max(index)} of {len(group_keys)}", groups=len(group_keys)
+            f"a row refers to group {max(index)}, but there are only {len(group_keys)} groups",
+            groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):
         raise InvalidRows("a group is named twice in one message")

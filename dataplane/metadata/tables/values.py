@@ -627,9 +627,13 @@ def _check_records(
         return
     spec, owner = int(records["spec"].max()), int(records["owner"].max())
     if specs is not None and spec >= len(specs):
-        raise ProtocolError(f"field {field!r} names spec {spec} of {len(specs)}")
+        raise ProtocolError(
+            f"field {field!r} refers to spec {spec}, but there are only {len(specs)} specs"
+        )
     if owners is not None and owner >= len(owners):
-        raise ProtocolError(f"field {field!r} names owner {owner} of {len(owners)}")
+        raise ProtocolError(
+            f"field {field!r} refers to owner {owner}, but there are only {len(owners)} owners"
+        )
 
 
 def _leaves_in(

@@ -42,7 +42,7 @@ class Where:
         self._wire = wire
 
     def to_wire(self) -> WireWhere:
-        """The form that travels; LimitExceeded when the filter is too large or too deep."""
+        """Return the filter in wire form. LimitExceeded if it is too large or too deep."""
         try:
             return checked(self._wire)
         except ProtocolError as exc:
@@ -182,9 +182,11 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     elif how in _COMPARISONS and len(rest) == 2:
         values = rest[1:]
     else:
-        raise ProtocolError(f"{how!r} with {len(rest)} operands is no filter")
+        raise ProtocolError(f"a filter cannot have the operator {how!r} with {len(rest)} operands")
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
-        raise ProtocolError("a filter names a tag by a str of bounded length")
+        raise ProtocolError(
+            f"the tag of a filter must be a str of at most {MAX_NAME_BYTES} characters"
+        )
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")

@@ -452,9 +452,9 @@ class Connection(asyncio.Protocol):
         host, sessions = self._door.host, self._door.sessions
         if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"this peer speaks versions {limits.PROTOCOL_VERSION_MIN} to "
-                f"{limits.PROTOCOL_VERSION}, the client {body.version}: install the same release "
-                "of dataplane on both sides"
+                f"this peer speaks protocol versions {limits.PROTOCOL_VERSION_MIN} to "
+                f"{limits.PROTOCOL_VERSION}, the client speaks version {body.version}: install the "
+                "same release of dataplane on both sides"
             )
         if body.session:
             session = sessions.join(body.session, self._pid, body.pid)

@@ -86,7 +86,8 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: the roster keeper ends, no failover until it restarts", self.host.name
+            "peer %r: the roster keeper is shutting down, no failover until it restarts",
+            self.host.name,
         )
         await self._end_clients("ends, and keeps the roster: start it again, at the same address")
         await self._calls_end()

@@ -219,9 +219,7 @@ class Greetings:
             if socket is not None:
                 socket.close(linger=0)
             why = descriptors.short() if exc.errno == errno.EMFILE else str(exc)
-            raise LinkBroken(
-                f"no connection to {address} can be made: {why}", address=address
-            ) from exc
+            raise LinkBroken(f"cannot connect to {address}: {why}", address=address) from exc
         ended = asyncio.ensure_future(monitor.recv_multipart())
         ended.add_done_callback(lambda _: None if ended.cancelled() else broke())
         answer = asyncio.ensure_future(socket.recv())

@@ -358,8 +358,8 @@ class Streams:
                 )
         except (OSError, TimeoutError) as exc:
             raise LinkBroken(
-                f"no stream to {address} can be opened: {exc or 'nobody answers'}; peers reach "
-                "each other at the port of their --listen and at ports that the system chooses",
+                f"cannot open a stream to {address}: {exc or 'nobody answers'}; peers reach each "
+                "other at the port of their --listen and at ports that the system chooses",
                 address=address,
             ) from exc
         transport.write(secret[:ID_BYTES])

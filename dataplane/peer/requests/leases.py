@@ -99,7 +99,7 @@ class Leases:
             self._heard(lease)
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
-                "this lease has ended: it was acked or released, or its time was up and its rows "
+                "this lease has ended: it was acked or released, or it timed out and its rows "
                 "went back to the stage. Nothing of this call was stored; claim again",
                 lease=number,
             )

@@ -350,12 +350,14 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     elsewhere = flat["owner"] != 1
     if np.count_nonzero(flat["owner"] > 1):
         raise ProtocolError(
-            "a value must be either in a range of this message or in the message itself"
+            "a value must be in one of the ranges that this message lists, or in the message itself"
         )
     flat = flat[elsewhere]
     index = flat["range"].astype(np.intp)
     if np.count_nonzero(index >= total):
-        raise ProtocolError(f"a value names range {int(index.max())} of {total}")
+        raise ProtocolError(
+            f"a value refers to range {int(index.max())}, but the message has only {total} ranges"
+        )
     room = lengths[index]
     if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
         raise ProtocolError("a value reaches beyond the end of its range")

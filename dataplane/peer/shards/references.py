@@ -243,8 +243,8 @@ def _named(body: Put | Finish | Restore) -> Ranges:
 def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
-            f"peer {caller.address} sent a change numbered by peer {change.caller.peer}; a "
-            "peer may only number its own changes"
+            f"peer {caller.address} sent a change of peer {change.caller.peer}; a peer may only "
+            "send its own changes"
         )
 
 

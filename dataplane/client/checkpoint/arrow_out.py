@@ -1,7 +1,7 @@
 """Rows of a checkpoint into Arrow IPC files, and the bytes of their values beside them.
 
 One record batch of each table for each answer of the peer, so nothing grows with the partition.
-docs/checkpoint.md describes the columns. Imports pyarrow, so it is imported late.
+protocol/checkpoint.md describes the columns. Imports pyarrow, so it is imported late.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class GroupClosed(DataplaneError):
 
 
 class RowsDropped(DataplaneError):
-    """Rows or groups of the call were dropped."""
+    """The call names rows or groups that were dropped."""
 
     next_step = "Put the others without them. To use the names again: `reuse=True`."
 

@@ -251,7 +251,10 @@ def _identity(table: Any, here: slice) -> tuple[bytes, list[Name] | None]:
     texts: list[str | None] = table["name"].to_pylist()[here]
     raw = b"".join(keys)
     if len(raw) != len(keys) * KEY.itemsize:
-        raise ValueError("a key is missing")
+        raise ValueError(
+            f"the 'key' column holds {len(raw)} bytes for {len(keys)} entries; each entry needs a "
+            f"{KEY.itemsize}-byte key"
+        )
     if not any(text is not None for text in texts):
         return raw, None
     names = [

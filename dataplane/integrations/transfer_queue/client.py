@@ -351,7 +351,11 @@ class TransferQueueClient:
             raise ValueError("give at least one global index")
         keys = self._store.keys_of(partition_id, indexes)
         if without := [i for i, key in zip(indexes, keys, strict=True) if isinstance(key, int)]:
-            raise RuntimeError(f"rows {without[:3]} of {partition_id!r} have no key")
+            raise RuntimeError(
+                f"{len(without)} of {len(indexes)} rows in partition {partition_id!r} were put "
+                f"without a key, for example global_indexes {without[:3]}; ask only for rows that "
+                "were put by key"
+            )
         return [str(key) for key in keys]
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:

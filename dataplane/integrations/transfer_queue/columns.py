@@ -65,8 +65,8 @@ def check_even(fields: TensorDict) -> None:
     that all rows have."""
     if (odd := uneven_keys(fields)) is not None:
         raise ValueError(
-            f"field {odd[0]!r} is in row {odd[2]} and not in row {odd[1]}: put rows with different "
-            "fields in several calls"
+            f"row {odd[2]} has field {odd[0]!r} but row {odd[1]} does not: all rows of a put need "
+            "the same fields; put rows with different fields in separate calls"
         )
 
 

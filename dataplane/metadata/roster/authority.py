@@ -101,7 +101,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("peer %s: requests to leave", peer.peer)
+            log.info("peer %s: asked to leave", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:

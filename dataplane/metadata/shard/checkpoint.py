@@ -141,7 +141,9 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     closed = column(told.closed, _BYTE, count).tolist()
     found = list(zip(*columns, closed, strict=True))
     if not all(0 <= dropped <= gone for _, gone, dropped, _ in found):
-        raise ProtocolError("more rows of a group were dropped than are gone")
+        raise ProtocolError(
+            "a group's count of dropped rows is negative or exceeds its count of gone rows"
+        )
     return found
 
 

@@ -203,7 +203,10 @@ class Leaving:
             await self.copying.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
-                "partition %r: second copies delayed at the successor's backup: %r", entry.name, exc
+                "partition %r: could not make second copies before this peer leaves; the "
+                "successor's backup makes them later: %r",
+                entry.name,
+                exc,
             )
 
     async def _fall_silent(self) -> None:

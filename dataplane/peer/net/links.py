@@ -103,7 +103,8 @@ class Acquaintances:
                 raise RosterMismatch(
                     f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds, or all by connect(fresh=True) of one launch",
+                    "with the same --run and --seeds, or have every process of one launch call "
+                    "connect(fresh=True)",
                     what=what,
                 )
         taken = {met.name: address for address, met in self._met.items()} | {

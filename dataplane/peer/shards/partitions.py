@@ -200,7 +200,7 @@ class Partitions:
             if _over(entry):
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
-                raise DeadlineExceeded("no row was lost meanwhile")
+                raise DeadlineExceeded("no row was lost before the deadline")
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:
                 entry = self.host.shard(body.partition, body.generation)

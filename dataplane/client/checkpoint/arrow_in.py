@@ -24,7 +24,7 @@ from dataplane.memory.extents import padded
 from dataplane.metadata.tables.names import format_minted
 from dataplane.wire.checkpoint import Progress
 from dataplane.wire.limits import ABSENT, NO_GROUP, PACK_BLOCK_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.records import KEY, U4, VALUE
+from dataplane.wire.records import U4, VALUE
 from dataplane.wire.tables import Column, Name, Rows, Scalar, Spec
 
 Records = npt.NDArray[Any]
@@ -247,14 +247,11 @@ def _specs(values: Any) -> tuple[list[Spec], Records]:
 
 def _identity(table: Any, here: slice) -> tuple[bytes, list[Name] | None]:
     """The KEY column and the names; None where all are minted."""
-    keys: list[bytes] = table["key"].to_pylist()[here]
+    keys: list[Any] = table["key"].to_pylist()[here]
     texts: list[str | None] = table["name"].to_pylist()[here]
+    if None in keys:
+        raise ValueError(f"entry {keys.index(None)} of the 'key' column is null")
     raw = b"".join(keys)
-    if len(raw) != len(keys) * KEY.itemsize:
-        raise ValueError(
-            f"the 'key' column holds {len(raw)} bytes for {len(keys)} entries; each entry needs a "
-            f"{KEY.itemsize}-byte key"
-        )
     if not any(text is not None for text in texts):
         return raw, None
     names = [

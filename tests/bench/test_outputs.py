@@ -52,7 +52,6 @@ def test_a_page_that_cannot_be_written_is_refused_with_its_report(tmp_path: Path
         ["sim", "--json"],
         ["memory", "--json"],
         ["faults", "--json"],
-        ["soak", "--json"],
     ],
 )
 def test_every_command_refuses_before_it_measures(

@@ -86,7 +86,7 @@ class Selection:
         )
 
     def __reduce__(self) -> Any:
-        what = f"a {type(self).__name__} does not go to another process"
+        what = f"a {type(self).__name__} cannot be sent to another process"
         name = type(self).__name__.lower()
         raise TypeError(f"{what}: send {name}.ref, and read that there with plane.get(ref)")
 

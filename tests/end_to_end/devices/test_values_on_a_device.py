@@ -92,7 +92,7 @@ def test_values_on_a_device_that_are_copied_to_the_host_are_named_in_the_log(
         with part.claim("s", rows=2, timeout=10) as batch:
             batch.add(score=given(device, values(2)))
     told = [record.getMessage() for record in caplog.records if "host arena" in record.getMessage()]
-    assert [message.split(":")[0] for message in told] == ["'mixed'", "'score'"]
+    assert [message.split(":")[0] for message in told] == ["field 'mixed'", "field 'score'"]
 
 
 def test_a_checkpoint_and_a_spill_file_do_not_mind_values_on_a_device(

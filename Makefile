@@ -47,11 +47,11 @@ bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench run --trace math,video --planes dataplane,ray-driver --dedup off --hosts 4 --prompts 4 --steps 4 --timeout 600 --json bench/out/compare-ray.json
 	$(BIN)/python -m bench headline --json bench/out/compare-headline.json
 
-# Most tests wait for processes, so two cores serve three workers. Files go to workers in the order of
+# Most tests wait for processes, so two cores serve four workers. Files go to workers in the order of
 # tests/conftest.py, the long ones first.
 # Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it. A test that needed
 # its second try twice in five runs is mended, or stands in tests/flakes.toml with its reason.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 test: test-packages $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --reruns 1
 

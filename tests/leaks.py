@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from dataplane.transport.witness import PROCESS_NAME
+
 uvloop.new_event_loop().close()  # libuv keeps a pipe for signals from the first loop on
 resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and keeps it
 
@@ -91,8 +93,16 @@ def settled(look: Callable[[], list[str]]) -> list[str]:
 
 
 def processes_of(run_dir: Path) -> list[str]:
-    """Processes, whoever's child they are, that were started with this run directory."""
-    return [f"process {_named(pid)}" for pid in _pids_of(run_dir)]
+    """Processes, whoever's child they are, that were started with this run directory. Not the
+    witness of a dead peer: it ends by itself, after 15 s that no test should wait for."""
+    return [f"process {_named(pid)}" for pid in _pids_of(run_dir) if not _is_witness(pid)]
+
+
+def _is_witness(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == PROCESS_NAME
+    except OSError:  # it ended meanwhile
+        return True
 
 
 def end_processes_of(run_dir: Path) -> None:

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.transport.bulk_frames import (
@@ -49,6 +50,8 @@ from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.limits import PROTOCOL_VERSION
 from dataplane.wire.tables import Owner
 
+PROCESS_NAME = "dp-witness"
+"""As `ps -o comm` shows it. A process of this name ends by itself."""
 LINGER_S = 15.0
 """Longer than a cut that loses nobody, so that a death during one is proven after it."""
 WORKER_FIRST_S = 1.0
@@ -77,6 +80,7 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
             os.close(worker)
             return
     try:
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):  # whoever reads the worker's output does not wait for this
             os.dup2(nothing, descriptor)

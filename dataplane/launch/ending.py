@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from dataplane.launch import discovery, rundir, runs
 log = logging.getLogger(__name__)
 
 END_S = 15.0
+PASSING_S, LOOK_S = 2.0, 0.1
+"""A client may only look, as `dataplane status` does: one that is here no longer than this is asked
+for again, so often."""
 SHOWN_CLIENTS = 3
 
 
@@ -74,7 +78,7 @@ class Anew:
                 self._end(peer, run, me)
 
     def _end(self, peer: rundir.LivingPeer, run: str, me: rundir.Starter) -> None:
-        clients = self._clients(peer, run)
+        clients = self._in_use(peer, run)
         shown = few([str(one) for one in clients], SHOWN_CLIENTS)
         if clients and not self.force:
             raise RunInUse(
@@ -96,6 +100,18 @@ class Anew:
         level = logging.WARNING if clients else logging.INFO
         under = f" under {shown}" if clients else ""
         log.log(level, "ended run %r, begun %s ago%s", run, age, under)
+
+    def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
+        """The clients of a run, once those that only looked have gone: other processes of this
+        launch look as well, each on its own host."""
+        until = time.monotonic() + PASSING_S
+        while clients := self._clients(peer, run):
+            if self.force or time.monotonic() > until:
+                break
+            if any(one.age_s > PASSING_S for one in clients):
+                break
+            time.sleep(LOOK_S)
+        return clients
 
     def _clients(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         try:

@@ -195,5 +195,5 @@ def test_a_batch_that_was_handed_back_is_not_logged_by_the_peer(
 ) -> None:
     worker = cluster.worker(HANDS_BACK)
     assert worker.wait(60) == 0
-    assert part.stats()["stages"]["train"]["released_rows"] >= 2
+    assert part.stats()["stages"]["train"]["released_rows"] >= 1  # 2 if one was fetched ahead
     assert FORGOTTEN not in cluster.log("a")

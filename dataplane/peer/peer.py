@@ -156,10 +156,8 @@ class Peer:
             if config.roster
             else SeedKeeper(host, host.roster.members[0])
         )
-        begins_anew = bool(config.launch)
-        self.membership = Membership(
-            host, mesh, self.keeper, self, begins_anew, config.lost_after_s
-        )
+        mesh.begins_anew = bool(config.launch)
+        self.membership = Membership(host, mesh, self.keeper, self, config.lost_after_s)
         self.shipping.on_whole = self.membership.beat_now
         self.confirming = Confirming(host, mesh, self.shipping, self.membership.keeps_the_roster)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)

@@ -57,8 +57,6 @@ class Membership:
     keeper: SeedKeeper
     peer: Peer
     """says of itself what each life sign has, and follows rosters"""
-    begins_anew: bool = False
-    """peers of a launch before may still be where others of this one will be"""
     lost_after_s: float = LOST_AFTER_S
 
     def __post_init__(self) -> None:
@@ -143,10 +141,7 @@ class Membership:
                 self.keeper.address(), body, timeout_s=ASK_S, epoch=epoch
             )
         except (RosterMismatch, PeerNameTaken, VersionMismatch, LimitExceeded) as exc:
-            if self.begins_anew and isinstance(exc, RosterMismatch):
-                log.debug("roster keeper: still the peer of another launch: %s", exc)
-            else:
-                self._refused = exc
+            self._refused = exc
             return
         except DataplaneError as exc:
             log.debug("roster keeper: no answer: %s", exc)

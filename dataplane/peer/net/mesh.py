@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable, duration
+from dataplane.errors import (
+    DataplaneError,
+    RosterMismatch,
+    StaleEpoch,
+    Unavailable,
+    duration,
+)
 from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
@@ -67,6 +73,9 @@ class Mesh:
         """called when another peer has another roster"""
         self.on_heard: Callable[[Owner], None] = lambda peer: None
         """called with every process of which a message has come"""
+        self.begins_anew = False
+        """Peers of an earlier launch may still run where others of this one will: they refuse this
+        peer, which asks again until the new one is there."""
         self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
         """how far this peer is in what it backs up for another one"""
 
@@ -281,6 +290,10 @@ class Mesh:
                         if is_other or type(exc) is type(broken) is Unreadable:
                             return Unavailable(exc.message, **exc.details)
                         broken = exc
+                    except RosterMismatch as exc:
+                        if not self.begins_anew:
+                            return exc
+                        log.debug("peer at %s: of an earlier launch: %s", address, exc)
                     await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             return self._silent(address, "a greeting", CALL_S)

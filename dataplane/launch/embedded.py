@@ -36,7 +36,7 @@ from dataplane.errors import (
     nearest,
 )
 from dataplane.launch import discovery, processes, rundir, runs, settings
-from dataplane.launch.ending import Anew
+from dataplane.launch.ending import FreshStart
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import (
     AUTO,
@@ -206,7 +206,7 @@ def attach(
     peer_name: str | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
-    anew: Anew | None = None,
+    fresh_start: FreshStart | None = None,
 ) -> Attached:
     """A peer of this host and of a run (default: this process's, see `runs`), which answers.
 
@@ -215,8 +215,8 @@ def attach(
     PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
     300 s where other hosts have to let it in.
 
-    anew: ends an embedded peer that another launch has left before, and one of this process; on
-    several hosts each ends its own, and those of the new launch refuse what is left elsewhere.
+    fresh_start: ends an embedded peer of an earlier launch, and one of this process. With several
+    hosts, each process ends those of its host, and peers of the new launch refuse older ones.
     InvalidCall where it is not this call's to end, or launches cannot be told apart.
     """
     peer_name = peer_name or settings.of_variable("peer", environ)
@@ -227,7 +227,7 @@ def attach(
     folder = rundir.plane_dir(belongs.name, base)
     deadline = time.monotonic() + START_TIMEOUT_S
     me, begun = runs.this_process(environ), None
-    if anew is not None:
+    if fresh_start is not None:
         if peer_name is not None:
             raise InvalidCall(
                 "fresh=True starts the run with a new peer, so it cannot be combined with "
@@ -236,7 +236,7 @@ def attach(
             )
         me = replace(me, fresh=True)
         with _start_lock(folder, deadline):
-            anew.end_what_is_left(folder, belongs.name, me, environ)
+            fresh_start.end_what_is_left(folder, belongs.name, me, environ)
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):

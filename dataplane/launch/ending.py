@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 END_S = 15.0
 PASSING_S, LOOK_S = 2.0, 0.1
-"""A client may only look, as `dataplane status` does: one that is here no longer than this is asked
-for again, so often."""
+"""`dataplane status` and other processes of a launch connect only to look. While every client is
+younger than PASSING_S, the clients are listed again every LOOK_S."""
 SHOWN_CLIENTS = 3
 
 
@@ -49,7 +49,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Anew:
+class FreshStart:
     """`connect(fresh=…)`: the embedded peers of a run end before it begins anew, unless this launch
     has done so before.
 
@@ -102,8 +102,8 @@ class Anew:
         log.log(level, "ended run %r, begun %s ago%s", run, age, under)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
-        """The clients of a run, once those that only looked have gone: other processes of this
-        launch look as well, each on its own host."""
+        """Return the clients that use a run. Clients that connected only to look get PASSING_S to
+        disconnect: processes of this launch on other hosts look at the same time."""
         until = time.monotonic() + PASSING_S
         while clients := self._clients(peer, run):
             if self.force or time.monotonic() > until:

@@ -22,7 +22,7 @@ from dataplane.client.session.session import Session
 from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
-from dataplane.launch.ending import Anew, Client
+from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
 from dataplane.wire.messages import Stats, StatsDone
@@ -50,10 +50,10 @@ def open_session(
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     settings.of_variable("tracebacks")  # InvalidConfig here, and not in the middle of an error
-    anew = Anew(_clients_of, fresh == "force") if fresh else None
+    fresh_start = FreshStart(_clients_of, fresh == "force") if fresh else None
     for attempt in range(_ATTEMPTS):
-        attached = attach(run, name, anew=anew)
-        anew = None if attached.began else anew
+        attached = attach(run, name, fresh_start=fresh_start)
+        fresh_start = None if attached.began else fresh_start
         try:
             keeper = join(partial(_connected, attached.socket), wish)
         except PeerLost:

@@ -5,8 +5,8 @@ numbers and names that a program may act on. The message is for people: what is 
 what to do next. The wire never brings an exception of any other class.
 
 The docstring of a class says when it is raised, `next_step` what the caller may do, and `retry`
-whether the call may be repeated. docs/troubleshooting.md shows all three as a table, which
-`python -m tests.docs.make_error_table` makes.
+whether the call may be repeated. `python -m tests.docs.make_error_table` makes the tables of
+docs/troubleshooting.md and protocol/README.md from them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ConnectError(DataplaneError, ConnectionError):
 class PeerNotFound(ConnectError):
     """No peer with this name runs on this host."""
 
-    next_step = "Start it, or connect to one that runs; the message lists them."
+    next_step = "Start it, or connect to one that the message lists."
     retry: ClassVar[Retry] = "no"
 
 
@@ -137,14 +137,14 @@ class TokenMissing(ConnectError):
 
 
 class SeedsMissing(ConnectError):
-    """The job spans several hosts, and its seeds are neither given nor derivable."""
+    """The job spans several hosts and has no seeds."""
 
     next_step = "Set `DATAPLANE_SEEDS` to the same value on every host."
     retry: ClassVar[Retry] = "no"
 
 
 class RunMissing(ConnectError):
-    """The job spans several hosts, and no run name is common to all of them."""
+    """The job spans several hosts and has no run name."""
 
     next_step = "Set `DATAPLANE_RUN` to the same value on every host."
     retry: ClassVar[Retry] = "no"
@@ -166,20 +166,18 @@ class InvalidConfig(DataplaneError, ValueError):
 class PeerLost(ConnectError):
     """The connection to the peer broke during a call, which may have taken effect."""
 
-    next_step = "Connect again and repeat the call."
+    next_step = "Connect again, then repeat the call."
     retry: ClassVar[Retry] = "with keys"
 
 
 class PeerLeaves(PeerLost):
-    """The peer is leaving the plane during a call, which may have taken effect. Its rows move to
-    other hosts."""
+    """The peer left during a call, which may have taken effect. Its rows move to other hosts."""
 
-    next_step = "Connect to another peer and repeat the call there."
+    next_step = "Repeat the call at another peer."
 
 
 class PeerEnded(PeerLost):
-    """Somebody ended the peer together with its rows; the message says who. The call may have
-    taken effect."""
+    """Somebody ended the peer together with its rows; the message says who."""
 
     next_step = "Connect again: the run starts empty."
     retry: ClassVar[Retry] = "no"
@@ -195,7 +193,7 @@ class ClientClosed(ConnectError):
 class Unavailable(DataplaneError):
     """A peer that the call needs did not answer. The call may have taken effect."""
 
-    next_step = "Check `dataplane status`, then repeat the call."
+    next_step = "Check `dataplane status`."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -235,7 +233,7 @@ class RosterMismatch(ProtocolError):
 class StaleEpoch(ProtocolError):
     """The roster changed during the call, which may have taken effect."""
 
-    next_step = "Repeat the call. Peers do so themselves until the deadline."
+    next_step = "Repeat the call."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -243,8 +241,7 @@ class StaleEpoch(ProtocolError):
 
 
 class ChangeExpired(DataplaneError):
-    """A request reached the shard after its peer had given up on it. This request changed nothing;
-    an earlier copy of it may have been carried out."""
+    """The request came too late and changed nothing. An earlier copy may have taken effect."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "with keys"
@@ -258,22 +255,22 @@ class PartitionUndefined(DataplaneError):
 
 
 class PartitionConflict(DataplaneError):
-    """The partition exists with another definition, or other callers passed other arguments."""
+    """The partition exists with another definition, or callers passed different arguments."""
 
-    next_step = "Use the same definition everywhere, or drop the partition first."
+    next_step = "Use one definition everywhere, or drop the partition first."
 
 
 class PartitionGone(DataplaneError):
     """The partition was dropped, or lost with both hosts that had its metadata.
     `details["reason"]` is "dropped" or "lost"."""
 
-    next_step = "Declare it again; it is a new, empty partition."
+    next_step = "Declare it again: it starts empty."
 
 
 class PartitionSealed(DataplaneError):
     """The partition is sealed and takes no new rows."""
 
-    next_step = "Put new rows into another partition. Fields of existing rows are still accepted."
+    next_step = "Put new rows elsewhere. New fields of its rows are still accepted."
 
 
 class StageUndefined(DataplaneError):
@@ -335,7 +332,7 @@ class GroupClosed(DataplaneError):
 class RowsDropped(DataplaneError):
     """The call names rows or groups that were dropped."""
 
-    next_step = "Put the others without them. To use the names again: `reuse=True`."
+    next_step = "Leave them out. To use the names again: `reuse=True`."
 
 
 class RowsGone(DataplaneError, LookupError):
@@ -347,7 +344,7 @@ class RowsGone(DataplaneError, LookupError):
 class RowsLost(DataplaneError):
     """The only copy of these rows was on a host that died."""
 
-    next_step = "`part.lost()` names them. Generate them again, or go on without."
+    next_step = "`part.lost()` names them. Put them again, or go on without."
 
 
 class TagConflict(DataplaneError):
@@ -359,7 +356,7 @@ class TagConflict(DataplaneError):
 class PutIncomplete(DataplaneError):
     """A put failed half-way; `details["committed"]` lists the rows that were stored."""
 
-    next_step = "Repeat the put with the same keys: it stores the rest."
+    next_step = "Repeat the put: it stores the rest."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -369,7 +366,7 @@ class PutIncomplete(DataplaneError):
 class ClaimTimeout(DataplaneError, TimeoutError):
     """Not enough rows became ready in time; the message says what is missing and who holds it."""
 
-    next_step = "Repeat the call, or mend what the message names."
+    next_step = "Repeat the call, or correct what the message names."
     retry: ClassVar[Retry] = "yes"
 
 
@@ -380,8 +377,7 @@ class StreamEnd(DataplaneError):
 
 
 class LeaseExpired(DataplaneError):
-    """The lease has ended: timed out, finished, or ended with its partition or plan. The call
-    stored nothing."""
+    """The lease timed out, finished, or ended with its partition or plan. Nothing was stored."""
 
     next_step = "Claim again."
 
@@ -398,14 +394,14 @@ class NotFetched(DataplaneError, LookupError):
 class BackPressure(DataplaneError):
     """The arena stayed full until the deadline; the message says who holds the bytes."""
 
-    next_step = "Free what the message names, then repeat; or use a larger arena."
+    next_step = "Free what the message names, or use a larger arena."
     retry: ClassVar[Retry] = "yes"
 
 
 class ShardFull(BackPressure):
     """The host that keeps the partition has no room for more metadata."""
 
-    next_step = "Consume or drop rows, or give that host a larger arena."
+    next_step = "Consume or drop rows, or enlarge that host's arena."
 
 
 class SpillFull(BackPressure):
@@ -415,7 +411,7 @@ class SpillFull(BackPressure):
 
 
 class ValueTooLarge(DataplaneError):
-    """A row, a group or a claim needs more bytes at once than the host can give."""
+    """A row, a group or a claim needs more bytes than the host can give."""
 
     next_step = "Use fewer rows per call, or a larger arena."
 
@@ -429,7 +425,7 @@ class DeviceMissing(DataplaneError):
 class DeadlineExceeded(DataplaneError, TimeoutError):
     """The call did not end within its deadline. It may have taken effect."""
 
-    next_step = "Repeat it, with a longer `timeout=` if the message says so."
+    next_step = "Repeat it, perhaps with a longer `timeout=`."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -437,7 +433,7 @@ class DeadlineExceeded(DataplaneError, TimeoutError):
 
 
 class TransferFailed(DataplaneError):
-    """A transfer of values between hosts was interrupted. Nothing of it is used."""
+    """A transfer of values between hosts was interrupted; none of it is used."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "yes"
@@ -461,13 +457,12 @@ class TicketRefused(DataplaneError):
 class CheckpointFailed(DataplaneError):
     """A checkpoint could not be written or read. An unfinished one leaves no files."""
 
-    next_step = "Correct what the message names, and repeat the call."
+    next_step = "Correct what the message names."
     retry: ClassVar[Retry] = "yes"
 
 
 class CheckpointCorrupt(DataplaneError):
-    """A file of a checkpoint is torn, altered or missing: `details["file"]`. Nothing was
-    restored."""
+    """A file (`details["file"]`) is torn, altered or missing. Nothing was restored."""
 
     next_step = "Use another checkpoint."
 

@@ -1,15 +1,17 @@
-"""Makes the table of errors in docs/troubleshooting.md from the classes in `dataplane.errors`.
+"""Makes the tables of errors in docs/troubleshooting.md and protocol/README.md from the classes in
+`dataplane.errors`.
 
 Run as `python -m tests.docs.make_error_table` after a change to an error class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dataplane import errors
 
-PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
+ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- errors: begin -->\n", "<!-- errors: end -->\n"
 
 
@@ -25,18 +27,33 @@ def classes() -> list[type[errors.DataplaneError]]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
-def table() -> str:
-    lines = ["| error | raised when | what to do | repeat the call? |", "|---|---|---|---|"]
-    for kind in classes():
-        when = " ".join((kind.__doc__ or "").split())
-        lines.append(f"| `{kind.__name__}` | {when} | {kind.next_step} | {kind.retry} |")
-    return "\n".join(lines) + "\n"
+def tables() -> dict[Path, str]:
+    """The table of each page: users read what to do, authors of other clients what a code says."""
+    every = [(f"`{kind.__name__}`", _when(kind), kind.next_step, kind.retry) for kind in classes()]
+    base = (f"`{errors.DataplaneError.__name__}`", _when(errors.DataplaneError), "no")
+    codes = [base, *((code, when, retry) for code, when, _, retry in every)]
+    return {
+        ROOT / "docs/troubleshooting.md": _table(
+            ("error", "raised when", "what to do", "repeat the call?"), every
+        ),
+        ROOT / "protocol/README.md": _table(("code", "raised when", "repeat the call?"), codes),
+    }
+
+
+def _when(kind: type[errors.DataplaneError]) -> str:
+    return " ".join((kind.__doc__ or "").split())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(before + BEGIN + table() + END + after)
+    for page, table in tables().items():
+        before, rest = page.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        page.write_text(before + BEGIN + table + END + after)
 
 
 if __name__ == "__main__":

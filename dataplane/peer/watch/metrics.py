@@ -70,80 +70,102 @@ CALLS: dict[type[m.Body], str] = {
 }
 _STATES = {"pending": PENDING, "ready": READY, "leased": LEASED, "acked": ACKED}
 
-TABLE = {
-    "call_failures_total{error}": "Calls that ended in an error.",
-    "put_rows_total": "Rows put by clients of this host.",
-    "put_bytes_total": "Bytes put by clients of this host.",
-    "stage_rows_total{stage}": "Rows granted to claims of this host.",
-    "stage_bytes_total{stage}": "Bytes of those rows.",
-    "info{plane,peer,address,version}": "Identity of the peer; always 1.",
-    "ready": "1 while the peer answers calls of clients.",
-    "clients": "Attached client processes.",
-    "connections": "Connections of clients.",
-    "arena_size_bytes": "Size of the arena.",
-    "arena_used_bytes": "Bytes of rows and of cached copies.",
-    "arena_granted_bytes": "Bytes reserved by clients for rows that they write.",
-    "arena_free_bytes": "Free bytes.",
-    "arena_largest_free_bytes": "Largest free range.",
-    "arena_touched_bytes": "Arena memory that the kernel counts.",
-    "arena_pinned_bytes": "Bytes in views of clients, or being read by other peers.",
-    "arena_quarantined_bytes": "Bytes mapped by live processes whose client is lost.",
-    "arena_room_bytes{class}": "Bytes that an admission class may still reserve.",
-    "cached_bytes": "Bytes of cached copies of other hosts' values.",
-    "spill_bytes": "Bytes of rows in the spill file.",
-    "spill_size_bytes": "Size limit of the spill file.",
-    "spill_written_bytes_total": "Bytes written to the spill file.",
-    "spill_read_bytes_total": "Bytes read from the spill file.",
-    "device_size_bytes{device}": "Size of a device arena.",
-    "device_used_bytes{device}": "Bytes of rows on a device.",
-    "device_granted_bytes{device}": "Bytes reserved by clients on a device.",
-    "device_free_bytes{device}": "Free bytes of a device arena.",
-    "device_pinned_bytes{device}": "Bytes of a device in views of clients.",
-    "device_staged_bytes_total{device}": "Bytes copied to the host for other readers.",
-    "device_overflowed_bytes_total{device}": "Bytes put to the host because the device was full.",
-    "client_held_bytes{client,how}": "Bytes granted to or pinned by a client; the top 20.",
-    "leases": "Leases of clients of this host.",
-    "leases_abandoned_total": "Leases whose client ended; the rows returned.",
-    "leases_expired_total": "Leases that exceeded lease=; the rows returned.",
-    "rows_by_stage{stage,state}": "Rows of this peer's shards, by their state for a stage.",
-    "stage_released_rows_total{stage}": "Rows that returned to a stage without an ack.",
-    "stage_redelivered_rows_total{stage}": "Returned rows that were claimed again.",
-    "partitions": "Partitions in this peer's shards.",
-    "rows": "Rows in this peer's shards.",
-    "groups": "Groups in this peer's shards.",
-    "metadata_bytes": "Memory used by metadata of rows.",
-    "inline_bytes": "Bytes of small values stored in this peer's shards.",
-    "tombstones": "Remembered names of dropped or freed rows and groups.",
-    "admission_version": "Version of the last advance(); the largest of all partitions.",
-    "admission_lag": "Versions that the slowest group or permit is behind.",
-    "lost_rows_total": "Rows whose only bytes were on a peer that died.",
-    "roster_epoch": "Epoch of the current roster.",
-    "roster_members": "Members of the roster.",
-    "roster_leaving": "Members that are draining.",
-    "roster_unprotected": "Members whose shards have no backup in sync.",
-    "shards": "Shards served by this peer.",
-    "backup_in_sync": "1 if another peer can take over this peer's shards.",
-    "backup_behind": "Operations that the backup has not confirmed.",
-    "backpressure_waiting{class}": "Calls waiting for space.",
-    "backpressure_waits_total{class}": "Calls that had to wait for space.",
-    "backpressure_wait_seconds_total{class}": "Seconds waited by calls that have finished waiting.",
-    "backpressure_refused_total{class}": "Waits that ended in BackPressure.",
-    "waiting_claims": "Claims waiting for rows.",
-    "starved_claims": "Claims waiting for space to pull into.",
-    "stage_remote_bytes_total{stage}": "Bytes granted to claims that were stored on other hosts.",
-    "pulled_bytes_total": "Bytes pulled in bulk from other hosts.",
-    "pull_hits_total": "Values found in the cache of pulled copies.",
-    "second_copies": "Second copies stored here for other peers (replicas=2).",
-    "transport_bytes_total{transport,direction}": "Bytes moved between arenas.",
-    "transport_jobs_total{transport,outcome}": "Transfers into this arena.",
-    "transport_restarts_total{transport}": "Restarts of bulk workers.",
-    "stage_transport_bytes_total{stage,transport}": "Bytes pulled for claims, by carrier.",
-    "transport_peers{requested,transport}": "Peers read over a transport.",
-    "device_transport_peers{requested,transport}": "Peers whose devices are read over a transport.",
-    "refused_total{door}": "Connections and frames that were refused.",
+GROUPS = {
+    "calls": {
+        "put_rows_total": "Rows put by clients of this host.",
+        "put_bytes_total": "Bytes put by clients of this host.",
+        "stage_rows_total{stage}": "Rows granted to claims of this host.",
+        "stage_bytes_total{stage}": "Bytes of rows granted to claims of this host.",
+        "call_failures_total{error}": "Calls that ended in an error.",
+        "waiting_claims": "Claims waiting for rows.",
+    },
+    "peer": {
+        "info{plane,peer,address,version}": "Identity of the peer; always 1.",
+        "ready": "1 while the peer answers calls of clients.",
+        "clients": "Attached client processes.",
+        "connections": "Connections of clients.",
+        "client_held_bytes{client,how}": "Bytes granted to or pinned by a client; the top 20.",
+        "refused_total{door}": "Connections and frames that were refused.",
+    },
+    "arena": {
+        "arena_size_bytes": "Size of the arena.",
+        "arena_used_bytes": "Bytes of rows and of cached copies.",
+        "arena_granted_bytes": "Bytes reserved by clients for rows that they write.",
+        "arena_free_bytes": "Free bytes of the arena.",
+        "arena_largest_free_bytes": "Bytes of the largest free range.",
+        "arena_touched_bytes": "Bytes of the arena that use memory so far.",
+        "arena_pinned_bytes": "Bytes in views of clients, or being read by other peers.",
+        "arena_quarantined_bytes": "Bytes mapped by live processes whose client is lost.",
+        "arena_room_bytes{class}": "Bytes that an admission class may still reserve.",
+        "cached_bytes": "Bytes of cached copies of other hosts' values.",
+        "second_copies": "Second copies stored here for other peers (replicas=2).",
+    },
+    "spill": {
+        "spill_bytes": "Bytes of rows in the spill file.",
+        "spill_size_bytes": "Size limit of the spill file.",
+        "spill_written_bytes_total": "Bytes written to the spill file.",
+        "spill_read_bytes_total": "Bytes read from the spill file.",
+    },
+    "devices": {
+        "device_size_bytes{device}": "Size of a device arena.",
+        "device_used_bytes{device}": "Bytes of rows on a device.",
+        "device_granted_bytes{device}": "Bytes reserved by clients on a device.",
+        "device_free_bytes{device}": "Free bytes of a device arena.",
+        "device_pinned_bytes{device}": "Bytes of a device in views of clients.",
+        "device_staged_bytes_total{device}": "Bytes copied to the host to be read there.",
+        "device_overflowed_bytes_total{device}": "Bytes stored on the host: the device was full.",
+    },
+    "waiting for space": {
+        "backpressure_waiting{class}": "Calls waiting for space.",
+        "backpressure_waits_total{class}": "Calls that had to wait for space.",
+        "backpressure_wait_seconds_total{class}": "Seconds of finished waits for space.",
+        "backpressure_refused_total{class}": "Waits for space that ended in BackPressure.",
+        "starved_claims": "Claims waiting for space to pull into.",
+    },
+    "leases and stages": {
+        "leases": "Leases of clients of this host.",
+        "leases_abandoned_total": "Leases whose client ended; the rows returned.",
+        "leases_expired_total": "Leases that exceeded lease=; the rows returned.",
+        "rows_by_stage{stage,state}": "Rows of this peer's shards, by their state for a stage.",
+        "stage_released_rows_total{stage}": "Rows that returned to a stage without an ack.",
+        "stage_redelivered_rows_total{stage}": "Returned rows that were claimed again.",
+        "lost_rows_total": "Rows whose only bytes were on a peer that died.",
+    },
+    "shards": {
+        "shards": "Shards served by this peer.",
+        "partitions": "Partitions in this peer's shards.",
+        "rows": "Rows in this peer's shards.",
+        "groups": "Groups in this peer's shards.",
+        "metadata_bytes": "Memory used by metadata of rows.",
+        "inline_bytes": "Bytes of small values stored in this peer's shards.",
+        "tombstones": "Remembered names of dropped or freed rows and groups.",
+        "admission_version": "Version of the last advance(); the largest of all partitions.",
+        "admission_lag": "Versions that the slowest group or permit is behind.",
+    },
+    "roster and backup": {
+        "roster_epoch": "Epoch of the current roster.",
+        "roster_members": "Members of the roster.",
+        "roster_leaving": "Members that are draining.",
+        "roster_unprotected": "Members whose shards have no backup in sync.",
+        "backup_in_sync": "1 if another peer can take over this peer's shards.",
+        "backup_behind": "Operations that the backup has not confirmed.",
+    },
+    "between hosts": {
+        "pulled_bytes_total": "Bytes pulled in bulk from other hosts.",
+        "pull_hits_total": "Values found in the cache of pulled copies.",
+        "stage_remote_bytes_total{stage}": "Bytes of claimed rows from other hosts.",
+        "stage_transport_bytes_total{stage,transport}": "Bytes pulled for claims.",
+        "transport_bytes_total{transport,direction}": "Bytes moved between arenas.",
+        "transport_jobs_total{transport,outcome}": "Transfers into this arena.",
+        "transport_restarts_total{transport}": "Restarts of bulk workers.",
+        "transport_peers{requested,transport}": "Peers read over a transport.",
+        "device_transport_peers{requested,transport}": "Peers read over it, GPU to GPU.",
+    },
 }
-"""Names without the prefix `dataplane_`, with their labels. A name that ends in `_total` is a
-counter, any other a gauge. docs/observe.md shows this table."""
+"""By subject. Names are without the prefix `dataplane_`, with their labels. A name that ends in
+`_total` is a counter, any other a gauge. docs/observe.md lists the names, `/metrics` the texts."""
+
+TABLE = {name: help for group in GROUPS.values() for name, help in group.items()}
 
 CALL_SECONDS = "Duration of clients' calls in the peer, waiting for rows included."
 
@@ -194,8 +216,11 @@ class Meters:
 
 def page() -> str:
     """The table as docs/observe.md has it, in Markdown."""
-    lines = ["| metric | meaning |", "|---|---|", f"| `call_seconds{{call}}` | {CALL_SECONDS} |"]
-    return "\n".join([*lines, *(f"| `{name}` | {help} |" for name, help in TABLE.items())]) + "\n"
+    lines = ["| about | metrics |", "|---|---|"]
+    for about, group in GROUPS.items():
+        names = ["call_seconds{call}", *group] if about == "calls" else list(group)
+        lines.append(f"| {about} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines) + "\n"
 
 
 def serves(peer: Peer) -> bool:

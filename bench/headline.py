@@ -39,6 +39,7 @@ _LIMIT_BYTES = 3 << 30
 _LIMITED_PROMPTS = 16
 _LIMITED_ARENA_BYTES = 1536 << 20
 """Half of the limit: without dedup the largest group of one clip is 0.6 GB."""
+_NO_FIGURE = "no plane has a figure"
 _HARDLY = 0.02
 """Share of a step below which a transfer hardly matters."""
 
@@ -168,22 +169,32 @@ def _on_most_hosts(runs: list[Run]) -> list[list[Run]]:
 
 
 def _transfers(placements: list[list[Run]]) -> str:
-    """What a steady step spends in each plane; what has no figure, and why."""
+    """How long a steady step's data takes through each plane; what has no figure, and why."""
     first = placements[0][0]
-    link = f"links of {first['link']}" if first["link"] else "loopback in place of links"
-    told = [f"{_spent(same)} if {_placed(same[0])}" for same in placements]
+    link = f"with {_rated(first['link'])} links" if first["link"] else "over loopback"
     dedup = "" if first["dedup"] else ", dedup off"
-    said = f"{first['trace'].capitalize()}, {first['hosts']} hosts, {link}{dedup}: a step spends "
-    said += f"{'; '.join(told)}."
+    said = f"{first['trace'].capitalize()} on {first['hosts']} hosts {link}{dedup}: "
+    named = [_called(run) for run in placements[0] if _steady(run)]
+    for nth, same in enumerate(placements):
+        timed = [run for run in same if _steady(run)]
+        if nth and named == [_called(run) for run in timed]:
+            told = _listed([_seconds(_steady(run)) for run in timed])
+        else:
+            told = _listed([f"{_seconds(_steady(run))} through {_called(run)}" for run in timed])
+        if nth:
+            said += f" If {_placed(same[0])}, {f'it takes {told}' if told else _NO_FIGURE}."
+        else:
+            said += f"moving a step's data takes {told}" if told else _NO_FIGURE
+            said += f" if {_placed(same[0])}."
     for run in (run for same in placements for run in same if not _steady(run)):
         said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."
     return said
 
 
-def _spent(runs: list[Run]) -> str:
-    """Seconds by plane."""
-    told = [f"{_seconds(_steady(run))} in {_called(run)}" for run in runs if _steady(run)]
-    return _listed(told) or "no time that was measured"
+def _rated(link: str) -> str:
+    """`520mbit`, as tc writes it, for people: `520 Mbit/s`."""
+    number = link.rstrip("kmgbit")
+    return f"{number} {link.removeprefix(number).capitalize()}/s"
 
 
 def _listed(told: Sequence[str]) -> str:
@@ -192,7 +203,7 @@ def _listed(told: Sequence[str]) -> str:
 
 
 def _placed(run: Run) -> str:
-    return "rollout has hosts of its own" if run["apart"] else "every host has every stage"
+    return "rollout has its own hosts" if run["apart"] else "every host runs every stage"
 
 
 def _shares(placements: list[list[Run]]) -> str:
@@ -202,30 +213,37 @@ def _shares(placements: list[list[Run]]) -> str:
         return ""
     recorded = finished[0][0]["recorded_step_seconds"]
     shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
-    said = f"Beside {_seconds(recorded)} of recorded rollout and training that is "
+    said = f"Recorded rollout and training of the step took {_seconds(recorded)}, so moving data"
     if (most := max(map(max, shares))) < _HARDLY:
-        return f"{said}at most {most:.1%} of a step: it hardly matters."
-    told = "; ".join(_listed([f"{share:.0%}" for share in some]) for some in shares)
-    return f"{said}{told} of a step."
+        return f"{said} is at most {most:.1%} of the step and hardly matters."
+    told = [
+        f"{_listed([f'{share:.0%}' for share in some])} of the step if {_placed(same[0])}"
+        for same, some in zip(finished, shares, strict=True)
+    ]
+    return f"{said} is {'; '.join(told)}."
 
 
 def _computed(placements: list[list[Run]]) -> str:
     """What the busiest link alone would take on nodes of a usual size, with all prompts."""
-    full = [[r["full_step"] for r in same if _steady(r) and r["full_step"]] for same in placements]
+    full = [[r for r in same if _steady(r) and r["full_step"]] for same in placements]
     full = [some for some in full if some]
     if not full:
         return ""
-    one = full[0][0]
+    one = full[0][0]["full_step"]
     rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
-    least = "; ".join(_listed([_seconds(f["link_seconds"]) for f in some]) for some in full)
+    busy = [[run["full_step"]["link_seconds"] for run in some] for some in full]
+    told = [
+        f"{_listed(list(map(_seconds, some)))} if {_placed(same[0])}"
+        for same, some in zip(full, busy, strict=True)
+    ]
     said = (
-        f"Computed for {prompts} prompts a step and links of {rate:g} Gbit/s, the busiest link is "
-        f"busy for {least}, beside {_seconds(one['recorded_seconds'])} recorded"
+        f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links, the busiest link is "
+        f"busy for {'; '.join(told)}. "
+        f"Rollout and training take {_seconds(one['recorded_seconds'])}."
     )
-    most = max(each["link_seconds"] for some in full for each in some)
-    if most < _HARDLY * one["recorded_seconds"]:
-        said += ": at that rate links alone are no reason to choose a plane"
-    return said + "."
+    if max(map(max, busy)) < _HARDLY * one["recorded_seconds"]:
+        said += " At that rate links alone are no reason to choose a plane."
+    return said
 
 
 def _called(run: Run) -> str:
@@ -237,6 +255,8 @@ def _steady(run: Run) -> float:
 
 
 def _seconds(value: float) -> str:
+    if value < 0.01:
+        return "under 0.01 s"
     return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
 
 
@@ -254,17 +274,15 @@ def _memory(runs: list[Run]) -> str:
         return f"Memory was not measured: {limited[0]['error']}."
     limit = limited[0]["memory_limit_bytes"] / (1 << 30)
     prompts = limited[0]["prompts"]
-    by_dedup = [
-        f"with dedup {'on' if dedup else 'off'} "
-        + _listed([f"{_called(r)} {_fate(r)}" for r in limited if r["dedup"] is dedup])
-        for dedup in (True, False)
-        if any(r["dedup"] is dedup for r in limited)
-    ]
-    return f"Under {limit:g} GiB a host, with {prompts} video prompts: {'; '.join(by_dedup)}."
+    said = f"{prompts} video prompts with {limit:g} GiB of memory a host."
+    for dedup in (True, False):
+        if told := [f"{_called(run)} {_fate(run)}" for run in limited if run["dedup"] is dedup]:
+            said += f" Dedup {'on' if dedup else 'off'}: {_listed(told)}."
+    return said
 
 
 def _fate(run: Run) -> str:
-    when = " where no stage overlaps rollout" if run["phased"] else ""
+    when = " if no stage overlaps rollout" if run["phased"] else ""
     if run["status"] == "oom":
         return f"was killed by the kernel{when}"
     if run["status"] != "ok":
@@ -282,15 +300,15 @@ def _faster(runs: list[Run]) -> str:
             continue
         best = min(others, key=_steady)
         if _steady(ours) > _steady(best):
+            link = f"{_rated(ours['link'])} links" if ours["link"] else "unlimited links"
+            took = [f"{_seconds(_steady(run))} through {_called(run)}" for run in (ours, best)]
             told.append(
-                f"a {ours['trace']} step on {ours['hosts']} hosts{' apart' * ours['apart']} with "
-                f"{ours['link'] or 'no limit on'} links takes {_seconds(_steady(ours))} in "
-                f"dataplane and {_seconds(_steady(best))} in {_called(best)} "
-                f"({_steady(ours) / _steady(best):.1f} × as long)"
+                f"a {ours['trace']} step on {ours['hosts']} hosts with {link} takes "
+                f"{_listed(took)} if {_placed(ours)}"
             )
     if not told:
-        return "In no job of this set was a controller faster."
-    return f"Where we lose: {'; '.join(told)}."
+        return "No controller was faster in any job of this set."
+    return f"Where dataplane is slower: {'; '.join(told)}."
 
 
 def _jobs(runs: Iterable[Run]) -> list[list[Run]]:

@@ -196,8 +196,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
         panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
-        "Points are medians of steady steps, bands reach from the fastest to the slowest; a hollow "
-        "point is a first step, cold. At the right: seconds on the most hosts."
+        "Points are medians of steady steps, bands show the fastest and the slowest. A hollow "
+        "point is a cold first step. The figures at the right are those on the most hosts."
     )
     return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
 
@@ -222,8 +222,8 @@ def share(runs: Sequence[Run]) -> Figure | None:
         dedup = ", dedup off" if not members[0]["dedup"] else ""
         panels.append(drawing.rows(_job(members[0], linked) + dedup, content, scale))
     sentence = (
-        "Grey: recorded rollout and training of the same step, which nobody waited for here. "
-        "Colour: the step's time in the plane, added as if nothing of it overlapped."
+        "Grey: recorded rollout and training of the same step; these runs did not wait for it. "
+        "Colour: time to move the step's data, added as if it did not overlap."
     )
     return Figure("share", "Share of a step", sentence, panels) if panels else None
 
@@ -246,8 +246,8 @@ def links(runs: Sequence[Run]) -> Figure | None:
             title = _family(family[0])
             panels.append(drawing.lines(title, drawn, _sizes(family), Scale("GB a step")))
     sentence = (
-        "In both directions, counted by the interfaces. Full: the share of 100 ms intervals in "
-        "which one direction carried at least 80 % of its rate, on the most hosts."
+        "Bytes in both directions, as the interfaces count them. Full: the share of 100 ms "
+        "intervals in which one direction carried at least 80 % of its rate, on the most hosts."
     )
     title = "Bytes through the busiest host's link"
     return Figure("links", title, sentence, panels) if panels else None
@@ -322,21 +322,23 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
     killed = [run for run in runs if run.get("killed")]
     if not killed:
         return (
-            "All processes together, or the fullest host where hosts have a limit; private memory "
-            "by proportional set size, shared arenas once."
+            "Memory of all processes, or of the fullest host if hosts have a limit. Private memory "
+            "counts by proportional set size, shared arenas count once."
         )
     run = killed[0]
     job = next(members for members in grouped(runs, _WORK) if run in members)
     ours = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
     same = [r for r in ours if r["dedup"] == run["dedup"]]
     said = (
-        f"With {gib(run['memory_limit_bytes'])} a host, the same trace and the same bytes, "
-        f"{run['plane']} (dedup {switch(run['dedup'])}) fills its host until the kernel kills it"
+        f"With {gib(run['memory_limit_bytes'])} a host, {run['plane']} (dedup "
+        f"{switch(run['dedup'])}) fills its host until the kernel kills it."
     )
     if same:
         peak = gib(max(same[0]["peak_host_bytes"] or [0]))
-        said += f"; dataplane, with dedup {switch(run['dedup'])} too, finishes with {peak} at most"
-    return said + "."
+        said += (
+            f" With the same bytes, dataplane (dedup {switch(run['dedup'])}) needs at most {peak}."
+        )
+    return said
 
 
 def smallest(cases: Sequence[Run]) -> Figure | None:
@@ -375,8 +377,8 @@ def smallest(cases: Sequence[Run]) -> Figure | None:
             whys[case["plane"], OUTCOMES.get(case["status"], str(case["status"]))] = None
     absent = ", ".join(f"{plane} ({why})" for plane, why in whys)
     sentence = (
-        f"{'; '.join(said) or 'Lower is better'}. Each point: the smallest limit, 7 % apart, that "
-        "a real run survived; ✕: none did. "
+        f"{'; '.join(said) or 'Lower is better'}. Each point is the smallest limit that a real run "
+        "survived, in steps of 7 %; ✕ means that no run did. "
     )
     sentence = (sentence if panels else "") + (f"No answer for {absent}." if absent else "")
     return Figure("smallest", title, sentence.rstrip(), panels)
@@ -406,9 +408,9 @@ def stages(runs: Sequence[Run]) -> Figure | None:
             if content:
                 panels.append(drawing.rows(title, content, scale))
     sentence = (
-        "Each bar is a stage's mean worker over the whole run: colours are time in the plane or "
-        "for the policy, greys are not; waiting for rows includes the time that the stage before "
-        "needs, which a controller adds up."
+        "Each bar is the mean over a stage's workers for the whole run. Colours: time in the "
+        "plane, or waiting for the policy. Greys: other work. Waiting for rows includes the time "
+        "that the stage before needs."
     )
     key = {kind: f"{kind}: {what}" for kind, what, _ in _ACTIVITIES}
     title = "Where the time goes"

@@ -41,32 +41,34 @@ APART = [
 def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
     transfers, shares, computed, faster = sentences([*TOGETHER, *APART])
     assert transfers == (
-        "Video, 6 hosts, links of 400mbit: a step spends 5 s in dataplane, 6 s in a streaming "
-        "controller and 7 s in a controller with barriers if rollout has hosts of its own; 0.4 s "
-        "in dataplane, 10 s in a streaming controller and 22 s in a controller with barriers if "
-        "every host has every stage."
+        "Video on 6 hosts with 400 Mbit/s links: moving a step's data takes 5 s through dataplane, "
+        "6 s through a streaming controller and 7 s through a controller with barriers if rollout "
+        "has its own hosts. If every host runs every stage, it takes 0.4 s, 10 s and 22 s."
     )
     assert shares == (
-        "Beside 30 s of recorded rollout and training that is 14%, 17% and 19%; 1%, 25% and 42% "
-        "of a step."
+        "Recorded rollout and training of the step took 30 s, so moving data is 14%, 17% and 19% "
+        "of the step if rollout has its own hosts; 1%, 25% and 42% of the step if every host runs "
+        "every stage."
     )
     assert computed == (
-        "Computed for 64 prompts a step and links of 100 Gbit/s, the busiest link is busy for "
-        "0.5 s, 0.5 s and 0.5 s; 0.5 s, 0.5 s and 0.5 s, beside 60 s recorded: at that rate links "
-        "alone are no reason to choose a plane."
+        "Computed for 64 prompts a step and 100 Gbit/s links, the busiest link is busy for 0.5 s, "
+        "0.5 s and 0.5 s if rollout has its own hosts; 0.5 s, 0.5 s and 0.5 s if every host runs "
+        "every stage. Rollout and training take 60 s. At that rate links alone are no reason to "
+        "choose a plane."
     )
-    assert faster == "In no job of this set was a controller faster."
+    assert faster == "No controller was faster in any job of this set."
 
 
 def test_small_transfers_hardly_matter() -> None:
     short = [{**one, "step_seconds": [0.1, 0.1, 0.1]} for one in TOGETHER]
-    assert "that is at most 0.3% of a step: it hardly matters." in sentences(short)[1]
+    assert "moving data is at most 0.3% of the step and hardly matters." in sentences(short)[1]
 
 
 def test_other_traces_follow_the_first_and_memory() -> None:
     math = [{**one, "trace": "math"} for one in TOGETHER]
     told = sentences([*TOGETHER, *math])
-    assert [said.split(",")[0] for said in told if "a step spends" in said] == ["Video", "Math"]
+    moved = [said.split()[0] for said in told if "moving a step's data takes" in said]
+    assert moved == ["Video", "Math"]
 
 
 def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
@@ -77,8 +79,8 @@ def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
     told = sentences([*TOGETHER, *queued])
     assert told[:2] == sentences(TOGETHER)[:2]
     assert told[-2] == (
-        "Video, 4 hosts, links of 400mbit, dedup off: a step spends 2 s in dataplane and 20 s in "
-        "TransferQueue if rollout has hosts of its own."
+        "Video on 4 hosts with 400 Mbit/s links, dedup off: moving a step's data takes 2 s through "
+        "dataplane and 20 s through TransferQueue if rollout has its own hosts."
     )
 
 
@@ -109,8 +111,9 @@ def test_where_we_lose_is_said_with_its_figures() -> None:
     slow = run("dataplane", "math", 2, [1.0, 0.4], **loopback)
     fast = run("controller", "math", 2, [1.0, 0.1], **loopback)
     assert sentences([*TOGETHER, slow, fast])[-1] == (
-        "Where we lose: a math step on 2 hosts with no limit on links takes 0.4 s in "
-        "dataplane and 0.1 s in a controller with barriers (4.0 × as long)."
+        "Where dataplane is slower: a math step on 2 hosts with unlimited links takes 0.4 s "
+        "through dataplane and 0.1 s through a controller with barriers if every host runs every "
+        "stage."
     )
 
 
@@ -125,10 +128,10 @@ def test_memory_is_told_by_dedup_with_the_fate_of_each_plane() -> None:
         run("dataplane", "video", 2, [1.0], **limit, **needed, **{"phased": True}),
     ]
     assert sentences(runs)[0] == (
-        "Under 3 GiB a host, with 16 video prompts: with dedup on dataplane needed 2 GiB, a "
-        "controller with barriers needed 2 GiB and dataplane needed 2 GiB where no stage overlaps "
-        "rollout; with dedup off dataplane needed 2 GiB and a controller with barriers was killed "
-        "by the kernel."
+        "16 video prompts with 3 GiB of memory a host. Dedup on: dataplane needed 2 GiB, a "
+        "controller with barriers needed 2 GiB and dataplane needed 2 GiB if no stage overlaps "
+        "rollout. Dedup off: dataplane needed 2 GiB and a controller with barriers was killed by "
+        "the kernel."
     )
     unmeasured = [{**one, "status": "not run", "error": "no cgroup"} for one in runs]
     assert sentences(unmeasured)[0] == "Memory was not measured: no cgroup."
@@ -138,11 +141,17 @@ def test_a_plane_that_failed_is_named_beside_those_that_finished() -> None:
     before = {"status": "error", "error": "as well", "step_seconds": []}
     failed = {"status": "error", "error": "ProcessDied: a\nlog", "failed_before": before}
     told = sentences([{**TOGETHER[0], **failed}, *TOGETHER[1:]])[0]
-    assert "spends 10 s in a streaming controller and 22 s in a controller" in told
+    assert "takes 10 s through a streaming controller and 22 s through a controller" in told
     assert told.endswith(
-        "Dataplane has no figure if every host has every stage: its run ended with 'error' "
+        "Dataplane has no figure if every host runs every stage: its run ended with 'error' "
         "twice (ProcessDied: a)."
     )
     nobody = sentences([{**one, **failed} for one in TOGETHER])
-    assert "spends no time that was measured" in nobody[0]
-    assert nobody[-1] == "In no job of this set was a controller faster."
+    assert "no plane has a figure if every host runs every stage." in nobody[0]
+    assert nobody[-1] == "No controller was faster in any job of this set."
+
+
+def test_planes_are_named_again_if_others_finished_on_the_other_placement() -> None:
+    failed = {**TOGETHER[1], "status": "oom", "step_seconds": []}
+    told = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[0]
+    assert "it takes 0.4 s through dataplane and 22 s through a controller with barriers." in told

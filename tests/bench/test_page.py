@@ -284,7 +284,7 @@ def test_only_runs_that_did_the_same_work_are_set_beside_each_other(tmp_path: Pa
     alike = [run("dataplane", dedup=on, seconds=took) for on, took in ((True, 2.0), (False, 8.0))]
     write(page, [report(runs=[*alike, run("controller", dedup=False, seconds=5.0), killed()])])
     told = page.read_text()
-    assert "kills it; dataplane, with dedup off too, finishes with 1 GiB at most." in told
+    assert "With the same bytes, dataplane (dedup off) needs at most 1 GiB." in told
     write(page, [report(runs=[*over_hosts()[:1], *over_hosts(link=None)[3:4]])])
     assert 'id="hosts"' not in page.read_text()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.shards.appends import PIECE_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Begun, Declared, Ended, Op
 from dataplane.wire.messages import Done
@@ -91,6 +94,43 @@ def test_what_came_twice_is_carried_out_once() -> None:
     assert backup.replicas.has(PRIMARY.peer) == (5, 4)
     backup.turn(rosters(in_sync=True, misses_that=False)[-1])
     assert backup.stages == ["s", "t", "u", "v"]
+
+
+async def test_a_long_message_is_replayed_in_turns_and_later_ones_behind_it() -> None:
+    backup = Backup(rosters(in_sync=True, misses_that=False)[0])
+    clock = itertools.count()
+    backup.host.now = lambda: (
+        2 * PIECE_S * next(clock)
+    )  # an operation takes longer than a piece may
+    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
+    ops = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abcdefgh"]]
+    messages = [Append(5, at, [Shipment("p", 1, ops[at : at + 3])]) for at in (0, 3, 6)]
+    answers = [asyncio.ensure_future(backup.append(caller, one)) for one in messages]
+    seen = []
+    while not all(one.done() for one in answers):
+        seen.append(backup.replicas.has(PRIMARY.peer))
+        await asyncio.sleep(0)
+    assert [one.result() for one in answers] == [Done()] * 3
+    assert {(5, n) for n in range(1, 9)} <= set(seen), "others had a turn after each operation"
+    backup.turn(rosters(in_sync=True, misses_that=False)[-1])
+    assert backup.stages == ["s", *"abcdefgh"]
+
+
+async def test_a_message_that_is_half_replayed_ends_when_its_shards_are_taken_over() -> None:
+    first, *later = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    clock = itertools.count()
+    backup.host.now = lambda: 2 * PIECE_S * next(clock)
+    ops = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abc"]]
+    told = Append(5, 0, [Shipment("p", 1, ops)])
+    answer = asyncio.ensure_future(backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), told))
+    while backup.replicas.has(PRIMARY.peer) != (5, 2):
+        await asyncio.sleep(0)
+    for roster in later:
+        backup.turn(roster)
+    with pytest.raises(StaleEpoch):
+        await answer
+    assert backup.stages == ["s", "a"]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class Cluster:
                 # and others have their turn after each piece
                 (appends, "DUMPED_BYTES", 8 << 10),
                 (appends, "PIECE_S", -1.0),
+                (backup, "PIECE_S", -1.0),
                 (journal, "PIECE_ROWS", 16),
                 (journal, "MAX_OP_BYTES", 2 << 10),
                 (replication, "BATCH_BYTES", 32 << 10),

@@ -25,7 +25,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.appends import PIECE_S, Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
@@ -120,26 +120,28 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(f"operations from {caller.address} arrived without the first ones")
-        if origin.lock.locked() or _brings_values(origin, body):
-            return self._append_with_values(caller, origin, body)
-        self._replay(caller.owner, origin, _new(origin, body).shipments)
+        # Of what comes before it, some may be under way.
+        waits = origin.lock.locked() or body.first > origin.next
+        if waits or _brings_values(origin, body):
+            return self._append_in_turns(caller, origin, body)
+        if self._replay(caller.owner, origin, _new(origin, body).shipments):
+            return self._append_in_turns(caller, origin, body)
         return Done()
 
-    async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
-        """In pieces: where all of it takes longer than the sender waits, what is sent again begins
-        behind those that were carried out. The values of one operation may take longer as well, and
-        would have to be brought from the beginning: this goes on when the sender has given up."""
+    async def _append_in_turns(self, caller: Caller, origin: _Origin, body: Append) -> Body:
+        """Replay the message in pieces. If the sender stops waiting, its next attempt begins behind
+        the operations that were replayed. Bringing the values of one operation may take longer than
+        an attempt and would begin from the start, so this goes on without the sender."""
         call_deadline.set(math.inf)
         async with origin.lock:
             for shipment in _new(origin, body).shipments:
                 copy = origin.copies.get((shipment.partition, shipment.generation))
                 if copy is None or copy.values is None:  # nobody was promised what only begins
-                    self._check_backs_up(caller.owner, origin)
-                    self._replay(caller.owner, origin, [shipment])
+                    await self._replay_in_turns(caller.owner, origin, shipment)
                     continue
                 for piece, named in _pieces(shipment, caller.owner):
                     async with self._beforehand(caller.owner, origin, copy.values, named):
-                        self._replay(caller.owner, origin, [piece])
+                        await self._replay_in_turns(caller.owner, origin, piece)
             if not self.host.roster.backup_of(caller.address)[1]:
                 for copy in list(origin.copies.values()):  # it is no backup before it has them all
                     if copy.values is not None:
@@ -204,14 +206,27 @@ class Replicas:
         if not self._backs_up(owner, origin):
             raise StaleEpoch(f"{self.host.address} is no longer the backup of {owner.peer}")
 
-    def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> None:
+    async def _replay_in_turns(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
+        rest = [shipment]
+        while rest:
+            await asyncio.sleep(0)
+            self._check_backs_up(owner, origin)
+            rest = self._replay(owner, origin, rest)
+
+    def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> list[Shipment]:
+        """Replay operations for `PIECE_S`. Returns those that are left."""
+        until = self.host.now() + PIECE_S
+        rest: list[Shipment] = []
         try:
             for shipment in shipments:
-                self._carry_out(owner, origin, shipment)
+                left = shipment.ops if rest else self._carry_out(owner, origin, shipment, until)
+                if left:
+                    rest.append(Shipment(shipment.partition, shipment.generation, left))
         except Exception:  # of whatever kind: what it was about may be changed by half
             self._forget(owner)
             raise
         self._pass_on(owner, origin)
+        return rest
 
     def _passes_on(self, address: str) -> bool:
         """Whether the shards of that peer are this one's soon: it leaves."""
@@ -226,10 +241,13 @@ class Replicas:
             if key not in self.shipping.passed_on and home(key[0]) == owner.peer:
                 self.shipping.pass_on(copy.store)
 
-    def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
+    def _carry_out(
+        self, owner: Owner, origin: _Origin, shipment: Shipment, until: float
+    ) -> list[Op]:
+        """Carry out the first operations, until a time (monotonic). Returns those that are left."""
         name, generation = key = shipment.partition, shipment.generation
         copy = origin.copies.get(key)
-        for op in shipment.ops:
+        for done, op in enumerate(shipment.ops, 1):
             if isinstance(op, Begun):
                 self.partitions.heard(name, generation)
                 store = Store(name, op.definition, generation, self.host.numbers)
@@ -247,6 +265,9 @@ class Replicas:
                     del origin.copies[key]
                     origin.valued -= copy.values is not None
             origin.next += 1
+            if self.host.now() > until:
+                return shipment.ops[done:]
+        return []
 
     def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, op: Op) -> None:
         """Values that the primary wrote get second copies here, for as long as rows name them. So

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +20,9 @@ from tests.simulation.ledger import SMALL, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.roles import Consumer, Producer, Role, keys_of
+from tests.simulation.script import played
 
 GROUP_ROWS = 4
-MAX_STEPS = 200_000
 SERVED_S = 1.0
 
 
@@ -54,21 +53,14 @@ class _Failing:
 
 
 def _played(script: Callable[[Cluster, Ledger], Any], definition: Definition) -> None:
-    loop, rng = VirtualLoop(), random.Random(29)
-    cluster, wrong = Cluster(loop, rng, 3), list[str]()
-    gc.disable()
-    try:
-        with cluster.installed():
-            for place in cluster.places:
-                cluster.start(place)
-            told = loop.start_on(loop.world, script(cluster, Ledger(SMALL, definition, wrong)))
-            while not told.done() and loop.steps < MAX_STEPS:
-                assert loop.step()
-            told.result()
-            loop.end()
-    finally:
-        gc.enable()
-        cluster.close()
+    cluster, wrong = Cluster(VirtualLoop(), random.Random(29), 3), list[str]()
+
+    async def started() -> None:
+        for place in cluster.places:
+            cluster.start(place)
+        await script(cluster, Ledger(SMALL, definition, wrong))
+
+    played(cluster, started)
     assert wrong == []
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 
 import pytest
 
 from tests.simulation.cluster import Cluster, Place
 from tests.simulation.loop import VirtualLoop
+from tests.simulation.script import played
 
 SEEDS = 40
 ENDS_S = 10.0
 """Longer than it takes to see one after the other that has ended; less than a leaver waits for the
 keeper of the roster (`leaving.FATE_S`)."""
-MAX_STEPS = 600_000
 
 
 def _takes_s(seed: int) -> float:
@@ -44,18 +43,7 @@ def _takes_s(seed: int) -> float:
         await asyncio.gather(*map(end, cluster.places))
         return loop.now - began
 
-    gc.disable()
-    try:
-        with cluster.installed():
-            told = loop.start_on(loop.world, script())
-            while not told.done() and loop.steps < MAX_STEPS:
-                assert loop.step()
-            took_s = told.result()
-            loop.end()
-    finally:
-        gc.enable()
-        cluster.close()
-    return took_s
+    return played(cluster, script)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # tasks cancelled before they began

@@ -247,6 +247,10 @@ class Peer:
         synced, wanted = self.shipping.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
 
+    def life_sign(self, owner: Owner, epoch: tuple[int, int]) -> None:
+        """One arrived at this peer, which keeps the roster."""
+        self.confirming.life_sign(owner, epoch)
+
     def turned(self, old: Roster, new: Roster) -> None:
         """A newer roster is in force."""
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on

@@ -66,6 +66,8 @@ class Network:
         self.bulk_until = 0.0
         """when all has come that a bulk worker has begun to send"""
         self.cuts: set[frozenset[str]] = set()
+        self.forbidden: set[tuple[str, str]] = set()
+        """which machine a firewall lets make no connection to which"""
         self.listeners: dict[str, Router] = {}
         self.doors: dict[str, Streams] = {}
         self.peers: dict[tuple[str, int], tuple[Machine, Peer]] = {}
@@ -93,8 +95,19 @@ class Network:
             if {one, other} == set(wire.machines()):
                 self._watch(wire)
 
+    def forbid(self, one: Machine, other: Machine) -> None:
+        """The first reaches no port of the second, which reaches the ports of the first."""
+        self.forbidden.add((one.name, other.name))
+        for wire in list(self.wires):
+            if wire.machines() == (one, other):
+                self.snap(wire)
+
+    def may_connect(self, one: Machine, other: Machine) -> bool:
+        return not self.is_cut(one, other) and (one.name, other.name) not in self.forbidden
+
     def heal(self) -> None:
         self.cuts.clear()
+        self.forbidden.clear()
         for wire in list(self.wires):
             held, wire.held = wire.held, []
             for way, frame in held:
@@ -142,9 +155,9 @@ class Network:
         address = owner.peer
         await asyncio.sleep(self.delay())
         machine = self._machine(owner)
-        if machine is not None and not self.is_cut(asks, machine):
+        if machine is not None and self.may_connect(asks, machine):
             tell(Look.ANSWERED, began)
-            while self._machine(owner) is machine and not self.is_cut(asks, machine):
+            while self._machine(owner) is machine and self.may_connect(asks, machine):
                 await asyncio.sleep(LOOK_S)
             if self._machine(owner) is None and address in self.vacant:
                 return None  # its process died, and reset the connection
@@ -176,7 +189,9 @@ class Network:
         router = self.listeners.get(owner.peer)
         name = machine.name if machine else router.machine.name if router else None
         name = name or self.vacant.get(owner.peer)
-        return name is None or frozenset((asks.name, name)) in self.cuts
+        if name is None or frozenset((asks.name, name)) in self.cuts:
+            return True
+        return (asks.name, name) in self.forbidden
 
     # frames
 
@@ -212,7 +227,7 @@ class Network:
             return
         router = self.listeners.get(dealer.address)
         there = router is not None and router.machine.runs and dealer.machine.runs
-        if not there or self.is_cut(dealer.machine, router.machine):  # type: ignore[union-attr]
+        if not there or not self.may_connect(dealer.machine, router.machine):  # type: ignore[union-attr]
             self.loop.call_on(self.loop.world, RETRY_S * self.rng.uniform(1, 3), self.dial, dealer)
             return
         assert router is not None
@@ -300,7 +315,7 @@ class Streams:
         await asyncio.sleep(network.delay())
         there = network.doors[address]
         runs = there.machine.runs and not there.machine.crashed
-        if not runs or network.is_cut(asks, there.machine):
+        if not runs or not network.may_connect(asks, there.machine):
             await asyncio.sleep(JOIN_S)
             raise LinkBroken(f"nobody accepts a stream at {address}", address=address)
         mine = Stream(network, asks, "to", take, ended)

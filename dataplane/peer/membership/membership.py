@@ -258,6 +258,7 @@ class Membership:
     def _beat(self, caller: Caller, body: Beat) -> Body:
         if self.office.is_open and self.keeper.sure():
             self.office.note(caller.owner, body, caller.epoch)
+            self.peer.life_sign(caller.owner, caller.epoch)
             if not self.office.is_open:
                 raise Unavailable(f"the roster keeper at {self.host.address} is restarting")
         elif caller.address != self.keeper.apart:  # which asks what others know as it begins

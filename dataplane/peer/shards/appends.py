@@ -260,13 +260,13 @@ class Shipping:
         stays |= owner == before and self._is_overdue  # it goes on from where it was, as a learner
         is_told = before is not None and required and new.has(before) and not self._is_overdue
         if before is not None and is_told and not stays:
-            self._parting = self.mesh.spawn(self._part(before, owner))
+            self._parting = self.mesh.spawn(self._part(before))
         elif not stays:
             self._change_to(owner)
         self._whole = self.progress.done
         self._require()
 
-    async def _part(self, before: Owner, owner: Owner | None) -> None:
+    async def _part(self, before: Owner) -> None:
         """Until it knows, or another roster comes."""
         told = False
         while not told:
@@ -276,8 +276,19 @@ class Shipping:
             except Exception:  # nothing may leave, whatever it was
                 log.exception("backup %s: cannot confirm that it left the in-sync set", before.peer)
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
+        self._parted()
+
+    def follows(self, peer: Owner, epoch: tuple[int, int]) -> None:
+        """A peer says that it works under this roster. The backup that was in sync before this
+        roster knows then that it is not any more."""
+        if self._parting is not None and peer == self.backup and epoch == self.host.roster.epoch:
+            self._parting.cancel()
+            self._parted()
+
+    def _parted(self) -> None:
         self._parting = None
-        self._change_to(owner)
+        roster = self.host.roster
+        self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
 
     def unconfirmed(self) -> None:
         """The backup has confirmed nothing for a while: it is to leave the in-sync set, so that
@@ -287,10 +298,14 @@ class Shipping:
         self._is_overdue = True
         if self._parting is not None:
             self._parting.cancel()
-            self._parting = None
-            roster = self.host.roster
-            self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
-        elif self.synced and self.backup is not None:
+            self._parted()
+        else:
+            self.demote()
+
+    def demote(self) -> None:
+        """Have the roster call the backup in sync no more. Unless it is overdue, nothing leaves
+        this peer before the backup knows."""
+        if self.synced and self.backup is not None:
             log.warning("backup %s: not confirming, removed from the in-sync set", self.backup.peer)
             self.synced = False
             if not self._under_way:

@@ -3,8 +3,11 @@
 A primary answers only within `host.LEASE_S` of sending the last request that its backup in sync
 confirmed, so a backup that is promoted knows when the old primary has fallen silent. A backup that
 confirms nothing for OVERDUE_S leaves the in-sync set, and calls go on without it: the roster keeper
-knows then that the copy is out of date. A primary that keeps the roster itself waits instead until
-its backup confirms or is lost. If its host died, nobody else would know.
+knows then that the copy is out of date.
+
+If a primary that keeps the roster itself died, nobody else would know that. It waits until its
+backup confirms or is lost. Where the backup's life signs arrive all the time, so that it is never
+lost, the answer to a life sign tells the backup that it left the in-sync set.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataplane.wire.tables import Owner
 
 CONFIRM_S = 0.3
 OVERDUE_S = 2.0
+PAUSE_S = 1.0
+"""Life signs that arrive at least this often, each of which is answered, reach their sender."""
 STALL_S = 1.0
 """A primary that did not run for longer than this cannot say that its backup was late."""
 
@@ -36,6 +41,8 @@ class Confirming:
     def __post_init__(self) -> None:
         self._backup: Owner | None = None
         self._heard_at = self._ran_at = 0.0
+        self._beat_at = self._beats_since = 0.0
+        """when a life sign of the backup arrived last, and since when without a pause"""
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -53,8 +60,21 @@ class Confirming:
         if backup is None:
             return
         self.mesh.spawn(self._ask(backup))
-        if now - self._heard_at > OVERDUE_S and not self.keeps_the_roster:
-            self.shipping.unconfirmed()
+        if now - self._heard_at > OVERDUE_S:
+            if not self.keeps_the_roster:
+                self.shipping.unconfirmed()
+            elif now - self._beat_at < PAUSE_S and now - self._beats_since > OVERDUE_S:
+                self.shipping.demote()
+
+    def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
+        """A life sign of a peer that works under this roster arrived at the keeper, which is this
+        peer."""
+        self.shipping.follows(peer, epoch)
+        now = self.host.now()
+        if peer == self._backup:
+            if now - self._beat_at > PAUSE_S:
+                self._beats_since = now
+            self._beat_at = now
 
     async def _ask(self, backup: Owner) -> None:
         asked = self.host.now()

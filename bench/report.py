@@ -153,9 +153,8 @@ def _label(run: dict[str, Any]) -> str:
 
 @contextmanager
 def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Report]:
-    """A bar on a terminal, a line elsewhere."""
+    """Show a bar on a terminal, and nothing elsewhere."""
     if not console.is_terminal:
-        console.print(f"running {label} …")
         yield lambda rows, expected: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dataplane import progress
 from dataplane.errors import (
     DataplaneError,
     InvalidCall,
@@ -214,7 +215,8 @@ def _probe(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load the client.
     from dataplane import cli_probe
 
-    report = cli_probe.probe(_one_peer(arguments))
+    with progress.bar("probe"):
+        report = cli_probe.probe(_one_peer(arguments))
     return cli_probe.show(report, arguments.require, arguments.json)
 
 
@@ -290,31 +292,42 @@ def _stats(peer: rundir.LivingPeer) -> dict[str, Any]:
 def _clean(arguments: argparse.Namespace) -> int:
     """End what nobody needs, and say what; leave the rest, and say why. 1 where a peer that was to
     end did not."""
+    with progress.bar("clean") as bar:
+        return _end_unneeded(arguments, bar)
+
+
+def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
     base, some, code = rundir.run_dir(), False, 0
     who = f"`{processes.own_command()}` (pid {os.getpid()})"
-    looked = [
-        (run, peer, _needed(_stats(peer), peer, arguments.run is not None))
+    there = [
+        (run, peer)
         for run in rundir.living_runs(base)
         if arguments.run in (None, run.name)
         for peer in run.peers
-    ]  # before any peer ends: the others of its run may not answer then
+    ]
+    bar.expect(2 * len(there))
+    looked = []  # before any peer ends: the others of its run may not answer then
+    for run, peer in there:
+        looked.append((run, peer, _needed(_stats(peer), peer, arguments.run is not None)))
+        bar.advance(1, f"asked peer {peer.name!r} of run {run.name!r}")
     for run, peer, needed in looked:
         some = True
         what = f"run {run.name!r}, {duration(run.age_s)} old: peer {peer.name!r}"
         if needed and not arguments.force:
-            print(f"left {what}, because {needed}; --force ends it", flush=True)
+            bar.print(f"left {what}, because {needed}; --force ends it")
         elif ending.end(peer, who):
-            print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
+            bar.print(f"ended {what}{f', though {needed}' if needed else ''}")
         else:
-            print(f"could not end {what}: {ending.not_ended(peer)}", flush=True)
+            bar.print(f"could not end {what}: {ending.not_ended(peer)}")
             code = 1
+        bar.advance(1)
     for folder in rundir.abandoned(base):
         named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
         if named and rundir.remove(folder):
             some = True
-            print(f"removed files of run {folder.name!r} in {folder}", flush=True)
+            bar.print(f"removed files of run {folder.name!r} in {folder}")
     if not some:
-        print("no run to end", flush=True)
+        bar.print("no run to end")
     return code
 
 

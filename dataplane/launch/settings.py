@@ -127,6 +127,15 @@ TABLE = (
         option=False,
     ),
     Setting(
+        "progress",
+        "",
+        "on",
+        "whether calls that last show a progress bar, if standard error is a terminal",
+        values.parse_yes,
+        of="connect() and every peer",
+        option=False,
+    ),
+    Setting(
         "run-dir",
         "DIR",
         "`$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-UID`",

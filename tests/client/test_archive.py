@@ -19,6 +19,7 @@ from dataplane.client.checkpoint.archive import (
     verified,
 )
 from dataplane.errors import CheckpointCorrupt, CheckpointFailed
+from dataplane.progress import Bar
 
 
 def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
@@ -67,16 +68,16 @@ def test_a_manifest_of_something_else_is_refused(
 ) -> None:
     (tmp_path / MANIFEST).write_bytes(manifest.signed().text())
     with pytest.raises(error, match=says):
-        verified(tmp_path)
+        verified(tmp_path, Bar("restore"))
 
 
 def test_a_manifest_that_somebody_edited_is_refused(tmp_path: Path) -> None:
     text = Manifest(FORMAT, 1, "mine", "now", [], {}).signed().text()
     (tmp_path / MANIFEST).write_bytes(text)
-    assert verified(tmp_path).plane == "mine"
+    assert verified(tmp_path, Bar("restore")).plane == "mine"
     (tmp_path / MANIFEST).write_bytes(text.replace(b"mine", b"your"))
     with pytest.raises(CheckpointCorrupt, match="its checksum does not match"):
-        verified(tmp_path)
+        verified(tmp_path, Bar("restore"))
 
 
 @pytest.mark.parametrize("made", [Path.touch, lambda path: (path / "x").mkdir(parents=True)])

@@ -12,6 +12,7 @@ from dataplane.client.checkpoint.save import _Checkpoint, _each_once
 from dataplane.client.core import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import CheckpointFailed, PartitionUndefined, Unavailable
+from dataplane.progress import Bar
 from dataplane.wire.checkpoint import CensusDone
 from dataplane.wire.messages import Define
 
@@ -33,7 +34,7 @@ def asked(directory: Path, placements: list[int]) -> int:
     session: Any = Session()
     archive = Archive(directory)
     archive.begin()
-    steps = _Checkpoint(session, archive, Deadline(None)).write()
+    steps = _Checkpoint(session, archive, Deadline(None), Bar("checkpoint")).write()
     answers, answer, count = iter(placements), None, 0
     while True:
         try:
@@ -49,7 +50,7 @@ def asked(directory: Path, placements: list[int]) -> int:
 def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
     assert asked(tmp_path / "still", [1, 1]) == 2
     assert asked(tmp_path / "moved", [1, 2, 2, 3, 3, 3]) == 6
-    assert verified(tmp_path / "moved").partitions == []
+    assert verified(tmp_path / "moved", Bar("restore")).partitions == []
     with pytest.raises(CheckpointFailed, match="peers joined, left or died"):
         asked(tmp_path / "restless", [1, 2, 3, 4, 5, 6])
     assert not (tmp_path / "restless").exists()
@@ -59,7 +60,9 @@ def test_a_partition_is_asked_for_for_as_long_as_a_fail_over_may_take(tmp_path: 
     session: Any = Session()
     late = Unavailable("its shard is not served")
     for fails in (2, 6):
-        steps = _Checkpoint(session, Archive(tmp_path / "c"), Deadline(None))._partition("p")
+        steps = _Checkpoint(
+            session, Archive(tmp_path / "c"), Deadline(None), Bar("checkpoint")
+        )._partition("p")
         step = next(steps)
         for _ in range(min(fails, 5)):
             assert isinstance(step, Call) and isinstance(step.body, Define)

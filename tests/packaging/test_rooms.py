@@ -8,7 +8,17 @@ from pathlib import Path
 
 HOUSE = Path(__file__).parents[2] / "dataplane"
 ORDER = {
-    "": ["errors", "version", "wire", "memory", "transport", "metadata", "launch", "peer"],
+    "": [
+        "errors",
+        "version",
+        "wire",
+        "memory",
+        "transport",
+        "metadata",
+        "launch",
+        "progress",
+        "peer",
+    ],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
         *("descriptors", "failures", "rows", "tasks", "once", "outgoing_changes", "rates"),

@@ -45,7 +45,12 @@ class Plane:
         self.said, self.keeperless, self.staying = False, False, {HEIR.peer, DEAD.peer}
         self.told, self.deposed = asyncio.Event(), asyncio.Event()
         self.host: Any = SimpleNamespace(
-            address=HERE.peer, owner=HERE, incarnation=HERE.incarnation, plane="p", name="here"
+            space=SimpleNamespace(stats=lambda: {"used_bytes": 0}),
+            address=HERE.peer,
+            owner=HERE,
+            incarnation=HERE.incarnation,
+            plane="p",
+            name="here",
         )
         self.host.founding, self.host.solo = (1, 1), False
         self.host.entries, self.host.silent = {}, False

@@ -19,6 +19,7 @@ import msgspec
 from xxhash import xxh3_128
 
 from dataplane.errors import CheckpointCorrupt, CheckpointFailed
+from dataplane.progress import Bar
 from dataplane.wire.tables import Definition
 
 FORMAT, VERSION = "dataplane-checkpoint", 1
@@ -163,18 +164,20 @@ class Archive:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def verified(directory: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are as they were written.
+def verified(directory: Path, bar: Bar) -> Manifest:
+    """Return the manifest of a checkpoint all of whose files are as they were written.
 
     CheckpointCorrupt names the first that is not; CheckpointFailed where there is none.
+    bar: expects each byte twice, here and as the caller restores it.
     """
     manifest = _manifest(directory)
     names = [MANIFEST, *_names(len(manifest.partitions))]
     if set(manifest.files) != set(names[1:]):
         raise corrupt(directory / MANIFEST, "the files it lists are not those of its partitions")
+    bar.expect(2 * sum(note.bytes for note in manifest.files.values()))
     for name in names[1:]:
         note = manifest.files[name]
-        found = _summed(directory / name)
+        found = _summed(directory / name, bar)
         if found != note:
             raise corrupt(
                 directory / name,
@@ -238,13 +241,14 @@ def _manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _summed(path: Path) -> FileNote:
+def _summed(path: Path, bar: Bar) -> FileNote:
     total, count = xxh3_128(), 0
     try:
         with open(path, "rb", buffering=0) as file:
             while data := file.read(_READ_BYTES):
                 total.update(data)
                 count += len(data)
+                bar.advance(len(data), "verifying")
     except FileNotFoundError:
         raise corrupt(path, "it is missing") from None
     except OSError as exc:

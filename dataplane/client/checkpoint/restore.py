@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataplane import progress
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.checkpoint.save import filing, path_of, within
 from dataplane.client.core import UNKNOWN, Deadline, Handle, Operation, ask, expect
@@ -22,6 +23,7 @@ from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, PartitionConflict
 from dataplane.memory.placement import place, remainder
+from dataplane.progress import Bar
 from dataplane.wire import messages
 from dataplane.wire.checkpoint import Census, CensusDone, Progress, Restore
 from dataplane.wire.messages import Done, Drop, PutDone, Reserve, Reserved, Seal
@@ -42,9 +44,12 @@ _RESTORING = "the restore"
 
 
 def restore(session: Session, directory: Any, timeout: float | None) -> Operation[list[str]]:
-    deadline = Deadline(timeout)
-    path = path_of(directory)
-    manifest: Manifest = yield filing(lambda: verified(path))
+    with progress.bar("restore") as bar:
+        return (yield from _restore(session, path_of(directory), Deadline(timeout), bar))
+
+
+def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> Operation[list[str]]:
+    manifest: Manifest = yield filing(lambda: verified(path, bar))
     names = [note.name for note in manifest.partitions]
     census = yield from ask(Census(), CensusDone, within(deadline, _RESTORING))
     there = sorted({*names} & {*census.partitions})
@@ -60,7 +65,7 @@ def restore(session: Session, directory: Any, timeout: float | None) -> Operatio
         for number, note in enumerate(manifest.partitions):
             handle = Handle(session, note.name)
             begun.append((handle, note))
-            yield from _partition(handle, note, path / directory_name(number), deadline)
+            yield from _partition(handle, note, path / directory_name(number), deadline, bar)
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
@@ -89,7 +94,7 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
 
 
 def _partition(
-    handle: Handle, note: PartitionNote, part: Path, deadline: Deadline
+    handle: Handle, note: PartitionNote, part: Path, deadline: Deadline, bar: Bar
 ) -> Operation[None]:
     from dataplane.client.checkpoint.arrow_in import PartReader
 
@@ -103,6 +108,7 @@ def _partition(
             if portion is None:
                 break
             yield from _put(handle, reader, portion, deadline)
+            bar.advance(int(portion.sizes.sum()), f"partition {handle.name!r}")
     generation = yield from handle.attach(deadline)
     if note.closed_groups:
         body = Restore(

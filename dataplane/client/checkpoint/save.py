@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataplane import progress
 from dataplane.client.checkpoint.archive import (
     FILES,
     Archive,
@@ -31,6 +32,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.tables.incoming import keys_in
+from dataplane.progress import Bar
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.records import KEY
 
@@ -75,29 +77,34 @@ def within(deadline: Deadline, doing: str) -> Deadline:
 
 
 def checkpoint(session: Session, directory: Any, timeout: float | None) -> Operation[None]:
-    deadline = Deadline(timeout)
-    work = _Checkpoint(session, Archive(path_of(directory)), deadline)
-    try:
-        yield filing(work.archive.begin)
-        yield from work.write()
-    except BaseException:
-        work.archive.discard()
-        raise
+    with progress.bar("checkpoint") as bar:
+        work = _Checkpoint(session, Archive(path_of(directory)), Deadline(timeout), bar)
+        try:
+            yield filing(work.archive.begin)
+            yield from work.write()
+        except BaseException:
+            work.archive.discard()
+            raise
 
 
 class _Checkpoint:
     """One checkpoint under way."""
 
-    def __init__(self, session: Session, archive: Archive, deadline: Deadline) -> None:
+    def __init__(self, session: Session, archive: Archive, deadline: Deadline, bar: Bar) -> None:
         self.session = session
         self.archive = archive
         self.deadline = deadline
+        self.bar = bar
         self.notes: list[PartitionNote] = []
+        self.number = 0
+        """of the partition that is being written, among those that there are"""
 
     def write(self) -> Operation[None]:
         for _ in range(_ROSTERS):
             before = yield from self._census()
-            for name in before.partitions:
+            self.bar.expect(len(before.partitions))
+            for number, name in enumerate(before.partitions):
+                self.number = number
                 yield from self._partition(name)
             after = yield from self._census()
             if after.placement == before.placement:
@@ -189,6 +196,8 @@ class _Checkpoint:
             many, tries = MAX_UNITS, 0
             ended += more
             at += units * width
+            share = at / (len(groups) + len(rows))
+            self.bar.at(self.number + share, f"partition {handle.name!r}")
         return ended
 
     def _save(

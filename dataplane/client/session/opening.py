@@ -49,7 +49,8 @@ def open_session(
         raise InvalidCall(f'fresh={fresh!r}: expected False, True or "force"', fresh=repr(fresh))
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
-    settings.of_variable("tracebacks")  # InvalidConfig here, and not in the middle of an error
+    for setting in ("tracebacks", "progress"):
+        settings.of_variable(setting)  # InvalidConfig here, and not in a later call
     fresh_start = FreshStart(_clients_of, fresh == "force") if fresh else None
     for attempt in range(_ATTEMPTS):
         attached = attach(run, name, fresh_start=fresh_start)

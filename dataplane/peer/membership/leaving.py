@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import DataplaneError, PeerLeaves, Unavailable
+from dataplane import progress
+from dataplane.errors import DataplaneError, PeerLeaves, Unavailable, sized
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Entry, Host
@@ -26,6 +27,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.tasks import first_of
+from dataplane.progress import Bar
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -70,9 +72,10 @@ class Leaving:
         await self._end_clients("leaves the plane, and what it has moves to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
         try:
-            async with asyncio.timeout(LEAVE_S):
-                for ended in await first_of(*works):
-                    ended.result()
+            with progress.bar("drain") as bar:
+                async with asyncio.timeout(LEAVE_S):
+                    for ended in await first_of(*works, self._show(bar)):
+                        ended.result()
         except (TimeoutError, Unavailable) as exc:
             log.error(
                 "peer %r: drain incomplete (%s), %d shards and %d bytes are left",
@@ -81,6 +84,17 @@ class Leaving:
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
             )
+
+    async def _show(self, bar: Bar) -> None:
+        """Show how many bytes have moved out. Never ends."""
+        first = None
+        while True:
+            left = self.host.space.stats()["used_bytes"]
+            if first is None:
+                bar.expect(first := left)
+            shards = len(self.host.roster.shards_of(self.host.address))
+            bar.at(first - left, f"{shards} shards and {sized(left)} left")
+            await asyncio.sleep(POLL_S)
 
     async def _end_as_keeper(self) -> None:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased

@@ -17,15 +17,7 @@ from bench import outputs
 from bench.run import Progress as Report
 
 _GB = 1e9
-_FIGURES = (
-    "status",
-    "steady\nstep s",
-    "cold\nstep s",
-    "link\nGB",
-    "link\nfull %",
-    "moved\nGB",
-    "peak GB\nlargest",
-)
+_FIGURES = ("status", "steady\nstep s", "cold\nstep s", "link\nGB", "link\nfull %", "peak\nGB")
 
 Run = dict[str, Any]
 
@@ -61,7 +53,7 @@ def table(runs: list[Run], machine: dict[str, Any]) -> Table:
 
 
 def _cells(run: Run) -> list[str]:
-    name, nbytes = max(run["peak_memory_bytes"].items(), key=lambda x: x[1], default=("", 0))
+    nbytes = max(run["peak_memory_bytes"].values(), default=0)
     ok = run["status"] == "ok"
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
@@ -77,8 +69,7 @@ def _cells(run: Run) -> list[str]:
         _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
         _or_dash(link["bytes"] / _GB if link else None, ".2f"),
         _or_dash(None if share is None else 100 * share, ".0f"),
-        f"{run['bytes_moved'] / _GB:.2f}" if ok else "–",
-        f"{nbytes / _GB:.2f}\n{name}",
+        f"{nbytes / _GB:.2f}",
     ]
 
 
@@ -99,16 +90,14 @@ def _switch(on: bool) -> str:
 
 
 def show(console: Console, runs: list[Run], headline: list[str], machine: dict[str, Any]) -> None:
-    """The headline, the table, what the bench itself cost, and what went wrong."""
-    for sentence in headline:
-        console.print(f"{sentence}\n", markup=False, highlight=False, style="bold")
+    """The table, what the bench itself cost, what went wrong, and last the headline."""
     console.print(table(runs, machine))
     console.print(
-        "step: from the end of the one before; steady: median and range of all but the first, "
-        "which is cold. link GB: what the busiest carried in both directions in the whole run; "
-        "full: the share of 100 ms intervals in which a direction carried ≥ 80 % of its rate. "
-        "moved: payload copied into, between and out of hosts. Every row's content was compared "
-        "at the trainer.",
+        "A step is timed from the end of the step before. Steady: median and range of all steps "
+        "but the first, which is cold. Link: the GB that the busiest link carried in both "
+        "directions in the whole run, and the share of 100 ms intervals in which it carried at "
+        "least 80 % of its rate in one direction. Peak: memory of the largest process. The trainer "
+        "compared the content of every row.",
         style="dim",
     )
     for run in runs:
@@ -122,12 +111,12 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
             console.print(f"{told}: {before['error']}", markup=False)
         if run["error"]:
             console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)
+    for sentence in headline:
+        console.print(f"\n{sentence}", markup=False, highlight=False, style="bold")
 
 
 def _flow(run: dict[str, Any]) -> Iterator[str]:
     """What only some runs have: a pace, dropped rows, ranks that share what a host pulls."""
-    if run["status"] == "ok" and len(run["step_seconds"]) == 1:
-        yield "one step only, and that a cold one"
     if computed := run["computed_link"]:
         yield (
             f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "

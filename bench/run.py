@@ -121,12 +121,12 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
             status = _outcome(exc, kills)
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
-        if status == "error":
-            problems += [*run.endings, f"the logs of all processes: {_kept(folder, settings.logs)}"]
         if run.killed:
             status = "oom"
             whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
             problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
+        if status == "error":
+            problems += [*run.endings, f"the logs of all processes: {_kept(folder, settings.logs)}"]
         return run.result(name, status, "\n".join(problems))
 
 

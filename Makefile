@@ -15,7 +15,6 @@ bench-links: links-packages $(VENV)/.bench-installed
 bench-memory: $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video --planes dataplane,controller,ray-driver --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
-	$(BIN)/python -m bench report bench/out/limited.json bench/out/memory.json -o bench/out/memory.html
 
 # Of Debian, where they are missing and this user may: what makes a Python environment, where there is none yet; `ip`
 # and `tc`, which make hosts with links of their own; a browser, in which tests open the bench's report; etcd, which
@@ -104,7 +103,7 @@ fuzz: $(VENV)/.fuzz-installed
 # parts where a machine is busy: COMPARE=ray-driver, ray-store, transfer_queue.
 COMPARE ?=
 test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
-	$(BIN)/python -m pytest -q -m compare -k '$(COMPARE)' tests/bench tests/integrations
+	$(BIN)/python -m pytest -q -m compare -k '$(COMPARE)' tests/bench tests/perf tests/integrations
 
 test-deploy: $(VENV)/.deploy-installed $(BIN)/promtool
 	$(BIN)/python -m pytest -q --reruns 1 tests/deploy/test_container.py tests/deploy/test_kubernetes.py tests/deploy/test_monitoring.py

@@ -8,15 +8,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import headline, links, perf_command, publish, run_command, smallest
+from bench import headline, links, publish, run_command
 from bench.bounds import Impossible
-from bench.compare import command as compare
 from bench.outputs import NotWritten
 from bench.page import command as page_command
 from bench.sim import command as sim
 from bench.traces import commands as trace_commands
 from bench.traces.parquet import TraceError
 from tests.faults import command as faults
+from tests.perf import command as perf
+from tests.perf import smallest
+from tests.perf.compare import command as compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     headline.register(commands)
     run_command.register(commands)
-    perf_command.register(commands)
+    perf.register(commands)
     smallest.register(commands)
     trace_commands.register(commands)
     compare.register(commands)

@@ -28,7 +28,16 @@ _PROGRAMS = {
     "ip": ("ip",),
 }
 
-_LONG_FIRST = ("docs", "bench", "deploy", "simulation", "integrations", "chaos", "end_to_end")
+_LONG_FIRST = (
+    "docs",
+    "bench",
+    "perf",
+    "deploy",
+    "simulation",
+    "integrations",
+    "chaos",
+    "end_to_end",
+)
 """Folders whose files take up to two minutes. They come first, so that short files are left to
 share out when the first worker has nothing more to do."""
 

@@ -17,7 +17,7 @@ _PICTURES = ("hosts", "share", "memory")
 def register(commands: Any) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser("report", help="one HTML page of JSON reports")
-    parser.add_argument("files", type=Path, nargs="+", help="of headline, links, run or memory")
+    parser.add_argument("files", type=Path, nargs="+", help="of headline, links or run")
     parser.add_argument("-o", "--output", type=output, help="report.html")
     parser.add_argument("--only", default="", help="figures by name and nothing else: hosts,memory")
     parser.add_argument(

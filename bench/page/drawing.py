@@ -45,6 +45,7 @@ DARK: Theme = {
 
 WIDTH = 360  # pixels
 _ROW, _LINE, _LETTER = 33, 14, 12
+_LINES_HEIGHT = 235
 _STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -98,7 +99,6 @@ class Line:
     hollow: Sequence[tuple[float, float]] = ()
     crosses: Sequence[tuple[float, float]] = ()
     band: Sequence[tuple[float, float]] = ()  # lowest and highest at each point
-    thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,10 @@ def lines(
     x: Scale,
     y: Scale,
     limit: tuple[float, str] | None = None,
-    height: float = 235,
 ) -> Panel:
     """Lines with their names on the right, moved apart where they would lie on each other; higher
     where the names need it."""
-    height = max(height, sum(map(_name_height, content)) + 60)
+    height = max(_LINES_HEIGHT, sum(map(_name_height, content)) + 60)
 
     def draw(ax: Axes, theme: Theme) -> None:
         for line in content:
@@ -184,7 +183,7 @@ def lines(
         spot: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
         ax.annotate(y.unit, (0, 1), (-6, 7), ha="left", **spot, **small)
         ax.grid(axis="y", color=theme["grid"], lw=1)
-        _names(ax, theme, [line for line in content if line.name], height - 60)
+        _names(ax, theme, content, height - 60)
 
     return Panel(title, height, draw)
 
@@ -195,8 +194,7 @@ def _line(ax: Axes, theme: Theme, line: Line) -> None:
     if line.band:
         lows, highs = np.array(line.band).T
         ax.fill_between(at[:, 0], lows, highs, color=colour, alpha=0.15, lw=0)
-    width = 0.9 if line.thin else 2
-    ax.plot(at[:, 0], at[:, 1], color=colour, lw=width, ls=dash, solid_joinstyle="round")
+    ax.plot(at[:, 0], at[:, 1], color=colour, lw=2, ls=dash, solid_joinstyle="round")
     if line.dots:
         ax.plot(at[:, 0], at[:, 1], "o", color=colour, ms=5)
     for spots, form in ((line.hollow, "o"), (line.crosses, "X")):
@@ -227,7 +225,7 @@ def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None
 
 
 def _name_height(line: Line) -> float:
-    return _LINE * (line.name.count("\n") + 1) + 3 if line.name else 0
+    return _LINE * (line.name.count("\n") + 1) + 3
 
 
 def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Runs of `bench run` and `bench memory`: what is drawn of them, and what is to be seen in it.
+"""What is drawn of runs, and what a reader sees in it.
 
 Only runs that did the same work are set beside each other: the same rows, bytes, columns, hosts,
 links and limit. Over hosts it is the same work a host.
@@ -17,14 +17,6 @@ from bench.report import steady_range, steady_seconds
 Report = Mapping[str, Any]
 Run = dict[str, Any]
 GIB = 1 << 30
-OUTCOMES = {
-    "oom": "killed by the kernel, out of memory",
-    "refused": "refused at once: a group is too large for the arena",
-    "error": "failed",
-    "not run": "not run",
-    "disturbed": "disturbed: the machine itself ran out of memory",
-    "not installed": "not installed",
-}
 
 _WORK = (
     "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
@@ -341,55 +333,6 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
     return said
 
 
-def smallest(cases: Sequence[Run]) -> Figure | None:
-    """Lines over the number of prompts, one a plane and dedup; what has no answer is named."""
-    title = "How little memory is enough"
-    done = sorted((c for c in cases if c["status"] == "ok"), key=lambda case: int(case["prompts"]))
-    if not cases:
-        return None
-    panels, said = [], []
-    for of_trace in grouped(done, ("trace",)):
-        drawn = []
-        for members in grouped(of_trace, ("plane", "dedup")):
-            case = members[0]
-            needs = [
-                (c["prompts"], (c["smallest_bytes"] or c["most_bytes"]) / GIB) for c in members
-            ]
-            last = members[-1]
-            amount = _amount(last).replace("more than ", "> ")
-            name = f"{case['plane']}\ndedup {switch(case['dedup'])}\n{amount}"
-            dead = [at for at, c in zip(needs, members, strict=True) if not c["smallest_bytes"]]
-            drawn.append(Line(name, colour(case["plane"]), needs, not case["dedup"], crosses=dead))
-            if case["dedup"] == (case["plane"] == "dataplane"):
-                said.append(
-                    f"{case['trace']}: {case['plane']} (dedup {switch(case['dedup'])}) needs "
-                    f"{_amount(case)} a host at {case['prompts']} prompts and {_amount(last)} at "
-                    f"{last['prompts']}"
-                )
-        prompts = sorted({case["prompts"] for case in of_trace})
-        x = Scale("prompts in a step", ticks=prompts)
-        panels.append(
-            drawing.lines(of_trace[0]["trace"], drawn, x, Scale("GiB a host"), height=290)
-        )
-    whys: dict[tuple[str, str], None] = {}
-    for case in cases:
-        if case["status"] != "ok":
-            whys[case["plane"], OUTCOMES.get(case["status"], str(case["status"]))] = None
-    absent = ", ".join(f"{plane} ({why})" for plane, why in whys)
-    sentence = (
-        f"{'; '.join(said) or 'Lower is better'}. Each point is the smallest limit that a real run "
-        "survived, in steps of 7 %; ✕ means that no run did. "
-    )
-    sentence = (sentence if panels else "") + (f"No answer for {absent}." if absent else "")
-    return Figure("smallest", title, sentence.rstrip(), panels)
-
-
-def _amount(case: Run) -> str:
-    if case["smallest_bytes"] is None:
-        return f"more than {gib(case['most_bytes'])}"
-    return gib(case["smallest_bytes"])
-
-
 def stages(runs: Sequence[Run]) -> Figure | None:
     """For each run a panel, a bar a role: seconds split by what its workers did."""
     finished = [r for r in runs if r["status"] == "ok" and r["seconds"] and r.get("workers")]
@@ -436,9 +379,7 @@ def _by_role(run: Run) -> dict[str, dict[str, float]]:
 
 
 def figures(reports: Sequence[Report]) -> list[Figure]:
-    """All that can be drawn of the runs and memory cases in these reports."""
+    """All that can be drawn of the runs in these reports."""
     found = [run for report in reports for run in report.get("runs", ())]
-    cases = [case for report in reports for case in report.get("memory", ())]
-    drawn = [draw(found) for draw in (hosts, memory, share, links)]
-    drawn += [smallest(cases), stages(found)]
+    drawn = (draw(found) for draw in (hosts, memory, share, links, stages))
     return [figure for figure in drawn if figure]

@@ -18,13 +18,14 @@ from numpy.typing import ArrayLike
 from bench import figures
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
-from bench.row_way import BY_THE_CLOCK
 from bench.run import Settings, job_of
 from bench.sim.central import Central
 from bench.sim.decentral import Decentral
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, read, written
 
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
+_BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone")
+"""Messages that peers send whether or not there are rows."""
 _SWEEPS = 3_000
 _DRAWS = 4
 _TICK_S = 0.01  # in which the kernel counts processor time
@@ -66,7 +67,7 @@ class Seen:
         """That peers sent each other, but for those sent by the clock."""
         told = (self.run["messages"] or {}).get("between", {})
         groups = self.run["rows"] / self.job.samples
-        return sum(n for kind, n in told.items() if kind not in BY_THE_CLOCK) * groups
+        return sum(n for kind, n in told.items() if kind not in _BY_THE_CLOCK) * groups
 
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""

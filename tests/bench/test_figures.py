@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import figures
-from bench.compare.measure import lines_of
-from bench.compare.tree import SINGLE, Figure
 from bench.page.document import write
 from tests.bench.test_page import report, run
+from tests.perf.compare.measure import lines_of
+from tests.perf.compare.tree import SINGLE, Figure
 
 
 def test_percentiles_are_those_of_all_workers_of_a_role() -> None:

@@ -134,7 +134,7 @@ def test_figures_that_cannot_be_written_are_shown(
         return told
 
     monkeypatch.setattr("bench.run_command.execute", measured)
-    monkeypatch.setattr("bench.perf.measure", measured)
+    monkeypatch.setattr("tests.perf.hot_path.measure", measured)
     assert main([*command, "--json", str(path)]) == 1
     said = capsys.readouterr()
     assert "no-such-package" in said.out and f"{path} cannot be written" in said.err

@@ -80,13 +80,6 @@ def killed() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def case(plane: str, dedup: bool, prompts: int, smallest: int | None) -> dict[str, Any]:
-    return {
-        "plane": plane, "trace": "video", "dedup": dedup, "prompts": prompts, "status": "ok",
-        "smallest_bytes": smallest, "most_bytes": 6 << 30, "runs": [],
-    }  # fmt: skip
-
-
 def report(**parts: Any) -> dict[str, Any]:
     machine = {
         "cores": 2, "cpu": "a processor", "memory_bytes": 24 << 30, "system": "Linux 6.1",
@@ -97,9 +90,7 @@ def report(**parts: Any) -> dict[str, Any]:
 
 
 def full() -> list[dict[str, Any]]:
-    cases = [case("dataplane", True, n, 624 << 20) for n in (4, 8, 16)]
-    cases += [case("controller", False, n, None) for n in (4, 8, 16)]
-    return [report(runs=[run("dataplane"), killed()]), report(memory=cases)]
+    return [report(runs=[run("dataplane"), killed()]), report(runs=[run("ray-store")])]
 
 
 def over_hosts(trace: str = "math", a_host: int = 2, **changes: Any) -> list[dict[str, Any]]:
@@ -159,8 +150,7 @@ def test_a_browser_shows_every_picture_legibly_and_fetches_nothing(
     assert (seen["ink"], seen["paper"], seen["letters"]) == (ink, paper, soft)
     assert seen["headings"] == [
         "Step time over hosts", "Memory under the limit", "Share of a step",
-        "Bytes through the busiest host's link", "How little memory is enough",
-        "Where the time goes",
+        "Bytes through the busiest host's link", "Where the time goes",
         "Figures", "Messages of a trained group", "Commands and machine",
     ]  # fmt: skip
 
@@ -289,19 +279,10 @@ def test_only_runs_that_did_the_same_work_are_set_beside_each_other(tmp_path: Pa
     assert 'id="hosts"' not in page.read_text()
 
 
-def test_what_was_not_run_is_named_beside_what_was(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    absent = {**case("ray-driver", False, 4, None), "status": "not installed"}
-    write(page, [report(memory=[case("dataplane", True, 4, 624 << 20), absent])])
-    assert "No answer for ray-driver (not installed)." in page.read_text()
-    write(page, [report(memory=[{**absent, "plane": "dataplane", "status": "not run"}])])
-    assert "No answer for dataplane (not run)." in page.read_text()
-
-
 def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:
-    page, (runs, cases) = tmp_path / "report.html", full()
-    other = {**cases["machine"], "cores": 64, "packages": {"numpy": "2.5.0"}}
-    write(page, [runs, {**cases, "machine": other}])
+    page, (one, another) = tmp_path / "report.html", full()
+    other = {**another["machine"], "cores": 64, "packages": {"numpy": "2.5.0"}}
+    write(page, [one, {**another, "machine": other}])
     told = page.read_text()
     assert "2 cores" in told and "64 cores" in told and "numpy 2.0.0" in told
     assert told.index("numpy 2.0.0") < told.rindex("<pre>") < told.index("numpy 2.5.0")
@@ -373,8 +354,8 @@ def test_a_report_that_nothing_is_to_be_made_of_says_what_could_be(
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
     assert main(["report", str(tmp_path / "r.json")]) == 2
     assert "name a page (-o) or a folder" in capsys.readouterr().err
-    (tmp_path / "memory.json").write_text(json.dumps(full()[1]))
-    asked = ["report", str(tmp_path / "memory.json"), "--pictures", str(tmp_path / "docs")]
+    (tmp_path / "none.json").write_text(json.dumps(report(runs=[])))
+    asked = ["report", str(tmp_path / "none.json"), "--pictures", str(tmp_path / "docs")]
     assert main(asked) == 2
     assert "none of hosts, share, memory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "r.json")]) == 2
@@ -396,9 +377,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
         assert why in capsys.readouterr().err and not page.exists()
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
-    options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "smallest"]
+    options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "links"]
     assert main(options) == 2 and not page.exists()
-    assert "no figure smallest in these reports, but memory, stages" in capsys.readouterr().err
+    assert "no figure links in these reports, but memory, stages" in capsys.readouterr().err
 
 
 def test_a_page_never_takes_the_place_of_a_report(

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 import numpy as np
 import psutil
 
-from bench.transports import Shape
-from bench.transports.loops import Loop
 from dataplane.testing import Host, hosts
+from tests.perf.transports import Shape
+from tests.perf.transports.loops import Loop
 
 MIB = 1 << 20
 ARENA_BYTES = 256 * MIB

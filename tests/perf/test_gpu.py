@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import gpu
 from bench.cli import main
 from dataplane.memory.device_twin import TwinDevice
+from tests.perf import gpu
 
 MIB = 1 << 20
 

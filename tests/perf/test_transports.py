@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.transports import TRANSPORTS, Shape, measure
-from bench.transports.loops import Loop, LoopFailed
-from bench.transports.pulls import Counted, Pulls, WrongTransport, _outside_arenas
-from bench.transports.told import figures
 from dataplane.transport import registry
+from tests.perf.transports import TRANSPORTS, Shape, measure
+from tests.perf.transports.loops import Loop, LoopFailed
+from tests.perf.transports.pulls import Counted, Pulls, WrongTransport, _outside_arenas
+from tests.perf.transports.told import figures
 
 MIB = 1 << 20
 SMALL = Shape(8, MIB)

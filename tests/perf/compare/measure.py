@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.compare import tree
-from bench.compare.batch import ROWS
-from bench.compare.ends import NAMES, TWO_HOSTS
-from bench.compare.tree import SINGLE, Figure, Figures, Plan
 from bench.machine import version
 from bench.planes import PLANES
+from tests.perf.compare import tree
+from tests.perf.compare.batch import ROWS
+from tests.perf.compare.ends import NAMES, TWO_HOSTS
+from tests.perf.compare.tree import SINGLE, Figure, Figures, Plan
 
 _MIB = 1 << 20
 _GB = 1e9

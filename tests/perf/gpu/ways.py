@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bench.cluster import Failed, clients
-from bench.gpu.device import Gpu
 from dataplane.errors import DataplaneError
 from dataplane.transport import registry
+from tests.perf.gpu.device import Gpu
 
 WAYS = ("cuda_ipc", "nixl", "ucx", "nccl")
 MIB = 1 << 20

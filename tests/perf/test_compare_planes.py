@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.compare.ends import NAMES
-from bench.compare.measure import Report, Settings, describe, measure
 from tests import leaks
+from tests.perf.compare.ends import NAMES
+from tests.perf.compare.measure import Report, Settings, describe, measure
 
 MIB = 1 << 20
 OTHERS = [name for name in NAMES if name != "dataplane"]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from bench.cluster import Failed, clients
-from bench.transports.loops import Loop, LoopFailed
-from bench.transports.pulls import Pulls, WrongTransport
-from bench.transports.shapes import SHAPES, Shape
-from bench.transports.told import figures
 from dataplane.transport import registry
+from tests.perf.transports.loops import Loop, LoopFailed
+from tests.perf.transports.pulls import Pulls, WrongTransport
+from tests.perf.transports.shapes import SHAPES, Shape
+from tests.perf.transports.told import figures
 
 TRANSPORTS = ("tcp", "nixl", "ucx")
 ARENA = "2304MiB"

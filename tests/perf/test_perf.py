@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from bench import __main__, cli
-from bench.ceilings import Ceilings
-from bench.perf import FEW_ROWS, MANY_ROWS, report_of
 from dataplane.errors import PeerLost
+from tests.perf.ceilings import Ceilings
+from tests.perf.hot_path import FEW_ROWS, MANY_ROWS, report_of
 from tests.processes import ending
 
 TIMES = ["memcpy_s", "socket_s", "round_trip_s", "relayed_s", "put_s", "put_list_s", "pull_s"]
@@ -106,7 +106,7 @@ def test_a_peer_that_ends_is_an_outcome(
     def measured(*_: object) -> None:
         raise PeerLost("peer 'a' went away")
 
-    monkeypatch.setattr("bench.perf.measure", measured)
+    monkeypatch.setattr("tests.perf.hot_path.measure", measured)
     assert cli.main(["perf", "--only", "hot-path"]) == 1
     assert "peer 'a' went away" in capsys.readouterr().out
 
@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_ceilings_without_a_word_or_a_leftover(tmp_path: Path) -
     """A terminal sends it to the whole group, and so to the other ends as well."""
     program = """
 import numpy as np, time
-from bench.ceilings import Ceilings
+from tests.perf.ceilings import Ceilings
 if __name__ == "__main__":
     with Ceilings(np.zeros((1, 64), np.uint8)):
         print("up", flush=True)

@@ -1,4 +1,4 @@
-"""The entry of the writer's and the reader's process: `python -m bench.compare.worker JSON`.
+"""The entry of the writer's and the reader's process: `python -m tests.perf.compare.worker JSON`.
 
 It does one command after the other, a JSON object a line on stdin, and answers with an event. Only
 what a figure is about lies between two readings of the clock.
@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.compare import batch, ends
-from bench.compare.ends import End
 from bench.events import emit
 from bench.planes.base import Worker
 from bench.processes import die_with
+from tests.perf.compare import batch, ends
+from tests.perf.compare.ends import End
 
 
 class Hire(Worker, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import bounds, machine, outputs, page
+from bench import bounds, machine, outputs
 from bench.bounds import TooMuch
 from bench.machine import memory_bytes
 from bench.options import names, seconds, several, size, whole
@@ -131,7 +131,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=seconds, default=240.0, help="seconds that a run may take"
     )
-    parser.add_argument("--json", type=outputs.report, default=None, help="write the cases here")
+    parser.add_argument("--json", type=outputs.output, default=None, help="write the cases here")
     parser.set_defaults(perform=perform)
 
 
@@ -165,8 +165,6 @@ def perform(options: argparse.Namespace, command: str) -> int:
             console.print(why, markup=False)
         if case["status"] == "not run":
             return 1
-    if options.json:
-        page.write(options.json.with_suffix(".html"), [told])
     console.print(table(told["memory"]))
     return 0 if all(case["status"] in ("ok", "not installed") for case in told["memory"]) else 1
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from bench.compare.batch import FIELDS, Array, Columns
 from bench.planes import PLANES
 from bench.planes.base import Endpoint, Worker
 from bench.planes.base import Job as _Job
 from bench.planes.ray_store import BoardEndpoint
+from tests.perf.compare.batch import FIELDS, Array, Columns
 
 NAMES = ("dataplane", "transfer_queue", "ray-store")
 TWO_HOSTS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.transports import Shape, measure
-from bench.transports.loops import Loop
 from dataplane.transport import registry
+from tests.perf.transports import Shape, measure
+from tests.perf.transports.loops import Loop
 
 SHAPES = (Shape(8, 1 << 20), Shape(128, 16 << 10))
 

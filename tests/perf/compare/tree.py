@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from bench.compare.ends import Job, job
-from bench.compare.worker import Command, Hire
 from bench.cpu import between, cpu_seconds
 from bench.planes import PLANES
 from bench.processes import Crew
+from tests.perf.compare.ends import Job, job
+from tests.perf.compare.worker import Command, Hire
 
 FORMS = ("handle", "read")
 WRITER, READER = "rollout", "train"
@@ -90,7 +90,7 @@ class Tree:
                 job=self._job, plane=self._name, role=role, rank=0, host=host, address=address
             )
             told = msgspec.json.encode(hire).decode()
-            self._crew.start(role, [sys.executable, "-m", "bench.compare.worker", told])
+            self._crew.start(role, [sys.executable, "-m", "tests.perf.compare.worker", told])
         hired = {WRITER, READER}
         self._listen("its workers", lambda: self._ready.keys() >= hired, _START_S)
 

@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 
 from bench.processes import die_with, spawned
-from bench.transports.engines import ENGINES, Memory
-from bench.transports.shapes import Shape
+from tests.perf.transports.engines import ENGINES, Memory
+from tests.perf.transports.shapes import Shape
 
 PATIENCE_S = 60.0
 

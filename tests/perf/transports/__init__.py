@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from bench.transports.lanes import TRANSPORTS, measure
-from bench.transports.shapes import SHAPES, Shape
+from tests.perf.transports.lanes import TRANSPORTS, measure
+from tests.perf.transports.shapes import SHAPES, Shape
 
 __all__ = ["SHAPES", "TRANSPORTS", "Shape", "measure"]

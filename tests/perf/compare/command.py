@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from bench import bounds, machine, outputs, report
-from bench.compare import measure, table
-from bench.compare.ends import NAMES
 from bench.options import names, several, size, up_to, whole
+from tests.perf.compare import measure, table
+from tests.perf.compare.ends import NAMES
 
 
 def register(commands: Any) -> None:

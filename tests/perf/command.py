@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import bounds, gpu, machine, outputs, report, transports
+from bench import bounds, machine, outputs, report
 from bench.cluster import Failed
 from bench.options import names
+from tests.perf import gpu, transports
 
 
 def register(commands: Any) -> None:
@@ -61,17 +62,17 @@ def _perf(options: argparse.Namespace, command: str) -> int:
 
 def _parts(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known; the last says what all of it took."""
-    from bench import perf  # imports the library: the other commands run without it
+    from tests.perf import hot_path  # imports the library: the other commands run without it
 
     began, worked = time.monotonic(), time.process_time()
     if options.only in (None, "hot-path"):
         with report.progress(console, "hot path", "rounds") as bar:
-            figures = perf.measure(options.rounds, bar)
+            figures = hot_path.measure(options.rounds, bar)
         yield figures
     if options.only in (None, "transports"):
         with report.progress(console, "transports", "batches") as bar:
             lanes, taken = transports.measure(options.transports, options.rounds, bar)
-        yield {"transports": lanes, "spread": perf.spread_of(taken)}
+        yield {"transports": lanes, "spread": hot_path.spread_of(taken)}
     missing = gpu.missing() if options.only in (None, "gpu") else "not asked for"
     if options.only == "gpu" and missing:
         yield {"gpu": {"status": "not run", "error": missing}}
@@ -86,7 +87,7 @@ def _parts(options: argparse.Namespace, console: Console) -> Iterator[dict[str, 
 
 
 def _gpu(rounds: int, console: Console) -> dict[str, Any]:
-    from bench.gpu.device import Cuda
+    from tests.perf.gpu.device import Cuda
 
     cuda = Cuda()
     with report.progress(console, "GPU", "rounds") as bar:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from bench.cli import main
-from bench.compare import batch
-from bench.compare.ends import NAMES, job
-from bench.compare.measure import Report, Settings, describe, measure, ratios
-from bench.compare.tree import SINGLE_BYTES, Tree
-from bench.compare.worker import Command, perform
 from bench.cpu import between
 from bench.planes import PLANES
 from bench.planes.transfer_queue import TransferQueueEndpoint
 from tests import leaks
+from tests.perf.compare import batch
+from tests.perf.compare.ends import NAMES, job
+from tests.perf.compare.measure import Report, Settings, describe, measure, ratios
+from tests.perf.compare.tree import SINGLE_BYTES, Tree
+from tests.perf.compare.worker import Command, perform
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.transports.shapes import Shape
+from tests.perf.transports.shapes import Shape
 
 STAGE, FIELD = "s", "x"
 CLAIM_S = 60.0

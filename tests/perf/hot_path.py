@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from bench import lives, row_way
-from bench.ceilings import Ceilings
 from bench.cluster import clients
 from bench.cpu import cpu_seconds
 from bench.processes import die_with, spawned
+from tests.perf import lives
+from tests.perf.ceilings import Ceilings
 
 ROWS = 256
 VALUE_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
         figures.shard()
     samples["life_s"] = lives.measure()
     tick(rounds + 2, rounds + 2)
-    return report_of(samples) | {"messages": row_way.measure()}
+    return report_of(samples)
 
 
 class _Figures:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.cluster import clients
-from bench.gpu.device import Gpu
+from tests.perf.gpu.device import Gpu
 
 MIB = 1 << 20
 LARGE_BYTES = 128 * MIB

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from bench.gpu import ways
-from bench.gpu.device import missing
-from bench.gpu.figures import measure, report_of
+from tests.perf.gpu import ways
+from tests.perf.gpu.device import missing
+from tests.perf.gpu.figures import measure, report_of
 
 __all__ = ["measure", "missing", "report_of", "ways"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bench.transports.pulls import Counted
-from bench.transports.shapes import Shape
+from tests.perf.transports.pulls import Counted
+from tests.perf.transports.shapes import Shape
 
 
 def figures(

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.compare.tree import SINGLE
+from tests.perf.compare.tree import SINGLE
 
 _MOST_PROCESSES = 4
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench import limits, smallest
+from bench import limits
 from bench.cli import main
 from bench.limits import NoLimits, limited_hosts
 from bench.run import Settings
-from bench.smallest import limits_to_try
+from tests.perf import smallest
+from tests.perf.smallest import limits_to_try
 
 MIB = 1 << 20
 

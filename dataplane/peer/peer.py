@@ -51,6 +51,7 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.retries import Retries
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
 from dataplane.peer.watch.janitor import Janitor
@@ -117,10 +118,11 @@ class Peer:
             self.copying,
             self.settle,
             producers=lambda: room.producers + share.writers,
+            retries=(retries := Retries()),
         )
         share.on_refused.append(calls.producers_wait)
         self.references = refs = References(host, mesh, router, room)
-        self.effects = Effects(refs, self.copying, room, calls)
+        self.effects = Effects(refs, self.copying, room, calls, retries)
 
     def _serve_clients(self) -> None:
         """What clients of this host ask for, and the door through which they do."""

@@ -29,7 +29,8 @@ from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
-from dataplane.peer.shards.waiting_calls import SWEEP_S, WaitingCalls
+from dataplane.peer.shards.retries import SWEEP_S, Retries
+from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
 from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import named, put
@@ -79,6 +80,7 @@ class Shard:
             copying,
             self.settle,
             lambda: self.producers,
+            Retries(),
         )
 
     def shard(self, name: str, generation: int) -> Entry:
@@ -254,7 +256,50 @@ async def test_a_call_whose_serving_fails_is_served_soon_and_those_before_it_at_
     async with asyncio.timeout(2 * SWEEP_S):
         assert shard.keys(await second) == [2]
     (line,) = caplog.records
-    assert "serving its waiting calls failed" in line.message and line.exc_info is not None
+    assert (
+        "serving waiting claims of stage 's' failed" in line.message and line.exc_info is not None
+    )
+
+
+async def test_a_call_of_admit_that_fails_holds_up_nobody_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = Shard(GROUPED)
+    admit, is_broken = Store.admit, True
+
+    def fails_for_one(self: Store, number: int, *more: Any) -> bool:
+        if number == 5 and is_broken:
+            raise RuntimeError("a bug")
+        return admit(self, number, *more)
+
+    monkeypatch.setattr(Store, "admit", fails_for_one)
+    broken = shard.admit(5)
+    assert shard.admit(6).permit == 6, "it does not wait for the one before"
+    is_broken = False
+    async with asyncio.timeout(2 * SWEEP_S):
+        assert (await broken).permit == 5
+
+
+async def test_a_rank_that_cannot_join_a_plan_holds_up_no_other_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = Shard()
+    join, is_broken = Store.join, True
+
+    def fails_for_one(self: Store, stage: str, shape: Shape, rank: int, *more: Any) -> Any:
+        if rank == 0 and is_broken:
+            raise RuntimeError("a bug")
+        return join(self, stage, shape, rank, *more)
+
+    monkeypatch.setattr(Store, "join", fails_for_one)
+    broken, other = (shard.claim(5 + rank, plan=Shape(2), rank=rank) for rank in range(2))
+    shard.put(1)
+    shard.entry.store.seal()
+    shard.settle(shard.entry)
+    assert isinstance(other.result(), Claimed)
+    is_broken = False
+    async with asyncio.timeout(2 * SWEEP_S):
+        assert isinstance(await broken, Claimed)
 
 
 async def test_claims_that_are_over_are_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

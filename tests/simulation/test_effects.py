@@ -12,6 +12,7 @@ import pytest
 
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
+from dataplane.peer.shards import retries
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Claim, Claimed, Want
 from dataplane.wire.tables import Definition
@@ -130,3 +131,25 @@ def test_an_ack_stands_where_freeing_what_it_ended_fails_and_is_made_up_for() ->
         assert before and not space.stats()["used_bytes"] - space.stats()["cached_bytes"]
 
     _played(script, Definition({"train": ["x"]}, GROUP_ROWS, free="acked"))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_effect_that_fails_for_minutes_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def script(cluster: Cluster, ledger: Ledger) -> None:
+        await asyncio.sleep(4.0)
+        producer = _role(cluster, ledger, Producer, 0, "producer")
+        consumer = _role(cluster, ledger, Consumer, 1, "consumer")
+        waiting = asyncio.ensure_future(_claim(consumer, GROUP_ROWS))
+        await asyncio.sleep(1.0)
+        with _Failing(ClaimQueue, "serve", 10_000, lambda queue, *_: len(queue) > 0) as failing:
+            await _puts(producer, 0)
+            await asyncio.sleep(150.0)
+            assert failing.failed > 250
+        assert len(await waiting) == GROUP_ROWS
+
+    _played(script, Definition({"train": ["x"]}, GROUP_ROWS))
+    lines = [one for one in caplog.records if one.name == retries.__name__]
+    assert [bool(one.exc_info) for one in lines] == [True, False, False]
+    assert "serving waiting claims of stage 'train' failed 1" in lines[1].getMessage()

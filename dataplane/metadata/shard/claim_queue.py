@@ -156,7 +156,8 @@ class ClaimQueue:
         """Meet all that can be met, one by one as they are asked for, and say what became of whom.
         keep: what older heads match is not for younger ones. A claim that cannot be met because of
         a bug waits on and keeps nothing from others; the first such error is raised in the end."""
-        yield from self._joined(now) if self._joining else []
+        unjoined: list[Exception] = []
+        yield from self._joined(now, unjoined) if self._joining else []
         broken: dict[int, Exception] = {}
         while True:
             try:
@@ -169,7 +170,7 @@ class ClaimQueue:
             if outcome is None:
                 break
             yield outcome
-        for failure in broken.values():
+        for failure in (*unjoined, *broken.values()):
             raise failure
 
     def _next(self, now: float, keep: bool, broken: Container[int]) -> Outcome | None:
@@ -191,8 +192,8 @@ class ClaimQueue:
     def _first(queue: ByAge[WaitingClaim], broken: Container[int]) -> WaitingClaim | None:
         return next((claim for claim in queue if claim.number not in broken), None)
 
-    def _joined(self, now: float) -> list[Outcome]:
-        """Who now takes part in the plan, or never will."""
+    def _joined(self, now: float, failures: list[Exception]) -> list[Outcome]:
+        """Who now takes part in the plan, or never will. failures: gets what bugs raised."""
         if self.store.sealed and not self.store.counts(self.stage).outstanding:
             return [self._ended(claim) for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
@@ -205,6 +206,9 @@ class ClaimQueue:
                 member = self.store.join(self.stage, plan, rank, claim.holder, now, claim.number)
             except DataplaneError as exc:
                 outcomes.append(self._over(claim, exc))
+                continue
+            except Exception as exc:
+                failures.append(exc)
                 continue
             if member is not None:
                 self.withdraw(claim.number)

@@ -10,7 +10,7 @@ finished since then gives its place back: that is what bounds the lag, whoever o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -366,9 +366,10 @@ class AdmitQueue:
         self, now: float, keep: bool
     ) -> Iterator[tuple[WaitingAdmit, Admitted | DataplaneError]]:
         """Let in who may go on, one by one, and say what became of whom. Time and `keep` change
-        nothing here: nobody goes before another."""
-        while self._waiting:
-            one = self._waiting.oldest
+        nothing here: nobody goes before another. A call that cannot be let in because of a bug
+        waits on and holds up nobody; the first such error is raised in the end."""
+        broken: dict[int, Exception] = {}
+        while (one := self._first(broken)) is not None:
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)
             outcome: Admitted | DataplaneError
             try:
@@ -377,5 +378,13 @@ class AdmitQueue:
                 outcome = Admitted(asked.number, self.store.permits.version)
             except DataplaneError as exc:
                 outcome = exc
+            except Exception as exc:
+                broken[asked.number] = exc
+                continue
             self._waiting.remove(asked.number)
             yield one, outcome
+        for failure in broken.values():
+            raise failure
+
+    def _first(self, broken: Container[int]) -> WaitingAdmit | None:
+        return next((one for one in self._waiting if one.number not in broken), None)

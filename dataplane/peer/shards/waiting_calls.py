@@ -36,6 +36,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.retries import Retries
 from dataplane.peer.tasks import in_time
 from dataplane.wire.messages import (
     Admit,
@@ -57,8 +58,6 @@ MAX_WAITING = 32_768
 """Calls that wait at one peer."""
 MAX_PAST = 16_384
 """Calls that are over and known by number; the oldest are forgotten."""
-SWEEP_S = 0.5
-"""An effect that failed is tried again so soon: calls that wait are served again."""
 LOOK_SHARE = 50.0
 """What is missing is not looked for again for so many times as long as that took: it may scan."""
 YIELD_S = TURN_S + 1.0
@@ -98,14 +97,13 @@ class WaitingCalls:
     settle: Callable[[Entry], None]
     producers: Callable[[], int]
     """how many puts wait for room here, or at this peer's shards"""
+    retries: Retries
 
     def __post_init__(self) -> None:
         self._stages: dict[Key, _Stage] = {}
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
-        self._dirty: dict[Key, None] = {}
-        """stages whose calls are served again soon, because that failed"""
         self.partitions.on_drop = self._dropped
         self.mesh.handlers |= {
             Claim: self.claim,
@@ -321,19 +319,13 @@ class WaitingCalls:
         """Serving the calls that wait failed, which the command before that has no part in: serve
         the stage again soon."""
         partition, _, name = stage.key
-        log.exception(
-            "stage %r of partition %r: serving its waiting calls failed, retrying in %g s",
-            *(name, partition, SWEEP_S),
-        )
-        if not self._dirty:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
-        self._dirty[stage.key] = None
+        who = "admit" if name is ADMISSION else f"claims of stage {name!r}"
+        what = f"partition {partition!r}: serving waiting {who}"
+        self.retries.failed(what, functools.partial(self._look_again, stage.key), stage.key)
 
-    def _sweep(self) -> None:
-        dirty, self._dirty = self._dirty, {}
-        for key in dirty:
-            if key in self._stages:
-                self._look(self._stages[key])
+    def _look_again(self, key: Key) -> None:
+        if key in self._stages:
+            self._look(self._stages[key])
 
     # waiting without claiming
 

@@ -1,0 +1,91 @@
+"""Effects of commands on other callers that failed, and are tried again.
+
+The command before them stands. Of what fails, the first failure is logged with its traceback, and
+how often it failed since once a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from dataplane.errors import counted
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.5
+"""How soon what failed is tried again."""
+LOG_EVERY_S = 60.0
+MAX_DUE = 1_000
+"""Effects that are tried again; beyond that, the oldest are given up."""
+
+Effect = Callable[[], object]
+
+
+@dataclass(slots=True)
+class _Failed:
+    what: str
+    again: Effect
+    is_last: bool
+    """it is tried once more, and then given up"""
+
+
+@dataclass(slots=True)
+class _Logged:
+    at: float
+    since: int = 0
+    """failures that are not logged yet"""
+
+
+@dataclass(eq=False, repr=False)
+class Retries:
+    _due: dict[Hashable, _Failed] = field(default_factory=dict)
+    _logged: dict[str, _Logged] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _is_set: bool = False
+    """the next sweep is set"""
+
+    def failed(self, what: str, again: Effect, key: Hashable = None) -> None:
+        """To be called where an effect raised. what: names it in the log. again: tried within
+        SWEEP_S. Effects with a key can be repeated at will: they are tried until they succeed, once
+        a sweep for each key. One without a key is tried once more: part of it may have been done
+        each time."""
+        is_last = key is None
+        self._log(what, f"trying {'once more' if is_last else 'again'} in {SWEEP_S:g} s")
+        if key not in self._due and len(self._due) >= MAX_DUE:
+            given_up = self._due.pop(next(iter(self._due)))
+            log.error("%s: given up, more than %d effects failed", given_up.what, MAX_DUE)
+        self._due[next(self._numbers) if is_last else key] = _Failed(what, again, is_last)
+        if not self._is_set:
+            self._is_set = True
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        due, self._due, self._is_set = self._due, {}, False
+        for key, one in due.items():
+            try:
+                one.again()
+            except Exception:
+                if one.is_last:
+                    self._log(one.what, "given up")
+                else:
+                    self.failed(one.what, one.again, key)
+        now = time.monotonic()
+        self._logged = {k: one for k, one in self._logged.items() if now - one.at < 2 * LOG_EVERY_S}
+
+    def _log(self, what: str, then: str) -> None:
+        now = time.monotonic()
+        one = self._logged.get(what)
+        if one is None:
+            log.exception("%s failed, %s", what, then)
+            self._logged[what] = _Logged(now)
+            return
+        one.since += 1
+        if now - one.at >= LOG_EVERY_S:
+            many = counted(one.since, "more time")
+            log.error("%s failed %s in %.0f s, %s", what, many, now - one.at, then)
+            one.at, one.since = now, 0

@@ -216,11 +216,15 @@ def _shares(placements: list[list[Run]]) -> str:
     said = f"Recorded rollout and training of the step took {_seconds(recorded)}, so moving data"
     if (most := max(map(max, shares))) < _HARDLY:
         return f"{said} is at most {most:.1%} of the step and hardly matters."
-    told = [
-        f"{_listed([f'{share:.0%}' for share in some])} of the step if {_placed(same[0])}"
-        for same, some in zip(finished, shares, strict=True)
-    ]
-    return f"{said} is {'; '.join(told)}."
+    told = [_listed([f"{share:.0%}" for share in some]) for some in shares]
+    return f"{said} is {_by_case(told, [same[0] for same in finished], ' of the step')}."
+
+
+def _by_case(told: Sequence[str], runs: Sequence[Run], what: str = "") -> str:
+    """What is told of each placement. Where there are two, the sentence before has named them."""
+    if len(told) == 2:
+        return f"{told[0]}{what}, in the second case {told[1]}"
+    return f"{told[0]}{what} if {_placed(runs[0])}"
 
 
 def _computed(placements: list[list[Run]]) -> str:
@@ -232,13 +236,10 @@ def _computed(placements: list[list[Run]]) -> str:
     one = full[0][0]["full_step"]
     rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
     busy = [[run["full_step"]["link_seconds"] for run in some] for some in full]
-    told = [
-        f"{_listed(list(map(_seconds, some)))} if {_placed(same[0])}"
-        for same, some in zip(full, busy, strict=True)
-    ]
+    told = [_listed(list(map(_seconds, some))) for some in busy]
     said = (
         f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links, the busiest link is "
-        f"busy for {'; '.join(told)}. "
+        f"busy for {_by_case(told, [same[0] for same in full])}. "
         f"Rollout and training take {_seconds(one['recorded_seconds'])}."
     )
     if max(map(max, busy)) < _HARDLY * one["recorded_seconds"]:

@@ -97,7 +97,7 @@ def duration(seconds: float) -> str:
 class ConnectError(DataplaneError, ConnectionError):
     """No peer could be reached or started."""
 
-    next_step = "Check the peer's log; `dataplane status` lists what runs here."
+    next_step = "Check `dataplane status` and the peer's log."
     retry: ClassVar[Retry] = "yes"
 
 
@@ -132,7 +132,7 @@ class AddressInUse(ConnectError):
 class TokenMissing(ConnectError):
     """An address is reachable from other machines, and there is no cluster token."""
 
-    next_step = "Make a token (`dataplane token`) and give it to every peer."
+    next_step = "Give every peer the token that `dataplane token` prints."
     retry: ClassVar[Retry] = "no"
 
 
@@ -151,16 +151,16 @@ class RunMissing(ConnectError):
 
 
 class RunInUse(ConnectError):
-    """`connect(fresh=True)` would end a run that has clients; `details["clients"]` names them."""
+    """`connect(fresh=True)` would end a run with clients (`details["clients"]`)."""
 
-    next_step = 'End those clients, choose another run name, or pass `fresh="force"`.'
+    next_step = 'End them, choose another run name, or pass `fresh="force"`.'
     retry: ClassVar[Retry] = "no"
 
 
 class InvalidConfig(DataplaneError, ValueError):
     """A variable, an option or an argument has an invalid value."""
 
-    next_step = "Correct it; the message shows the expected form."
+    next_step = "Correct it as the message says."
 
 
 class PeerLost(ConnectError):
@@ -177,16 +177,16 @@ class PeerLeaves(PeerLost):
 
 
 class PeerEnded(PeerLost):
-    """Somebody ended the peer together with its rows; the message says who."""
+    """Somebody ended the peer together with its rows."""
 
     next_step = "Connect again: the run starts empty."
     retry: ClassVar[Retry] = "no"
 
 
 class ClientClosed(ConnectError):
-    """The client was closed, or this process is a forked child of the one that connected."""
+    """The client was closed, or belongs to the parent of this forked process."""
 
-    next_step = "Call `dataplane.connect()` in this process."
+    next_step = "Call `dataplane.connect()` here."
     retry: ClassVar[Retry] = "no"
 
 
@@ -198,7 +198,7 @@ class Unavailable(DataplaneError):
 
 
 class InvalidCall(DataplaneError, ValueError):
-    """An argument is missing or invalid, or two arguments contradict each other."""
+    """An argument is missing or invalid, or two contradict each other."""
 
     next_step = "Correct the call."
 
@@ -209,7 +209,7 @@ class InvalidCall(DataplaneError, ValueError):
 class ProtocolError(DataplaneError):
     """A message is not part of this protocol, or breaks one of its limits."""
 
-    next_step = "Install the same release everywhere; otherwise report a bug."
+    next_step = "Install one release everywhere, or report a bug."
 
 
 class FrameTooLarge(ProtocolError):
@@ -221,7 +221,7 @@ class FrameTooLarge(ProtocolError):
 class VersionMismatch(ProtocolError):
     """The two sides have no protocol version in common."""
 
-    next_step = "Install the same release on both."
+    next_step = "Install one release everywhere."
 
 
 class RosterMismatch(ProtocolError):
@@ -270,7 +270,7 @@ class PartitionGone(DataplaneError):
 class PartitionSealed(DataplaneError):
     """The partition is sealed and takes no new rows."""
 
-    next_step = "Put new rows elsewhere. New fields of its rows are still accepted."
+    next_step = "Put new rows elsewhere; new fields are still accepted."
 
 
 class StageUndefined(DataplaneError):
@@ -282,7 +282,7 @@ class StageUndefined(DataplaneError):
 class FieldUnknown(DataplaneError, KeyError):
     """None of these rows has this field."""
 
-    next_step = "Correct the name; the message lists the fields."
+    next_step = "Use one of the fields that the message lists."
 
     def __str__(self) -> str:
         return self.message
@@ -314,13 +314,13 @@ def without_group(rows: int, group_size: int) -> InvalidRows:
 class InvalidValue(DataplaneError, TypeError):
     """A value has a type or form that cannot be stored or converted."""
 
-    next_step = "Convert it; the message names the field and the row."
+    next_step = "Convert the value that the message names."
 
 
 class LimitExceeded(DataplaneError, ValueError):
-    """The call would exceed a limit; the message names it."""
+    """The call would exceed a limit."""
 
-    next_step = "Split the call, or reduce what the message names."
+    next_step = "Reduce what the message names, or split the call."
 
 
 class GroupClosed(DataplaneError):
@@ -364,7 +364,7 @@ class PutIncomplete(DataplaneError):
 
 
 class ClaimTimeout(DataplaneError, TimeoutError):
-    """Not enough rows became ready in time; the message says what is missing and who holds it."""
+    """Not enough rows became ready in time."""
 
     next_step = "Repeat the call, or correct what the message names."
     retry: ClassVar[Retry] = "yes"
@@ -392,7 +392,7 @@ class NotFetched(DataplaneError, LookupError):
 
 
 class BackPressure(DataplaneError):
-    """The arena stayed full until the deadline; the message says who holds the bytes."""
+    """The arena stayed full until the deadline."""
 
     next_step = "Free what the message names, or use a larger arena."
     retry: ClassVar[Retry] = "yes"
@@ -440,9 +440,9 @@ class TransferFailed(DataplaneError):
 
 
 class TransportMissing(DataplaneError):
-    """A required transport does not work here; the message says what is missing."""
+    """A required transport does not work here."""
 
-    next_step = "Install what it names, or choose another `--transport`."
+    next_step = "Install what the message names, or choose another `--transport`."
 
 
 class TicketRefused(DataplaneError):
@@ -468,9 +468,9 @@ class CheckpointCorrupt(DataplaneError):
 
 
 class InternalError(DataplaneError):
-    """A bug in dataplane. The peer's log has the traceback."""
+    """A bug in dataplane."""
 
-    next_step = "Report it with the traceback."
+    next_step = "Report it with the traceback from the peer's log."
 
 
 _BY_CODE: dict[str, type[DataplaneError]] = {

@@ -167,8 +167,8 @@ TABLE = (
         "seeds",
         "tcp://HOST:PORT,… or dns://NAME:PORT/COUNT",
         "the launcher's, else this host alone",
-        "all founding peers, in the same order on every host; `none`: this host alone. dns://: a "
-        "name that resolves to the addresses of COUNT hosts; the peer waits up to 300 s for it",
+        "all founding peers, in the same order on every host; `none`: this host alone; dns://: a "
+        "name that resolves to COUNT addresses, for which the peer waits up to 300 s",
         values.parse_seeds,
         field="seeds",
         text=lambda seeds: ",".join(seeds) or "none",
@@ -195,8 +195,8 @@ TABLE = (
         "lost-after",
         "SECONDS",
         "20",
-        "seconds that a peer may be silent, while its host answers, before it is declared lost; "
-        "less than the 30 s timeout of a call; the roster keeper's value applies",
+        "seconds that a peer may be silent, while its host answers, before the roster keeper "
+        "declares it lost; under 30; the keeper's value applies",
         values.parse_lost_after,
         field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",
@@ -264,7 +264,7 @@ TABLE = (
     Setting(
         "linger",
         "SECONDS",
-        "5, or 300 while rows are unread; a peer started by hand stays until it is stopped",
+        "5, or 300 while rows are unread; for a peer started by hand: forever",
         "seconds that the peer stays after its last client",
         values.parse_seconds,
         of="peers of connect()",
@@ -460,13 +460,10 @@ class PeerConfig:
 
 def page() -> str:
     """The table as docs/settings.md has it, in Markdown."""
-    lines = [
-        "| variable | option | value | meaning | default | applies to |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| variable, option | value | meaning | default |", "|---|---|---|---|"]
     for one in TABLE:
-        variable = f"`{one.env}`" if one.variable else "–"
-        option = f"`{one.flag}`" if one.option else "–"
+        names = [f"`{one.env}`"] * one.variable + [f"`{one.flag}`"] * one.option
         form = f"`{one.form}`" if one.form else "1 or 0"
-        lines.append(f"| {variable} | {option} | {form} | {one.help} | {one.default} | {one.of} |")
+        only = " (peers of `connect()` and Ray)" if one.of == "peers of connect()" else ""
+        lines.append(f"| {', '.join(names)} | {form} | {one.help}{only} | {one.default} |")
     return "\n".join(lines) + "\n"

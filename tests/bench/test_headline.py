@@ -47,14 +47,12 @@ def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
     )
     assert shares == (
         "Recorded rollout and training of the step took 30 s, so moving data is 14%, 17% and 19% "
-        "of the step if rollout has its own hosts; 1%, 25% and 42% of the step if every host runs "
-        "every stage."
+        "of the step, in the second case 1%, 25% and 42%."
     )
     assert computed == (
         "Computed for 64 prompts a step and 100 Gbit/s links, the busiest link is busy for 0.5 s, "
-        "0.5 s and 0.5 s if rollout has its own hosts; 0.5 s, 0.5 s and 0.5 s if every host runs "
-        "every stage. Rollout and training take 60 s. At that rate links alone are no reason to "
-        "choose a plane."
+        "0.5 s and 0.5 s, in the second case 0.5 s, 0.5 s and 0.5 s. Rollout and training take "
+        "60 s. At that rate links alone are no reason to choose a plane."
     )
     assert faster == "No controller was faster in any job of this set."
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench import figures, outputs
 from bench.headline import CALLED, OURS
 from bench.page import document
-from bench.page.runs import Report, Run, gib, switch
+from bench.page.runs import Report, Run, gib
 from bench.report import steady_range, steady_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +89,6 @@ def blocks(told: Report) -> dict[str, str]:
         "sentence": f"{sentences[0]}\n",
         "headline": "".join(f"- {said}\n" for said in sentences),
         "steps": _steps(told["runs"]),
-        "memory": _memory(told["runs"]),
         "savings": _savings(told["runs"]),
         "made": _made(told),
     }
@@ -158,22 +157,6 @@ def _saved(trace: str, apart: bool, hosts: int, runs: Sequence[Run]) -> list[str
         *(f"{seconds:.2f} s" for seconds in busy.values()),
         f"{saved:.2f} s, {share:.1%}" if share >= 0.001 else f"{saved:.2f} s, under 0.1%",
     ]
-
-
-def _memory(runs: Sequence[Run]) -> str:
-    lines = []
-    for run in runs:
-        if run["memory_limit_bytes"]:
-            peak = gib(max(run["peak_host_bytes"] or [0]))
-            ended = f"finished, at most {peak}" if run["status"] == "ok" else str(run["status"])
-            if run["killed"]:
-                ended = f"killed by the kernel after {run['killed']['seconds']:.1f} s"
-            how = ", no stage overlaps rollout" if run["phased"] else ""
-            arena = "" if run["plane"] != "dataplane" else f" (arena {gib(run['arena_bytes'])})"
-            name = CALLED.get(run["plane"], run["plane"])
-            lines.append([f"{name}{arena}, dedup {switch(run['dedup'])}{how}", ended])
-    limits = {gib(run["memory_limit_bytes"]) for run in runs if run["memory_limit_bytes"]}
-    return _table([f"{' or '.join(sorted(limits))} a host", "outcome"], lines)
 
 
 def _made(told: Report) -> str:

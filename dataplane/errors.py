@@ -186,7 +186,7 @@ class PeerEnded(PeerLost):
 class ClientClosed(ConnectError):
     """The client was closed, or belongs to the parent of this forked process."""
 
-    next_step = "Call `dataplane.connect()` here."
+    next_step = "Call `dataplane.connect()` here; use `spawn` with `multiprocessing`."
     retry: ClassVar[Retry] = "no"
 
 

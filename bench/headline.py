@@ -137,16 +137,13 @@ def _without_links() -> Iterator[Planned]:
 
 
 def sentences(runs: list[Run]) -> list[str]:
-    """The headline. Its first three sentences are of the first trace: transfers, their share of a
-    step, memory. Then links of usual nodes, other traces, runs without dedup, and where a
+    """The headline. The first trace has transfers, their share of a step, memory, and links of
+    usual nodes; the others have transfers and shares. Then runs without dedup, and where a
     controller is faster."""
     linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r)]
-    told = [
-        [_transfers(mine), _shares(mine), _computed(mine)]
-        for mine in _by_trace([run for run in linked if run["dedup"]])
-    ]
-    first, *others = told or [[]]
-    found = [*first[:2], _memory(runs), *first[2:], *(said for each in others for said in each)]
+    traces = list(_by_trace([run for run in linked if run["dedup"]]))
+    told = [said for mine in traces for said in (_transfers(mine), _shares(mine))]
+    found = [*told[:2], _memory(runs), *map(_computed, traces[:1]), *told[2:]]
     found += map(_transfers, _by_trace([run for run in linked if not run["dedup"]]))
     return [sentence for sentence in (*found, _faster(runs)) if sentence]
 

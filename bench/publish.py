@@ -154,7 +154,7 @@ def _saved(trace: str, apart: bool, hosts: int, runs: Sequence[Run]) -> list[str
     return [
         f"{trace}, {step['prompts']} prompts, {hosts} hosts, {where}",
         f"{step['recorded_seconds']:.0f} s",
-        *(f"{seconds:.2f} s" for seconds in busy.values()),
+        *(f"{seconds:.2f} s" if seconds >= 0.005 else "under 0.01 s" for seconds in busy.values()),
         f"{saved:.2f} s, {share:.1%}" if share >= 0.001 else f"{saved:.2f} s, under 0.1%",
     ]
 

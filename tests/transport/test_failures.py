@@ -121,7 +121,7 @@ asyncio.run(peer())
     peer.kill()
     async with asyncio.timeout(10):
         await ended.wait()
-    await peer.wait()
+        await peer.communicate()  # the worker's witness may hold its output a moment longer
     asyncio.get_running_loop().remove_reader(worker)
     os.close(worker)
 

@@ -15,7 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from dataplane import progress
 from dataplane.errors import (
@@ -34,6 +34,8 @@ from dataplane.version import __version__
 _WATCH_PERIOD_S = 2.0
 _JSON = "print one JSON object, for programs"
 _ONLY_RUN = "the run (default: the only one on this host)"
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
+    for add in (_add_peer, _add_status, _add_rows, _add_get, _add_clean, _add_probe, _add_token):
+        add(commands)
+    return parser
 
+
+def _add_peer(commands: Commands) -> None:
     peer = commands.add_parser("peer", help="run a peer of this host until it is stopped")
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
@@ -72,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--starter", help=argparse.SUPPRESS)
     peer.set_defaults(command=_peer)
 
+
+def _add_status(commands: Commands) -> None:
     status = commands.add_parser(
         "status", help="show your runs on this host, their rows and what waits"
     )
@@ -81,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help=_JSON)
     status.set_defaults(command=_status)
 
+
+def _add_rows(commands: Commands) -> None:
     rows = commands.add_parser("rows", help="list rows of a partition, without their values")
     rows.add_argument("partition", help="its name; `dataplane status` lists partitions")
     rows.add_argument("--stage", metavar="NAME", help="show the state for this stage only")
@@ -94,8 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument(
         "--limit", metavar="N", type=int, default=20, help="how many rows to list (default: 20)"
     )
+    _add_source(rows)
     rows.set_defaults(command=_rows)
 
+
+def _add_get(commands: Commands) -> None:
     get = commands.add_parser("get", help="show one row: dtype, shape and start of each field")
     get.add_argument("partition", help="its name; `dataplane status` lists partitions")
     get.add_argument("key", help="the row's key; `dataplane rows PARTITION` lists keys")
@@ -105,12 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="only this field; may be repeated (default: all, which copies them to this host)",
     )
+    _add_source(get)
     get.set_defaults(command=_get)
-    for looking in (rows, get):
-        looking.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
-        looking.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
-        looking.add_argument("--json", action="store_true", help=_JSON)
 
+
+def _add_clean(commands: Commands) -> None:
     clean = commands.add_parser("clean", help="end runs on this host that nobody needs")
     clean.add_argument("--run", metavar="NAME", help="end only this run")
     clean.add_argument(
@@ -118,20 +131,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     clean.set_defaults(command=_clean)
 
+
+def _add_probe(commands: Commands) -> None:
     probe = commands.add_parser("probe", help="test the transports between all hosts")
-    probe.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
-    probe.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+    _add_source(probe)
     probe.add_argument(
         "--require",
         metavar="NAME",
         help="exit with 1 unless this transport works between all peers",
     )
-    probe.add_argument("--json", action="store_true", help=_JSON)
     probe.set_defaults(command=_probe)
 
+
+def _add_token(commands: Commands) -> None:
     token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
     token.set_defaults(command=_token)
-    return parser
+
+
+def _add_source(command: argparse.ArgumentParser) -> None:
+    """Options of commands that ask one peer."""
+    command.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
+    command.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+    command.add_argument("--json", action="store_true", help=_JSON)
 
 
 def _peer(arguments: argparse.Namespace) -> int:

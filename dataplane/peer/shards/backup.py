@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.journal import apply, dump
+from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
@@ -381,8 +381,7 @@ class Replicas:
             if copy.values is not None:
                 self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
-                for op in dump(copy.store):
-                    self.copying.note(entry, op)
+                self.copying.note_all(entry)
             members = self.host.roster.owners
             for holder in entry.store.lessees:
                 if not any(one.has_session(holder) for one in members):

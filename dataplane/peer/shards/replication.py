@@ -63,11 +63,19 @@ class Copying:
     def note(self, entry: Entry, op: Op) -> None:
         """What names values that another peer wrote: where it comes from a peer that died, copies
         are yet to be made."""
+        for named in named_by(op):
+            self._note(entry, *named)
+
+    def note_all(self, entry: Entry) -> None:
+        """The same for everything that the rows of a partition name."""
+        for owner, *_ in entry.store.holdings():
+            self._note(entry, owner, *entry.store.named(owner))
+
+    def _note(self, entry: Entry, owner: Owner, ranges: Array, counts: Array, reach: Array) -> None:
         assert entry.copies is not None
-        for owner, *named in named_by(op):
-            if owner != self.host.owner and not entry.copies.note(owner, *named):
-                here = functools.partial(self._serves, entry)
-                self.copy_here_later(entry.copies, entry.name, owner, here)
+        if owner != self.host.owner and not entry.copies.note(owner, ranges, counts, reach):
+            here = functools.partial(self._serves, entry)
+            self.copy_here_later(entry.copies, entry.name, owner, here)
 
     def _serves(self, entry: Entry) -> bool:
         return self.host.entries.get(entry.name) is entry

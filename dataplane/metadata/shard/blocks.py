@@ -117,13 +117,14 @@ class Block(msgspec.Struct, gc=False, eq=False):
 class Group(msgspec.Struct, gc=False, eq=False):
     """expected, seen, dropped: rows. It is open until as many were put as it expects (dropped and
     freed ones count), then closed for good; its record goes with its last row then. states: by the
-    stage's number. begun: at which of the trainer's versions, see `Permits`."""
+    stage's number, replaced by each change: a copy of a group shares them. begun: at which of the
+    trainer's versions, see `Permits`."""
 
     number: int
     key: bytes
     given: Name | None
     expected: int
-    states: bytearray
+    states: bytes
     blocks: tuple[Block, ...] = ()
     live: int = 0
     seen: int = 0

@@ -37,6 +37,7 @@ Picked = list[Part]
 """Units in an order."""
 
 _FEW = 64
+_STATES = [bytes([state]) for state in (PENDING, READY, LEASED, ACKED, SPLIT)]
 Test = Callable[[Where, Unit, int], int]
 
 
@@ -365,7 +366,8 @@ class Stage:
     def move_group(self, group: Group, to: int, front: bool = False) -> None:
         was = group.states[self.number]
         if was != to:
-            group.states[self.number] = to
+            states, number = group.states, self.number
+            group.states = states[:number] + _STATES[to] + states[number + 1 :]
             self.groups.move(group, 1, was, to, front)
 
     def retest(self, blocks: Iterable[Block], groups: Iterable[Group]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from dataplane.errors import LimitExceeded, StageUndefined, did_you_mean
 from dataplane.metadata.shard.blocks import (
     LEASED,
+    PENDING,
     READY,
     SPLIT,
     Block,
@@ -157,7 +158,7 @@ class State:
             block.standings = (*block.standings, Standing())
             stage.complete(block)
         for group in self.groups.values():
-            group.states.append(0)
+            group.states += bytes([PENDING])
             stage.settle(group)
 
     # fields
@@ -315,7 +316,7 @@ class State:
             key,
             None if shown is None else shown[0],
             expected,
-            bytearray(len(self.stages)),
+            bytes(len(self.stages)),
         )
         self.groups[key] = group
         self.used_bytes += group.nbytes_each

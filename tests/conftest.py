@@ -22,6 +22,19 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_PROCESS = os.getpid()
+
+
+def _end(number: int, frame: object) -> None:
+    """A run that is told to end, as by `timeout`, ends what its tests started, as after Ctrl-C."""
+    if os.getpid() == _PROCESS:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)  # this is a fork of the test process
+    os.kill(os.getpid(), number)
+
+
+signal.signal(signal.SIGTERM, _end)
+
 _PROGRAMS = {
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "etcd": ("etcd",),
@@ -110,10 +123,10 @@ def no_launcher(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run_dir(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> Iterator[Path]:
     """A run directory of the test's own. Not `tmp_path`: paths of sockets must stay short."""
-    path = Path(tempfile.mkdtemp(prefix="dp-"))
-    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(path))
-    yield path
-    found = leaks.settled(lambda: leaks.processes_of(path))
-    leaks.end_processes_of(path)
-    shutil.rmtree(path)
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder:
+        path = Path(folder)
+        monkeypatch.setenv("DATAPLANE_RUN_DIR", folder)
+        yield path
+        found = leaks.settled(lambda: leaks.processes_of(path))
+        leaks.end_processes_of(path)
     assert not found, "the test left running: " + "; ".join(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,10 +66,9 @@ def running(
     *names: str, alone: str = "", arena: str = "256MiB", metrics: dict[str, str] | None = None
 ) -> Iterator[Cluster]:
     """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
-    run_dir = Path(tempfile.mkdtemp(prefix="dp-"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DATAPLANE_RUN_DIR", str(run_dir))
-        cluster = Cluster(run_dir)
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_RUN_DIR", folder)
+        cluster = Cluster(Path(folder))
         try:
             if alone:
                 cluster.start(alone, arena=arena)
@@ -78,7 +76,6 @@ def running(
             yield cluster
         finally:
             cluster.stop()
-            shutil.rmtree(run_dir)
 
 
 def warm(plane: Plane) -> None:

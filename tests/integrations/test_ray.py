@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,25 +62,25 @@ def python(script: str, environment: dict[str, str], *arguments: str) -> subproc
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Ray]:
-    folder = tempfile.mkdtemp(prefix="dp-")
-    settings = {
-        "DATAPLANE_RUN_DIR": f"{folder}/run",
-        "DATAPLANE_LINGER": "2",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",  # or it would leave a token in the user's home
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])
-        ),
-    }
-    environment = {name: value for name, value in os.environ.items() if "DATAPLANE" not in name}
-    environment |= settings
-    process = python("ray_cluster.py", environment, folder, str(RAYLETS))
-    with ending(process):
-        running = Ray(line(process), process, environment)
-        with all_ending(running.drivers):
-            yield running
-        process.communicate(timeout=100)
-    shutil.rmtree(folder, ignore_errors=True)  # Ray's agents may still write their last line
+    # Ray's agents may still write their last line.
+    with tempfile.TemporaryDirectory(prefix="dp-", ignore_cleanup_errors=True) as folder:
+        settings = {
+            "DATAPLANE_RUN_DIR": f"{folder}/run",
+            "DATAPLANE_LINGER": "2",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",  # or it would leave a token in the user's home
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])
+            ),
+        }
+        environment = {name: value for name, value in os.environ.items() if "DATAPLANE" not in name}
+        environment |= settings
+        process = python("ray_cluster.py", environment, folder, str(RAYLETS))
+        with ending(process):
+            running = Ray(line(process), process, environment)
+            with all_ending(running.drivers):
+                yield running
+            process.communicate(timeout=100)
 
 
 def hear(driver: subprocess.Popen[str], start: str) -> str:

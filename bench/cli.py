@@ -20,6 +20,8 @@ from tests.perf import command as perf
 from tests.perf import smallest
 from tests.perf.compare import command as compare
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 1 for a report that cannot be written any more, 2 for a wrong command line,
@@ -27,8 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     options.no_links = _enter_links(options, arguments, argv is None)
-    # As an exception it leaves through every `with`, and so ends the run's processes.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # A signal that is ignored, by nohup for example, stays so.
+    before = {one: was for one in _STOPS if (was := signal.getsignal(one)) != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, _stop)
     try:
         return int(options.perform(options, f"python -m bench {shlex.join(arguments)}"))
     except (TraceError, Impossible) as exc:
@@ -40,7 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _stop(number: int, frame: object) -> None:
+    """End the command by an exception, which leaves through every `with` and so ends the run's
+    processes and removes its files. Further signals do not interrupt that."""
+    for one in _STOPS:
+        signal.signal(one, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 def _enter_links(options: argparse.Namespace, arguments: list[str], program: bool) -> str | None:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.ports import free_addresses
-from bench.processes import leashed
+from bench.processes import leashed, run_folder
 
 if TYPE_CHECKING:
     from dataplane import Plane
@@ -218,7 +217,7 @@ def running(
     """Peers of a run directory of their own, which serve and have backups in sync; killed when the
     body or this process ends. One alone does not listen. token: they have a cluster token."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dp-")))
+        folder = stack.enter_context(run_folder())
         variables = {"DATAPLANE_RUN_DIR": str(folder)}
         if token:
             variables["DATAPLANE_TOKEN_FILE"] = str(token_file(folder))

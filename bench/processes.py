@@ -1,21 +1,24 @@
-"""The processes of a run: started together, listened to, and never left behind.
+"""The processes and files of a run: started together, listened to, and never left behind.
 
-Each has its own session and log file, and asks the kernel to be killed when the runner dies, so
-that nothing outlives a run, not even one whose runner was killed with -9.
+Each process has its own session and log file, and asks the kernel to be killed when the runner
+dies, so that no process outlives a run, not even one whose runner was killed with -9.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -32,6 +35,8 @@ _FAREWELL_S = 5.0
 _DYING_S = 2.0
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _SPAWN = multiprocessing.get_context("spawn")
+_FOLDER = "bench-"
+_LOCK = "lock"
 
 
 class ProcessDied(RuntimeError):
@@ -48,6 +53,23 @@ class ProcessDied(RuntimeError):
 def _how(returncode: int) -> str:
     """How a process ended."""
     return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A folder for a run's sockets and logs, removed when the body ends.
+
+    A runner that is killed with -9 leaves its folder. The next runner removes it: a folder whose
+    lock nobody holds belongs to no living runner.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
+        with suppress(OSError), lock.open() as left:  # OSError: its runner lives, or removes it
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as name, Path(name, "new").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        Path(held.name).rename(Path(name, _LOCK))  # others see it only when it is locked
+        yield Path(name)
 
 
 def die_with(parent: int) -> None:

@@ -39,7 +39,7 @@ from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES, Plane
 from bench.planes.base import Counts, Job, Moved, Service, Unsupported, Worker
-from bench.processes import Crew, ProcessDied
+from bench.processes import Crew, ProcessDied, run_folder
 from bench.traces import TASKS
 
 _MIB = 1 << 20
@@ -97,8 +97,8 @@ def variants(settings: Settings) -> list[tuple[str, bool]]:
 
 def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> dict[str, Any]:
     """One run of one plane, as a plain dict for the report."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = job_of(settings, dedup, folder)
+    with run_folder() as folder:
+        job = job_of(settings, dedup, str(folder))
         fates = {prompt.index: job.fate(prompt) for prompt in job.generate()}
         dropped = {index: fate for index, fate in fates.items() if fate != "trained"}
         ledger = Ledger(len(fates), job.samples, job.stages()["train"], dropped, job.tp)
@@ -126,16 +126,18 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
             whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
             problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
         if status == "error":
-            problems += [*run.endings, f"the logs of all processes: {_kept(folder, settings.logs)}"]
+            problems += [*run.endings, *_kept(folder, settings.logs)]
         return run.result(name, status, "\n".join(problems))
 
 
-def _kept(folder: str, logs: Path) -> Path:
-    """The logs of a run's processes, copied to where they outlive it."""
-    kept = Path(tempfile.mkdtemp(prefix="bench-logs-", dir=logs))
-    for log in Path(folder).glob("*.log"):
+def _kept(folder: Path, logs: Path) -> list[str]:
+    """Copy the logs of a run's processes to where they outlive it, and say where."""
+    if not (found := sorted(folder.glob("*.log"))):
+        return []
+    kept = tempfile.mkdtemp(prefix="bench-logs-", dir=logs)
+    for log in found:
         shutil.copy(log, kept)
-    return kept
+    return [f"the logs of all processes: {kept}"]
 
 
 def job_of(settings: Settings, dedup: bool, folder: str) -> Job:

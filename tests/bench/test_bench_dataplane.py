@@ -45,7 +45,7 @@ def test_media_flow_through_an_arena_smaller_than_they_are() -> None:
     assert run["peak_memory_bytes"]["arena"] <= 256 << 20 < run["bytes_unique"]
 
 
-def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays() -> None:
+def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def progress(rows: int, expected: int) -> None:
@@ -57,7 +57,9 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays() -> None:
             killed.append(peer.pid)
             peer.kill()
 
-    settings = Settings(trace="math", planes=("dataplane",), prompts=40, timeout_s=60)
+    settings = Settings(
+        trace="math", planes=("dataplane",), prompts=40, timeout_s=60, logs=tmp_path
+    )
     run = execute(settings, "dataplane", True, progress)
     assert run["status"] == "error"
     assert killed

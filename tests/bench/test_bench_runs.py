@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from bench.cli import main
 from bench.flow import advantages
 from bench.run import Settings, execute, variants
 from tests import leaks
+from tests.processes import ending
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MATH = Settings(trace="math", planes=("controller",), prompts=4)
@@ -149,23 +151,30 @@ def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for(
     assert not leaks.children()
 
 
-def test_a_killed_runner_takes_its_processes_along(tmp_path: Path) -> None:
+def test_nothing_stays_of_a_runner_that_is_stopped_or_killed(tmp_path: Path) -> None:
+    """A runner that is killed with -9 leaves its folder, which the next runner removes. One that is
+    told to stop leaves nothing, even if it is told so twice."""
     command = [sys.executable, "-m", "bench", "run", "--trace", "math", "--planes", "controller"]
-    runner = subprocess.Popen(
-        [*command, "--prompts", "400"],
-        cwd=CHECKOUT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-    )
-    watched = psutil.Process(runner.pid)
-    try:
-        while not (children := watched.children()):
-            assert runner.poll() is None
-    finally:
-        runner.kill()
-        runner.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == []
+    for signals in ([signal.SIGKILL], [signal.SIGHUP, signal.SIGINT]):
+        left = set(tmp_path.iterdir())
+        runner = subprocess.Popen(
+            [*command, "--hosts", "1", "--link", "none", "--prompts", "2", "--pace", "1"],
+            cwd=CHECKOUT,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+        )
+        with ending(runner):
+            while not {log.parent for log in tmp_path.glob("bench-*/train-*.log")} - left:
+                assert runner.poll() is None
+                time.sleep(0.01)
+            children = psutil.Process(runner.pid).children()
+            for number in signals:
+                runner.send_signal(number)
+            runner.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert children and alive == []
+    assert runner.returncode == 128 + signal.SIGHUP
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refused_memory_is_an_outcome_of_its_own(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ import numpy as np
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from bench.processes import die_with, spawned
+from bench.processes import die_with, run_folder, spawned
 
 ROUND_TRIPS = 400
 MESSAGE_BYTES = 64
@@ -37,7 +36,7 @@ class Ceilings:
         self.copied[...] = block
         self._owned = ExitStack()
         with self._owned:  # also where one does not start
-            folder = self._owned.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+            folder = self._owned.enter_context(run_folder())
             self._control, self._stream = self._connected(_source, block.nbytes)
             _, self._unix = self._connected(_echo, os.path.join(folder, "echo"))
             second = self._child(_second)[1]

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench.cpu import between, cpu_seconds
 from bench.planes import PLANES
-from bench.processes import Crew
+from bench.processes import Crew, run_folder
 from tests.perf.compare.ends import Job, job
 from tests.perf.compare.worker import Command, Hire
 
@@ -131,9 +129,9 @@ class Tree:
 @contextmanager
 def standing(name: str, hosts: int, rows: int, largest: int) -> Iterator[Tree]:
     """A tree that has started; ended, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        told = job(hosts, rows, largest, folder, os.getpid())
-        with Crew(Path(folder)) as crew:
+    with run_folder() as folder:
+        told = job(hosts, rows, largest, str(folder), os.getpid())
+        with Crew(folder) as crew:
             tree = Tree(name, told, crew)
             try:
                 tree.start()

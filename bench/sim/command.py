@@ -36,6 +36,8 @@ GOAL = 0.9
 T = TypeVar("T")
 Bar = Callable[..., AbstractContextManager[Progress]]  # of a label, and a unit that is not rows
 Case = tuple[str, int, int]
+_QUIET = 0.2
+"""Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
 _TRIES = 2
 _MOST_HOSTS = 16_384
@@ -131,7 +133,7 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
         for plane in DESIGNS:
             case = check(settings, plane, costs[plane], cores, rivals, runs[_CHECK, told, plane])
             cases.append(case)
-    yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases)}
+    yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases, cores)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
     model: list[dict[str, Any]] = []
@@ -157,9 +159,9 @@ def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list
     return runs
 
 
-def _accuracy(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
     """The skill over all cases and of each design, and means over the cases. `others_cores`: what
-    strangers took of this machine meanwhile."""
+    other programs took of this machine's cores meanwhile; `quiet`: whether that was little."""
     others = mean(cores for case in cases for cores in case["others_cores"])
     by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
     return {
@@ -168,6 +170,7 @@ def _accuracy(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "skill_by_plane": by_plane,
         "spread": mean(case["spread"] for case in cases),
         "others_cores": others,
+        "quiet": others <= _QUIET * cores,
     }
 
 
@@ -207,6 +210,12 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
         f"than predicting no transfer; runs of a case differ by {told['spread']:.1%}, others took "
         f"{told['others_cores']:.2f} cores meanwhile"
     )
+    if not told["quiet"]:
+        console.print(
+            f"This machine was busy: other programs took {told['others_cores']:.2f} of its "
+            f"{told['machine']['cores']} cores. The skill then says more about them than about the "
+            "model: repeat this on a quiet machine."
+        )
     for failure in told["failed_runs"]:
         console.print(f"made again after it failed: {failure}", markup=False)
     if told["skill"] < GOAL:

@@ -24,8 +24,8 @@ from bench.sim.decentral import Decentral
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, read, written
 
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
-_BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone")
-"""Messages that peers send whether or not there are rows."""
+_BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
+"""Messages that peers send whether or not there are rows. A `Confirm` is answered by a `Done`."""
 _SWEEPS = 3_000
 _DRAWS = 4
 _TICK_S = 0.01  # in which the kernel counts processor time
@@ -67,7 +67,8 @@ class Seen:
         """That peers sent each other, but for those sent by the clock."""
         told = (self.run["messages"] or {}).get("between", {})
         groups = self.run["rows"] / self.job.samples
-        return sum(n for kind, n in told.items() if kind not in _BY_THE_CLOCK) * groups
+        by_the_clock = sum(told.get(kind, 0.0) for kind in _BY_THE_CLOCK)
+        return (sum(told.values()) - by_the_clock - told.get("Confirm", 0.0)) * groups
 
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""

@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import figures, outputs
+from bench import outputs
+from bench.figures import others_cores
 from bench.headline import CALLED, OURS
 from bench.page import document
-from bench.page.runs import Report, Run, gib
+from bench.page.runs import Report, Run, figures, gib
 from bench.report import steady_range, steady_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +57,8 @@ def publish(root: Path, whole: Report) -> list[Path]:
     """Write report, pictures and blocks below `root`; returns what was written."""
     kept, told = root / KEPT, trimmed(whole)
     outputs.write(kept, json.dumps(told, separators=(",", ":")) + "\n")
-    drawn = document.pictures(kept.parent, document.chosen([told], _PICTURES))
+    found = [figure for figure in figures([told]) if figure.name in _PICTURES]
+    drawn = document.pictures(kept.parent, found)
     made = blocks(told)
     for name in _PAGES:
         page = root / name
@@ -71,7 +73,7 @@ def trimmed(told: Report) -> dict[str, Any]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
         runs.append({name: value for name, value in run.items() if name not in unseen})
         if run.get("workers") and "machine" in run.get("cpu_seconds", {}):
-            runs[-1]["others_cores"] = round(figures.others_cores(run), 2)
+            runs[-1]["others_cores"] = round(others_cores(run), 2)
         if curve := runs[-1].get("memory_curve"):
             runs[-1]["memory_curve"] = {**curve, "processes": {}}
     return {**told, "runs": runs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -43,22 +43,10 @@ def _no_figure(word: str) -> float:
     raise ValueError(f"{word} is no figure")
 
 
-def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> None:
-    """Make the page of these reports. `only`: these figures and nothing else. Raises what `chosen`
-    does, and NotWritten."""
-    body = "".join(map(_figure, chosen(reports, only)))
-    if not only:
-        body = _head(reports) + body + _details(reports)
+def write(path: Path, reports: Sequence[Report]) -> None:
+    """Make the page of these reports. Raises NotWritten."""
+    body = _head(reports) + "".join(map(_figure, figures(reports))) + _details(reports)
     outputs.write(path, _PAGE.substitute(style=_style(), body=body))
-
-
-def chosen(reports: Sequence[Report], only: Collection[str] = ()) -> list[Figure]:
-    """The figures of these names, or all. ValueError where one cannot be drawn from the reports."""
-    found = figures(reports)
-    if missing := set(only) - {figure.name for figure in found}:
-        there = ", ".join(figure.name for figure in found)
-        raise ValueError(f"no figure {', '.join(sorted(missing))} in these reports, but {there}")
-    return [figure for figure in found if not only or figure.name in only]
 
 
 def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:

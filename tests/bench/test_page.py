@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.page.document import write
+from bench.page.document import pictures, write
 from bench.page.drawing import DARK, LIGHT, apart
+from bench.page.runs import figures
 from tests.bench.browser import Browser, chromium
 
 # Runs in the page: what lies outside the page, on other words of its drawing, or is too small.
@@ -176,7 +177,7 @@ def test_whatever_is_written_in_a_colour_can_be_read_on_its_paper(theme: dict[st
     assert len(set(theme.values())) == len(theme)  # by which the page knows them
     for name in ("ink", "soft", "bad"):
         assert contrast(theme[name], theme["paper"]) >= 4.5, name
-    planes = ("dataplane", "controller", "controller-stream", "ray-driver", "ray-store")
+    planes = ("dataplane", "controller", "controller-stream", "ray-store")
     for plane in (*planes, "transfer_queue", "other"):
         assert contrast(theme[plane], theme["paper"]) >= 3.5, plane  # in bold, and as lines
 
@@ -291,15 +292,15 @@ def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:
 def test_a_run_that_never_started_stretches_no_axis(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     waited = run("ray-store", status="error", error="no node", rows=0, seconds=None)
-    write(page, [report(runs=[run("dataplane"), waited])], only=["memory"])
-    assert page.read_text().count("<figure>") == 1
+    write(page, [report(runs=[run("dataplane"), waited])])
+    assert section(page.read_text(), "memory").count("<figure>") == 1
 
 
-def test_one_figure_can_be_had_alone_for_a_picture(tmp_path: Path) -> None:
+def test_a_killed_run_is_named_under_the_memory_it_was_killed_for(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write(page, full(), only=["memory"])
-    told = page.read_text()
-    assert told.count("<section") == 1 and "<h2>Memory under the limit</h2>" in told
+    write(page, full())
+    told = section(page.read_text(), "memory")
+    assert "<h2>Memory under the limit</h2>" in told
     assert "controller (dedup off) fills its host until the kernel kills it" in told
 
 
@@ -331,35 +332,20 @@ def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(
     assert seen["wide"] <= 0 and seen["over"] == [] and browser.errors == []
 
 
-def test_the_readmes_pictures_are_made_of_a_report_light_and_dark(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(first()))
-    folder = tmp_path / "docs"
-    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(folder)]) == 0
-    names = ("hosts", "hosts-2", "memory", "share", "share-2", "share-3")
-    made = sorted(f"{name}-{theme}.svg" for name in names for theme in ("light", "dark"))
-    assert sorted(path.name for path in folder.iterdir()) == made
-    for path in folder.iterdir():
-        drawn = path.read_text()
+def test_pictures_are_drawn_light_and_dark_and_alike_each_time(tmp_path: Path) -> None:
+    found = [figure for figure in figures([first()]) if figure.name in ("memory", "share")]
+    made = pictures(tmp_path, found)
+    names = ("memory", "share", "share-2", "share-3")
+    assert sorted(path.name for path in made) == sorted(
+        f"{name}-{theme}.svg" for name in names for theme in ("light", "dark")
+    )
+    before = {path: path.read_text() for path in made}
+    for path, drawn in before.items():
         assert ElementTree.fromstring(drawn).tag.endswith("svg") and len(drawn) < 150_000
         assert (DARK if "dark" in path.name else LIGHT)["dataplane"] in drawn
         assert "<text" not in drawn  # letters alike on any machine
-    before = {path.name: path.read_text() for path in folder.iterdir()}
-    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(folder)]) == 0
-    assert before == {path.name: path.read_text() for path in folder.iterdir()}
-
-
-def test_a_report_that_nothing_is_to_be_made_of_says_what_could_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(full()[0]))
-    assert main(["report", str(tmp_path / "r.json")]) == 2
-    assert "name a page (-o) or a folder" in capsys.readouterr().err
-    (tmp_path / "none.json").write_text(json.dumps(report(runs=[])))
-    asked = ["report", str(tmp_path / "none.json"), "--pictures", str(tmp_path / "docs")]
-    assert main(asked) == 2
-    assert "none of hosts, share, memory" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "r.json")]) == 2
-    assert "r.json: File exists" in capsys.readouterr().err
+    pictures(tmp_path, found)
+    assert before == {path: path.read_text() for path in made}
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,10 +362,6 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     for name, why in (("cut.json", "no whole report"), ("odd.json", "Infinity is no figure")):
         assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
         assert why in capsys.readouterr().err and not page.exists()
-    (tmp_path / "r.json").write_text(json.dumps(full()[0]))
-    options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "links"]
-    assert main(options) == 2 and not page.exists()
-    assert "no figure links in these reports, but memory, stages" in capsys.readouterr().err
 
 
 def test_a_page_never_takes_the_place_of_a_report(

@@ -13,7 +13,7 @@ bench-links: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench links --json bench/out/links.json
 
 bench-memory: $(VENV)/.bench-installed
-	$(BIN)/python -m bench run --trace video --planes dataplane,controller,ray-driver --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
+	$(BIN)/python -m bench run --trace video --planes dataplane,controller --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 
 # Of Debian, where they are missing and this user may: what makes a Python environment, where there is none yet; `ip`
@@ -40,10 +40,10 @@ example-multimodal: $(VENV)/.examples-installed
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
 
-# Beside other planes: one batch, Ray's driver, and the headline, which takes TransferQueue where it is installed.
+# Beside other planes: one batch, Ray's object store, and the headline, which takes TransferQueue where it is installed.
 bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench compare --json bench/out/compare.json
-	$(BIN)/python -m bench run --trace math,video --planes dataplane,ray-driver --dedup off --hosts 4 --prompts 4 --steps 4 --timeout 600 --json bench/out/compare-ray.json
+	$(BIN)/python -m bench run --trace math,video --planes dataplane,ray-store --dedup off --hosts 4 --prompts 4 --steps 4 --timeout 600 --json bench/out/compare-ray.json
 	$(BIN)/python -m bench headline --json bench/out/compare-headline.json
 
 # Most tests wait for processes, so two cores serve four workers. Files go to workers in the order of
@@ -100,7 +100,7 @@ fuzz: $(VENV)/.fuzz-installed
 	for target in $(FUZZ_TARGETS); do $(BIN)/python -m tests.fuzz $$target $(FUZZ_SECONDS) || exit 1; done
 
 # What needs the planes that the bench compares with, and is left out of `make test` where they are not installed. In
-# parts where a machine is busy: COMPARE=ray-driver, ray-store, transfer_queue.
+# parts where a machine is busy: COMPARE=ray-store, transfer_queue.
 COMPARE ?=
 test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
 	$(BIN)/python -m pytest -q -m compare -k '$(COMPARE)' tests/bench tests/perf tests/integrations

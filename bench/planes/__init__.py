@@ -5,7 +5,6 @@ from __future__ import annotations
 from bench.planes.base import Plane
 from bench.planes.controller import ControllerPlane
 from bench.planes.dataplane_plane import DataplanePlane
-from bench.planes.ray_driver import RayDriverPlane
 from bench.planes.ray_store import RayStorePlane
 from bench.planes.streaming_controller import StreamingControllerPlane
 from bench.planes.transfer_queue import TransferQueuePlane
@@ -14,7 +13,6 @@ PLANES: dict[str, type[Plane]] = {
     "dataplane": DataplanePlane,
     "controller": ControllerPlane,
     "controller-stream": StreamingControllerPlane,
-    "ray-driver": RayDriverPlane,
     "ray-store": RayStorePlane,
     "transfer_queue": TransferQueuePlane,
 }

@@ -157,12 +157,7 @@ class DataplaneEndpoint(Endpoint):
         self._partitions: dict[int, Any] = {}
         self._dedup = [name for name in DEDUP if job.dedup]
         self._copied = 0
-        self._trainer = worker.rank // job.tp
-        self._leader: Leader | None = None
-        self._follower: Follower | None = None
-        self._follows = worker.tp_rank > 0
-        if worker.role == "train" and job.tp > 1 and not self._follows:
-            self._leader = Leader(job.folder, self._trainer, job.tp - 1)
+        self._end = Follower(worker) if worker.tp_rank else Leader(worker)
 
     def _partition(self, step: int) -> Any:
         if step not in self._partitions:
@@ -199,37 +194,32 @@ class DataplaneEndpoint(Endpoint):
         """Nothing to do: the runner seals the partition when all workers have finished."""
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        if self._follows:
-            yield from self._followed(step)
+        if isinstance(self._end, Follower):
+            yield from self._followed(step, self._end)
             return
+        leader = self._end
         # A full batch of a reward worker may never fit into the arena: from one group on.
         groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
         for batch in self._partition(step).stream(stage, groups=groups, min=1):
-            if self._leader:
-                self._leader.tell(batch.keys)
+            leader.tell(batch.keys)
             taken = DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for
             yield taken
             self._copied += taken.added
             del taken
-            if self._leader:
-                self._leader.wait()
-        if self._leader:
-            self._leader.tell(None)
+            leader.wait()
+        leader.tell(None)
 
-    def _followed(self, step: int) -> Iterator[Batch]:
+    def _followed(self, step: int, follower: Follower) -> Iterator[Batch]:
         """The leader's batches, read without a lease while the leader holds one."""
-        self._follower = self._follower or Follower(self._job.folder, self._trainer)
         fields = self._job.stages()["train"]
-        while keys := self._follower.hear():
+        while keys := follower.hear():
             yield DataplaneBatch(self._partition(step).get(keys, fields))
-            self._follower.answer()
+            follower.answer()
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied)
 
     def close(self) -> None:
-        for end in (self._leader, self._follower):
-            if end:
-                end.close()
+        self._end.close()
         self._plane.close()

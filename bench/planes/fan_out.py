@@ -11,20 +11,25 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from bench.planes.base import Worker
 
-def _path(folder: str, trainer: int) -> str:
-    return str(Path(folder) / f"tp-{trainer}.sock")
+
+def _path(worker: Worker) -> str:
+    return str(Path(worker.job.folder) / f"tp-{worker.rank // worker.job.tp}.sock")
 
 
 class Leader:
-    """Listens from the start; the others connect once the run has begun."""
+    """The worker that takes batches: a trainer's first rank, which the others follow, or a worker
+    that nobody follows. It listens from the start; followers connect once the run has begun."""
 
-    def __init__(self, folder: str, trainer: int, followers: int) -> None:
+    def __init__(self, worker: Worker) -> None:
+        leads = worker.role == "train" and worker.tp_rank == 0
+        self._followers = worker.job.tp - 1 if leads else 0
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(_path(folder, trainer))
-        self._listener.listen()
-        self._followers = followers
         self._files: list[Any] = []
+        if self._followers:
+            self._listener.bind(_path(worker))
+            self._listener.listen()
 
     def tell(self, message: Any) -> None:
         """Send a message to every follower."""
@@ -47,14 +52,17 @@ class Leader:
 
 
 class Follower:
-    """Hears what the leader holds."""
+    """A further rank of a trainer. It connects when it first hears what the leader holds."""
 
-    def __init__(self, folder: str, trainer: int) -> None:
+    def __init__(self, worker: Worker) -> None:
+        self._path = _path(worker)
         self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(_path(folder, trainer))
-        self._file = self._sock.makefile("rw")
+        self._file: Any = None
 
     def hear(self) -> Any:
+        if self._file is None:
+            self._sock.connect(self._path)
+            self._file = self._sock.makefile("rw")
         line = self._file.readline()
         if not line:
             raise EOFError("the leader of the tensor-parallel ranks went away")
@@ -65,5 +73,6 @@ class Follower:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         self._sock.close()

@@ -1,6 +1,6 @@
-"""Actors through which the stages of a Ray job find each other's output.
+"""The actor through which the stages of a Ray job find each other's output.
 
-They hold references and names, never values, and waiters wait without polling: the least that such
+It holds references and names, never values, and waiters wait without polling: the least that such
 a job needs. Objects die with the process that put them, so workers stay until the job is over.
 """
 
@@ -25,34 +25,7 @@ class Group:
     missing: set[str] = field(default_factory=set)
 
 
-class Mailbox:
-    """Named queues."""
-
-    def __init__(self) -> None:
-        self._offers: dict[Any, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
-        self._over = asyncio.Event()
-
-    async def ready(self) -> None:
-        """Answers once the actor lives."""
-
-    async def offer(self, name: Any, offered: Any) -> None:
-        """One thing for a queue. References inside live for as long as they lie here."""
-        self._offers[name].put_nowait(offered)
-
-    async def take(self, name: Any, count: int = 1) -> list[Any]:
-        """The next `count` things of a queue; waits until there are as many."""
-        return [await self._offers[name].get() for _ in range(count)]
-
-    async def finish(self) -> None:
-        """The job is over."""
-        self._over.set()
-
-    async def finished(self) -> None:
-        """Answers when the job is over."""
-        await self._over.wait()
-
-
-class Board(Mailbox):
+class Board:
     """Which groups are ready for which stage.
 
     groups: of each step. phases: stages that can work at the same time, in order; the last one ends
@@ -61,7 +34,8 @@ class Board(Mailbox):
     """
 
     def __init__(self, groups: Sequence[int], phases: Sequence[Sequence[str]]) -> None:
-        super().__init__()
+        self._offers: asyncio.Queue[Any] = asyncio.Queue()
+        self._over = asyncio.Event()
         self._phases = [list(stages) for stages in phases]
         self._expected = dict(enumerate(groups))  # of a step, dropped ones not counted
         self._unfinished = sum(groups)
@@ -69,6 +43,21 @@ class Board(Mailbox):
         self._handed: Counter[tuple[int, str]] = Counter()
         self._groups: dict[int, Group] = {}
         self._change = asyncio.Condition()
+
+    async def ready(self) -> None:
+        """Answers once the actor lives."""
+
+    async def finished(self) -> None:
+        """Answers when the job is over."""
+        await self._over.wait()
+
+    async def offer(self, places: Any) -> None:
+        """Places beside the groups of a job, for whoever takes them."""
+        self._offers.put_nowait(places)
+
+    async def take(self, count: int) -> list[Any]:
+        """The next `count` that were offered; waits until there are as many."""
+        return [await self._offers.get() for _ in range(count)]
 
     async def put(self, step: int, prompt: int, host: int, places: dict[str, Any]) -> None:
         """A new group, ready for the stages of the first phase."""

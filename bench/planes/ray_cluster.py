@@ -59,20 +59,14 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
         return self.addresses[host] if self.addresses else f"127.0.0.{host + 2}"
 
 
-def services(
-    nodes: Nodes, env: dict[str, str] | None = None, head: list[str] | None = None
-) -> list[Service]:
-    """A service a host. The first, `ray`, tells when the cluster stands, and when the job is over.
-
-    head: another program for the first, which is given the nodes as its last argument.
-    """
-    this = [sys.executable, "-m", "bench.planes.ray_cluster"]
+def services(nodes: Nodes, env: dict[str, str] | None = None) -> list[Service]:
+    """A service a host. The first, `ray`, says when the cluster stands and when the job is over."""
     whole = msgspec.structs.replace(nodes, port=free_ports(1)[0])
     settings = ENVIRONMENT | (env or {})
     started = []
     for host in range(nodes.hosts):
         spec = msgspec.json.encode(msgspec.structs.replace(whole, host=host)).decode()
-        argv = [*(head or this), spec] if host == 0 else [*this, spec]
+        argv = [sys.executable, "-m", "bench.planes.ray_cluster", spec]
         name = f"ray-host{host}" if host else "ray"
         started.append(Service(name, argv, settings, speaks=host == 0, host=host))
     return started
@@ -165,15 +159,6 @@ def _init(address: str, place: str) -> None:
     )
 
 
-def actor(cls: type, *args: Any) -> Any:
-    """An actor of the whole job, found by `attach`."""
-    import ray
-
-    handle = ray.remote(cls).options(name=BOARD, num_cpus=0).remote(*args)
-    ray.get(handle.ready.remote())
-    return handle
-
-
 def main(nodes: Nodes) -> None:
     """A service's life: a node; on the first host also the board and perhaps TransferQueue."""
     if nodes.host:
@@ -184,18 +169,15 @@ def main(nodes: Nodes) -> None:
     from bench.planes.ray_board import Board
 
     with cluster(nodes) as address:
-        board = actor(Board, nodes.groups, nodes.phases)
+        actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
+        board = actor.remote(nodes.groups, nodes.phases)
+        ray.get(board.ready.remote())
         if nodes.storage_units:
             _start_transfer_queue(nodes.storage_units)
         emit("ready", cluster=address)
         ray.get(board.finished.remote())
         emit("done")
-        wait_for_the_end()
-
-
-def wait_for_the_end() -> None:
-    """Workers still say goodbye to the cluster; the runner ends it after them."""
-    threading.Event().wait()
+        threading.Event().wait()  # workers still say goodbye; the runner ends this after them
 
 
 def _start_transfer_queue(units: int) -> None:

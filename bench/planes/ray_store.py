@@ -34,7 +34,6 @@ from bench.planes.fan_out import Follower, Leader
 _SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
 _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
 _WHOLE = "*"  # the place of all fields together
-_OFFERS = "offers"
 
 
 def store_bytes(job: Job) -> int:
@@ -137,12 +136,7 @@ class BoardEndpoint(Endpoint):
         self.job = worker.job
         self._host = worker.host
         self._board = ray_cluster.attach(worker.address)
-        self._trainer = worker.rank // worker.job.tp
-        self._follows = worker.tp_rank > 0
-        self._leader: Leader | None = None
-        self._follower: Follower | None = None
-        if worker.role == "train" and worker.job.tp > 1 and not self._follows:
-            self._leader = Leader(worker.job.folder, self._trainer, worker.job.tp - 1)
+        self._end = Follower(worker) if worker.tp_rank else Leader(worker)
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         import ray
@@ -157,18 +151,17 @@ class BoardEndpoint(Endpoint):
         import ray
 
         fields = self.job.stages()[stage]
-        if self._follows:
-            yield from self._followed(step, fields)
+        if isinstance(self._end, Follower):
+            yield from self._followed(step, fields, self._end)
             return
+        leader = self._end
         while taken := ray.get(self._board.next.remote(step, stage, fields, self._host)):
             prompt, places, unseen = taken
-            if self._leader:
-                self._leader.tell(prompt)
+            leader.tell(prompt)
             group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
-            if self._leader:
-                self._leader.wait()
+            leader.wait()
             added = {} if group.dropped else self.store(step, prompt, group.added)
             if group.dropped or stage == "train":
                 self.discard(step, prompt)
@@ -177,33 +170,31 @@ class BoardEndpoint(Endpoint):
             else:
                 ray.get(self._board.add.remote(stage, prompt, self._host, added))
             del group
-        if self._leader:
-            self._leader.tell(None)
+        leader.tell(None)
 
-    def _followed(self, step: int, fields: list[str]) -> Iterator[Batch]:
+    def _followed(self, step: int, fields: list[str], follower: Follower) -> Iterator[Batch]:
         """The groups of the trainer's first rank, which ends them when all have read."""
         import ray
 
-        self._follower = self._follower or Follower(self.job.folder, self._trainer)
-        while (prompt := self._follower.hear()) is not None:
+        while (prompt := follower.hear()) is not None:
             places, unseen = ray.get(self._board.places.remote(prompt, fields, self._host))
             group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
             del places
             yield group
             del group
-            self._follower.answer()
+            follower.answer()
 
     def offer(self, places: Sequence[dict[str, Any]]) -> None:
         """Leave places for whoever takes them, beside the groups of a job."""
         import ray
 
-        ray.get([self._board.offer.remote(_OFFERS, one) for one in places])
+        ray.get([self._board.offer.remote(one) for one in places])
 
     def take(self, puts: int) -> list[dict[str, Any]]:
         """The oldest places that nobody has taken; waits until there are as many."""
         import ray
 
-        found: list[dict[str, Any]] = ray.get(self._board.take.remote(_OFFERS, puts))
+        found: list[dict[str, Any]] = ray.get(self._board.take.remote(puts))
         return found
 
     def form(self, columns: Columns) -> Any:
@@ -229,9 +220,7 @@ class BoardEndpoint(Endpoint):
         import ray
 
         ray.get(self._board.finished.remote())
-        for end in (self._leader, self._follower):
-            if end is not None:
-                end.close()
+        self._end.close()
         ray.shutdown()
 
 

@@ -10,8 +10,7 @@ import pytest
 from bench.machine import memory_bytes
 from bench.planes import PLANES
 from bench.planes.dataplane_plane import DataplanePlane
-from bench.planes.ray_board import Board, Mailbox
-from bench.planes.ray_driver import concatenated
+from bench.planes.ray_board import Board
 from bench.planes.ray_store import nodes_of, shareable
 from bench.run import Settings, execute, job_of
 
@@ -66,30 +65,12 @@ async def test_a_dropped_group_reaches_no_later_stage_and_nobody_waits_for_it() 
 
 
 async def test_who_takes_first_waits_until_there_is_enough() -> None:
-    mail = Mailbox()
-    taking = asyncio.create_task(mail.take("a", 2))
-    await mail.offer("a", 1)
-    await mail.offer("b", 2)
+    board = Board([], ())
+    taking = asyncio.create_task(board.take(2))
+    await board.offer(1)
     assert not taking.done()
-    await mail.offer("a", 3)
+    await board.offer(3)
     assert await taking == [1, 3]
-
-
-def test_concatenated_rows_come_back_as_they_were() -> None:
-    rows = [np.arange(6).reshape(2, 3), np.arange(4), np.arange(0)]
-    packed = concatenated(rows, dedup=False)
-    assert packed.flat.size == 10
-    for row, back in zip(rows, packed.rows(), strict=True):
-        np.testing.assert_array_equal(row, back)
-
-
-def test_a_shared_row_is_one_part_only_with_dedup() -> None:
-    media = np.arange(100)
-    rows = [media, media, np.arange(5)]
-    with_dedup, without = concatenated(rows, True), concatenated(rows, False)
-    assert (with_dedup.flat.size, without.flat.size) == (105, 205)
-    views = with_dedup.rows()
-    assert views[0] is views[1]
 
 
 def test_a_store_has_what_a_peer_has_under_a_limit_and_else_what_ray_would_take() -> None:

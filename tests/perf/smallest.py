@@ -31,7 +31,7 @@ from bench.traces import TASKS
 _LEAST = 256 << 20
 _PRECISION = 1.07  # a limit and the next larger one that is tried
 _ROUND = 16 << 20
-_PLANES = ("dataplane", "controller", "ray-driver")
+_PLANES = ("dataplane", "controller")
 _KEPT = ("status", "seconds", "rows", "peak_host_bytes", "arena_bytes", "killed", "error")
 
 _TRIES = 3

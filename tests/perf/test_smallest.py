@@ -74,7 +74,7 @@ def found(
     monkeypatch.setattr(smallest, "execute", played)
     path = tmp_path / "memory.json"
     options = ["--prompts", "8,4", "--least", "256MiB", "--most", "2GiB", "--json", str(path)]
-    code = main(["memory", "--trace", "video", "--planes", "ray-driver", *options])
+    code = main(["memory", "--trace", "video", "--planes", "ray-store", *options])
     return code, json.loads(path.read_text())["memory"]
 
 
@@ -95,7 +95,7 @@ def test_a_plane_that_is_not_installed_is_reported_and_no_failure(
     code, cases = found(monkeypatch, tmp_path, played)
     assert code == 0 and {case["status"] for case in cases} == {"not installed"}
     assert len(played.tried) == len(cases)  # nobody asks twice
-    assert "ray-driver: not installed: it needs ray" in capsys.readouterr().out
+    assert "ray-store: not installed: it needs ray" in capsys.readouterr().out
 
 
 def test_a_plane_that_fails_for_another_reason_is_not_said_to_lack_memory(

@@ -1,4 +1,5 @@
-"""How fast something goes on: its average over the last half minute. Never looks at a clock."""
+"""How fast something goes on: its average over the last half minute, and its total. Never looks at
+a clock."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ class Recent:
 
     def __init__(self, now: float) -> None:
         self._began = now
+        self.total = 0
         self._amounts: deque[list[int]] = deque()
         """[second, amount], the oldest first"""
 
     def add(self, now: float, amount: int) -> None:
+        self.total += amount
         second = int(now)
         if self._amounts and self._amounts[-1][0] == second:
             self._amounts[-1][1] += amount

@@ -102,6 +102,7 @@ class _Here:
         self.store: Store | None = None
         self.began = False
         self.peers = None
+        self.metrics: Any = None
 
 
 _here = _Here()
@@ -126,14 +127,16 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
             "sampler": samplers.packed(_sampler_of(made.controller.sampler)),
             "polling": bool(made.controller.polling_mode),
             "dedup": list(made.dataplane.dedup or ()),
-            "metrics": _endpoint(store) if made.metrics.enabled else None,
         }
         first = store.first("config", told)
         _here.began = _here.began or first
         _client(store)
         if not first:
             return conf
-        made.metrics.endpoint = told["metrics"]
+        if made.metrics.enabled:
+            _here.metrics = _serve(store, int(made.metrics.port))
+            made.metrics.endpoint = _here.metrics.endpoint
+            store.tell("metrics", _here.metrics.endpoint)
         whole: DictConfig = made
         return whole
 
@@ -181,17 +184,25 @@ def _sampler_of(given: Any) -> BaseSampler:
     return given
 
 
-def _endpoint(store: Store) -> str | None:
-    """Where the peer of this host has its metrics, if it has."""
-    found = store.plane.stats().get("metrics")
-    return found.get("address") if isinstance(found, dict) else None
+def _serve(store: Store, port: int) -> Any:
+    """Serve metrics of the whole queue from this process."""
+    try:
+        from dataplane.integrations.transfer_queue.metrics import Server
+    except ImportError as exc:
+        raise RuntimeError(
+            f"metrics.enabled needs {exc.name}: pip install 'dataplane-rl[metrics]', or set "
+            "metrics.enabled to false"
+        ) from exc
+    return Server(store, port)
 
 
 def close() -> None:
     """Leave the queue. The process that began it ends it: all rows are freed."""
     with _here.lock:
-        store, began, peers = _here.store, _here.began, _here.peers
-        _here.store, _here.client, _here.began = None, None, False
+        store, began, peers, metrics = _here.store, _here.began, _here.peers, _here.metrics
+        _here.store, _here.client, _here.began, _here.metrics = None, None, False, None
+        if metrics is not None:
+            metrics.close()
         if began:  # others keep it: peers that this process was first to ask for are the job's
             _here.peers = None
         if store is None:
@@ -226,9 +237,10 @@ def joined() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Where metrics are told as Prometheus reads them (`host:port`); None where they are not."""
-    told = joined()._store.told("config")
-    return told["metrics"] if told else None
+    """The `host:port` at which the process that began the queue serves metrics to Prometheus; None
+    unless `metrics.enabled` was set."""
+    found: str | None = joined()._store.told("metrics")
+    return found
 
 
 def _twin(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
@@ -388,3 +400,5 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     store.end()
     store.plane.restore(target / _ROWS)
     store.begin()
+    if _here.metrics is not None:  # the checkpoint has the address of another process
+        store.tell("metrics", _here.metrics.endpoint)

@@ -34,6 +34,8 @@ class Changes:
     settle: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
+        self.dropped_rows = 0
+        """by clients of this host so far"""
         self.references.mesh.handlers |= dict.fromkeys(CHANGES, self._change_here)
 
     # asked for by clients
@@ -43,6 +45,8 @@ class Changes:
     ) -> Body:
         """At the partition's shard: once, also where another peer has it when it is asked again."""
         done: Body = await self.references.change(body, self.host.caller(session.id))
+        if isinstance(done, Dropped):
+            self.dropped_rows += done.rows
         return done
 
     # at the shard

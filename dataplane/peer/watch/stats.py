@@ -81,6 +81,9 @@ class Reporting:
             "holders": self._holders(),
             "client_list": self._clients(),
             "rates": self._rates(),
+            "put_rows": host.put_by_clients.total,
+            "dropped_rows": self.peer.changes.dropped_rows,
+            "rss_bytes": _resident_bytes(),
             "starved_claims": self.peer.room.starved,
             "waiting_puts": len(self.peer.room) + self.peer.share.writers,
             "pulled_bytes": self.peer.pulls.pulled_bytes,
@@ -261,9 +264,15 @@ class Reporting:
 
 
 def _name(stats: dict[str, Any], peer: str) -> None:
-    """Say of each client at which peer it is, by the name that is shown."""
-    for client in stats["client_list"]:
-        client["peer"] = peer
+    """Say of each client and partition at which peer it is, by the name that is shown."""
+    for one in (*stats["client_list"], *stats["partitions"].values()):
+        one["peer"] = peer
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, with the pages of the arena that it has touched."""
+    with open("/proc/self/statm", "rb") as figures:
+        return int(figures.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _introduce(everywhere: dict[str, Any]) -> None:
@@ -301,4 +310,10 @@ def _line(stats: dict[str, Any]) -> dict[str, Any]:
         "size_bytes": stats["arena"]["size_bytes"],
         "clients": stats["clients"],
         "rates": stats["rates"],
+        "rss_bytes": stats["rss_bytes"],
+        "spill_bytes": stats["arena"]["spill_bytes"],
+        "spilled_bytes": stats["arena"]["spilled_bytes"],
+        "put_rows": stats["put_rows"],
+        "dropped_rows": stats["dropped_rows"],
+        "answers": stats["messages"]["local"],
     }

@@ -49,6 +49,8 @@ def test_a_claim_that_ends_in_a_timeout_has_waited_too(cluster: Cluster) -> None
         figures = plane.metrics()
         assert 0.2 <= figures["stage/train/wait_s"] <= figures["seconds"]
         assert figures["stage/train/claims"] == 0
+        share = figures["stage/train/wait_s"] / figures["seconds"]
+        assert figures["stage/train/idle_share"] == pytest.approx(share)
 
 
 def test_what_is_brought_from_another_host_is_counted_from_the_second_call_on(

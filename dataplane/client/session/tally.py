@@ -62,6 +62,8 @@ class Tally:
             if "rows" in names:
                 taken[f"{what}/rows_per_s"] = sums[what, "rows"] / seconds
         for stage in stages:
+            waited = sums[f"stage/{stage}", "wait_s"]
+            taken[f"stage/{stage}/idle_share"] = min(1.0, waited / seconds)
             taken[f"stage/{stage}/behind_rows"] = _behind(stats, stage)
         taken |= _admission(stats)
         taken["peer/pulled_bytes"] = 0.0 if first else moved

@@ -76,6 +76,8 @@ GROUPS = {
         "put_bytes_total": "Bytes put by clients of this host.",
         "stage_rows_total{stage}": "Rows granted to claims of this host.",
         "stage_bytes_total{stage}": "Bytes of rows granted to claims of this host.",
+        "stage_claim_seconds_total{stage}": "Seconds of claims that ended, with their waiting.",
+        "stage_acked_rows_total{stage}": "Rows acked by clients of this host.",
         "call_failures_total{error}": "Calls that ended in an error.",
         "waiting_claims": "Claims waiting for rows.",
     },
@@ -195,14 +197,18 @@ class Meters:
         self.put_bytes = 0
         self.claimed_rows = ByLabel()
         self.claimed_bytes = ByLabel()
-        """by stage"""
+        self.claim_us = ByLabel()
+        """by stage; of claims in microseconds"""
 
     def observe(self, request: m.Body, answer: m.Body, began: float) -> None:
         """began: when the request came in (monotonic)."""
         call = self.calls.get(type(request))
         if call is None:
             return
-        call.observe(time.monotonic() - began)
+        took_s = time.monotonic() - began
+        call.observe(took_s)
+        if isinstance(request, m.Claim):
+            self.claim_us.add(request.stage, int(1e6 * took_s))
         if isinstance(answer, m.Failed):
             if not answer.details.get("values"):  # its client keeps them in the arena now
                 self.failures.add(answer.code, 1)
@@ -265,6 +271,7 @@ def _calls(meters: Meters) -> dict[str, float | Values]:
         "put_bytes_total": meters.put_bytes,
         "stage_rows_total": _by(meters.claimed_rows),
         "stage_bytes_total": _by(meters.claimed_bytes),
+        "stage_claim_seconds_total": {k: us / 1e6 for k, us in _by(meters.claim_us).items()},
     }
 
 
@@ -308,6 +315,9 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
     for entry in entries:
         peer.host.meter(entry, entry.store.stages)
     stores = [entry.store for entry in entries]
+    acked: Counter[tuple[str, ...]] = Counter()
+    for name, rows in peer.host.acked_by_clients.items():
+        acked[_short(name),] += rows.total
     for store in stores:
         for name, stage in store.stages.items():
             names.add(name, 0)
@@ -319,6 +329,7 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "leases_abandoned_total": peer.finishing.abandoned_leases,
         "leases_expired_total": peer.janitor.expired_leases,
         "rows_by_stage": stages,
+        "stage_acked_rows_total": acked,
         "stage_released_rows_total": _by(peer.host.released),
         "stage_redelivered_rows_total": _by(peer.host.redelivered),
         "partitions": len(stores),

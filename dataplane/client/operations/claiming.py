@@ -127,6 +127,8 @@ class Claiming:
             claimed = expect((yield call), Claimed, call.body)
         except BaseException:
             session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+            if session.spans is not None:
+                session.spans.claim(self._handle.name, stage, began, ahead=self._ahead)
             raise
         session.leased(claimed.lease, self._handle.name)
         rows = claimed.table.rows
@@ -137,5 +139,10 @@ class Claiming:
             rows=len(rows.keys) // KEY.itemsize,
             bytes=volume(claimed.table.columns),
         )
+        if session.spans is not None:
+            tags = claimed.table.tags
+            session.spans.claim(
+                self._handle.name, stage, began, claimed.lease, tags, ahead=self._ahead
+            )
         session.familiar.note(self._handle.generation, rows.group_keys or rows.keys)
         return claimed

@@ -525,6 +525,8 @@ class Lease:
         session = self.handle.session
         self.state = state
         session.leases.discard(self.id)
+        if session.spans is not None:
+            session.spans.end(self.id, state)
         for ranges in self._unsent():
             session.keep(ranges)
         self._added = []
@@ -553,6 +555,8 @@ class Lease:
         if self.state == "leased":
             rows = self.open_rows
             self.state, self._abandoned = "released", True
+            if self.handle.session.spans is not None:
+                self.handle.session.spans.end(self.id, self.state)
             self.handle.session.abandon(
                 Abandoned(self.id, self.handle.name, self.stage, rows, forgotten if rows else None),
                 self._unsent(),

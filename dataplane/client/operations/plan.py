@@ -177,11 +177,14 @@ def join(
         rank=rank,
         own=session.leases.mine(handle.name),
     )
-    began = time.monotonic()
+    began, claimed = time.monotonic(), None
     try:
         claimed = yield from wait_for(body, Claimed, timeout)
     finally:
         session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+        if session.spans is not None:
+            lease = claimed.lease if claimed is not None else None
+            session.spans.claim(handle.name, stage, began, lease)
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
         raise ProtocolError("the peer answered a call for a plan with rows")

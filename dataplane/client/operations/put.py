@@ -110,6 +110,8 @@ def put(
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
+    if session.spans is not None:
+        session.spans.put(handle.name, began, n, tagged)
     _check_passed_over(work, next(iter(columns), ""))
     return Ref(
         session.plane,

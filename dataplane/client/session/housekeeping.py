@@ -237,6 +237,8 @@ class Housekeeper:
         session.settle_devices(_CLOSE_S)
         due = self._parting()
         due += [Finish(lease, "abandon") for lease in session.leases.clear()]
+        if session.spans is not None:
+            session.spans.close()
         # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.
         due += self._undone(_CLOSE_S / 2)
         left_s = max(_LEAST_S, until - time.monotonic())

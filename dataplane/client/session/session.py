@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
@@ -121,6 +122,7 @@ class Session:
         """by memory: the host arena, then each device"""
         self.familiar = Familiar()
         self.tally = Tally()
+        self.spans = spans.of(self.plane)
         self.leases, self.permits = InHand(), InHand()
         self.closed: str | None = None
         self.farewell: PeerLost | None = None
@@ -365,7 +367,7 @@ class Session:
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
         self.leftovers = [Leftovers() for _ in self.leftovers]
-        self.familiar, self.tally = Familiar(), Tally()
+        self.familiar, self.tally, self.spans = Familiar(), Tally(), None
         self.devices = None
         self.direct.poison()
         self.closed = (

@@ -1,0 +1,214 @@
+"""OpenTelemetry: spans and metrics of a client's claims, work and puts, sent by OTLP.
+
+The `OTEL_*` variables alone decide whether and where; without them nothing is imported. Names are
+those of NeMo-RL's instrumentation: `rl.run.id`, `rl.iteration`, and `rl.bucket`, one of productive,
+overhead, idle and wasted. A span that may overlap another of the same worker has no bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PARENT = "traceparent"
+"""The tag of a row or group that continues an agent's trace (W3C Trace Context)."""
+MAX_LINKS = 128
+"""of a span, as in OpenTelemetry's own limit"""
+SCOPE = "dataplane"
+_BUCKETS = {"acked": "productive", "dropped": "productive", "finished": "productive"}
+"""by how a lease ended; anything else was wasted: its rows are claimed again"""
+_STEP = re.compile(r"\d+$")
+_OTLP = "opentelemetry.exporter.otlp.proto"
+
+
+class Spans:
+    """Of one session, for any number of threads."""
+
+    def __init__(self, run: str, tracer: Any, seconds: Any) -> None:
+        """tracer, seconds: OpenTelemetry's; None where that signal is off."""
+        self._run, self._tracer, self._seconds = run, tracer, seconds
+        self._lock = threading.Lock()
+        self._work: dict[int, tuple[Any, float, dict[str, Any]]] = {}
+
+    def claim(
+        self,
+        partition: str,
+        stage: str,
+        began: float,
+        lease: int | None = None,
+        tags: Mapping[str, Any] | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """A claim ended. began: on the monotonic clock. lease: None where it got none. ahead: the
+        worker did something else meanwhile, so neither this span nor its work has a bucket."""
+        about = self._about(partition, stage)
+        links = _links((tags or {}).get(PARENT, ()))
+        self._span("rl.dataplane.claim", began, about, "" if ahead else "idle", links)
+        if lease is None:
+            return
+        span = None
+        if self._tracer is not None:
+            span = self._tracer.start_span("rl.dataplane.work", attributes=about, links=links)
+        with self._lock:
+            self._work[lease] = span, 0.0 if ahead else time.monotonic(), about
+
+    def end(self, lease: int, state: str) -> None:
+        """A lease ended."""
+        with self._lock:
+            span, began, about = self._work.pop(lease, (None, 0.0, {}))
+        bucket = _BUCKETS.get(state, "wasted") if began else ""
+        if bucket:
+            self._count(began, about, bucket)
+        if span is not None:
+            span.set_attribute("rl.dataplane.outcome", state)
+            if bucket:
+                span.set_attribute("rl.bucket", bucket)
+            span.end()
+
+    def put(self, partition: str, began: float, rows: int, tags: Mapping[str, Any]) -> None:
+        """A put ended. Where all its rows have one parent, it belongs to that trace."""
+        links = _links(tags.get(PARENT, ()))
+        about = self._about(partition) | {"rl.dataplane.rows": rows}
+        parent = links[0].context if len(links) == 1 else None
+        self._span("rl.dataplane.put", began, about, "overhead", links, parent)
+
+    def close(self) -> None:
+        """Leases that are left go back."""
+        for lease in list(self._work):
+            self.end(lease, "released")
+
+    def _about(self, partition: str, stage: str = "") -> dict[str, Any]:
+        about: dict[str, Any] = {"rl.run.id": self._run, "rl.dataplane.partition": partition}
+        if step := _STEP.search(partition):
+            about["rl.iteration"] = int(step[0])
+        return about | ({"rl.dataplane.stage": stage} if stage else {})
+
+    def _span(
+        self,
+        name: str,
+        began: float,
+        about: dict[str, Any],
+        bucket: str,
+        links: list[Any],
+        parent: Any = None,
+    ) -> None:
+        tagged = about | ({"rl.bucket": bucket} if bucket else {})
+        if bucket:
+            self._count(began, about, bucket)
+        if self._tracer is None:
+            return
+        start = time.time_ns() - int(1e9 * (time.monotonic() - began))
+        within = {}
+        if parent is not None:
+            from opentelemetry import trace
+
+            within = {"context": trace.set_span_in_context(trace.NonRecordingSpan(parent))}
+        span = self._tracer.start_span(
+            name, start_time=start, attributes=tagged, links=links, **within
+        )
+        span.end()
+
+    def _count(self, began: float, about: dict[str, Any], bucket: str) -> None:
+        """Partitions and steps are no attributes of a metric: there is no end to them."""
+        if self._seconds is not None:
+            kept = {k: about[k] for k in ("rl.run.id", "rl.dataplane.stage") if k in about}
+            self._seconds.add(time.monotonic() - began, kept | {"rl.bucket": bucket})
+
+
+def of(run: str) -> Spans | None:
+    """Spans of a new session; None unless the variables ask for them."""
+    tracer, seconds = _providers(run)
+    return None if tracer is None and seconds is None else Spans(run, tracer, seconds)
+
+
+@functools.cache
+def _providers(run: str) -> tuple[Any, Any]:
+    """A tracer, and the counter of seconds; None for a signal that is off. Those that the program
+    set up itself, where it did."""
+    wanted = [signal for signal in ("traces", "metrics") if _wanted(signal)]
+    if not wanted:
+        return None, None
+    try:
+        return _made(run, wanted)
+    except ImportError as exc:
+        log.info(
+            "OTEL_* variables ask for OTLP, but %s is not installed, so nothing is sent: "
+            "pip install 'dataplane-rl[otel]'",
+            exc.name,
+        )
+        return None, None
+
+
+def _wanted(signal: str) -> bool:
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    exporter = os.environ.get(f"OTEL_{signal.upper()}_EXPORTER")
+    if exporter is not None:
+        return "otlp" in exporter.split(",")
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+    return any(os.environ.get(name) for name in names)
+
+
+def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
+    from opentelemetry import metrics, trace
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    about = {"rl.run.id": run}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        about["service.name"] = SCOPE
+    resource = Resource.create(about)
+    tracer = seconds = None
+    if "traces" in wanted:
+        tracers: Any = trace.get_tracer_provider()
+        if not isinstance(tracers, TracerProvider):
+            exporter = _exporter("traces", "trace_exporter").OTLPSpanExporter()
+            tracers = TracerProvider(resource=resource)
+            tracers.add_span_processor(BatchSpanProcessor(exporter))
+        tracer = tracers.get_tracer(SCOPE)
+    if "metrics" in wanted:
+        meters: Any = metrics.get_meter_provider()
+        if not isinstance(meters, MeterProvider):
+            reader = PeriodicExportingMetricReader(
+                _exporter("metrics", "metric_exporter").OTLPMetricExporter()
+            )
+            meters = MeterProvider([reader], resource=resource)
+        seconds = meters.get_meter(SCOPE).create_counter(
+            "rl.dataplane.seconds",
+            unit="s",
+            description="Seconds of workers by bucket. Workers run in parallel, so this is not "
+            "wall-clock time.",
+        )
+    return tracer, seconds
+
+
+def _exporter(signal: str, module: str) -> Any:
+    """The exporter's module for the protocol that the variables name."""
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", general)
+    way = "grpc" if protocol == "grpc" else "http"
+    return importlib.import_module(f"{_OTLP}.{way}.{module}")
+
+
+def _links(parents: Iterable[object]) -> list[Any]:
+    """A link to each span that `traceparent` tags name. Tags of another form are passed over."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    named = list(dict.fromkeys(one for one in parents if isinstance(one, str)))[:MAX_LINKS]
+    read = [TraceContextTextMapPropagator().extract({PARENT: one}) for one in named]
+    contexts = [trace.get_current_span(one).get_span_context() for one in read]
+    return [trace.Link(context) for context in contexts if context.is_valid]

@@ -130,7 +130,7 @@ TABLE = (
         "progress",
         "",
         "on",
-        "whether calls that last show a progress bar, if standard error is a terminal",
+        "whether long calls show a progress bar, if standard error is a terminal",
         values.parse_yes,
         of="connect() and every peer",
         option=False,

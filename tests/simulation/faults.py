@@ -168,10 +168,18 @@ class Faults:
         await self._cut_off(self.rng.choice(others), [keeper])
 
     async def _cut_off(self, one: Place, others: list[Place]) -> None:
-        self.note(f"{one.name} is cut off from {', '.join(p.name for p in others if p is not one)}")
-        for there in others:
-            if there is not one:
-                self.cluster.network.cut(one.machine, there.machine)
+        """Its links are cut, or a firewall lets nobody connect over them in one direction."""
+        network, machines = self.cluster.network, [p.machine for p in others if p is not one]
+        names = ", ".join(machine.name for machine in machines)
+        way = self.rng.choice(("both", "both", "from", "to"))
+        self.note(f"{one.name} is cut off from {names}, ways: {way}")
+        for machine in machines:
+            if way == "both":
+                network.cut(one.machine, machine)
+            elif way == "from":
+                network.forbid(one.machine, machine)
+            else:
+                network.forbid(machine, one.machine)
         await asyncio.sleep(self._stall_s())
         self.note("cuts heal")
         self.cluster.network.heal()

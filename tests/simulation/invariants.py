@@ -94,7 +94,8 @@ class Watch:
         names = {machine.name for machine in machines}
         wires = [wire for wire in network.wires if machines.issuperset(wire.machines())]
         behind = any(max(wire.last.values()) > late for wire in wires)
-        return not behind and not any(pair <= names for pair in network.cuts)
+        broken = [*network.cuts, *map(frozenset, network.forbidden)]
+        return not behind and not any(pair <= names for pair in broken)
 
 
 def _is_due(

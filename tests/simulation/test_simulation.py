@@ -135,7 +135,9 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
     )
     cluster: Any = SimpleNamespace(
         loop=SimpleNamespace(now=0.0),
-        network=SimpleNamespace(byte_s=0.0, delay_s=DELAY_S, bulk_until=0.0, wires=[], cuts=set()),
+        network=SimpleNamespace(
+            byte_s=0.0, delay_s=DELAY_S, bulk_until=0.0, wires=[], cuts=set(), forbidden=set()
+        ),
         places=[SimpleNamespace(peer=peer, machine=machine)],
         waiting={mock.Mock(owner=owner, session=7): Claim("p", 1, "train", Want("rows", 1, 1))},
     )

@@ -55,12 +55,14 @@ test: test-packages $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --reruns 1
 
 # What thinks, without torch, a browser or Debian's packages: two minutes with the installation. A second
-# environment, so that what it lacks is not there by accident.
+# environment, so that what it lacks is not there by accident. Left out: what starts peers and runs, and what needs torch.
 QUICK := $(VENV)/quick
+QUICK_TESTS := tests/metadata tests/peer tests/memory tests/client tests/protocol tests/launch \
+  $(patsubst %,tests/packaging/test_%.py,flakes phrases quick rooms) $(patsubst %,tests/bench/test_%.py,columns headline ledger traces)
+QUICK_LEFT_OUT := tests/protocol/test_value_vectors.py tests/protocol/test_raw_peer.py \
+  $(patsubst %,tests/launch/test_%.py,cli embedded rundir runs)
 quick: $(QUICK)/.installed
-	$(QUICK)/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/metadata tests/peer tests/memory tests/client \
-	  tests/protocol tests/launch tests/packaging/test_flakes.py tests/packaging/test_phrases.py tests/packaging/test_rooms.py tests/bench/test_columns.py tests/bench/test_flow.py \
-	  tests/bench/test_headline.py tests/bench/test_ledger.py tests/bench/test_traces.py
+	$(QUICK)/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(addprefix --ignore=,$(QUICK_LEFT_OUT)) $(QUICK_TESTS)
 
 $(QUICK)/.installed: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv $(QUICK)

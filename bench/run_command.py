@@ -103,9 +103,6 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         help="media of a group travel once; default: dataplane on, controller both ways",
     )
     run.add_argument(
-        "--no-dedup", dest="dedup", action="store_const", const="off", help="as --dedup off"
-    )
-    run.add_argument(
         "--columns",
         type=names(("needed", "all")),
         default=("needed",),

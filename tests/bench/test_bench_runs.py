@@ -181,7 +181,7 @@ def test_refused_memory_is_an_outcome_of_its_own(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report.json"
     limit = 'ulimit -v 4000000 && exec "$@"'
     bench = [sys.executable, "-m", "bench", "run", "--trace", "video", "--planes", "controller"]
-    options = ["--prompts", "16", "--no-dedup", "--link", "none", "--json", str(report)]
+    options = ["--prompts", "16", "--dedup", "off", "--link", "none", "--json", str(report)]
     done = subprocess.run(
         ["bash", "-c", limit, "bash", *bench, *options],
         cwd=CHECKOUT,

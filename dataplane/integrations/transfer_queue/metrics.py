@@ -194,7 +194,9 @@ class Queue(Collector):
 
     def _of_peers(self, stats: dict[str, Any], there: dict[str, Any]) -> Iterator[Metric]:
         unit = ["storage_unit_id"]
-        capacity = _gauge("tq_storage_capacity_total", "Rows that fit, at today's size", of=unit)
+        capacity = _gauge(
+            "tq_storage_capacity_total", "Rows that fit at their average size", of=unit
+        )
         keys = _gauge("tq_storage_active_keys_total", "Rows in a peer's shards", of=unit)
         used = _gauge("tq_storage_utilization_ratio", "Used share of the arena", of=unit)
         memory = _gauge("tq_storage_memory_rss_bytes", "Resident memory of the peer", of=unit)
@@ -203,13 +205,16 @@ class Queue(Collector):
         done = _gauge(
             "tq_storage_request_ops", "Requests that a peer answered", of=[*unit, "op_type"]
         )
-        rows = {name: one for name, one in there.items() if name != REGISTRY}
-        for name, peer in _peers(stats).items():
-            here = sum(one["rows"] for one in rows.values() if one["peer"] == name)
-            share = peer["used_bytes"] / max(1, peer["size_bytes"])
-            keys.add_metric([name], here)
-            capacity.add_metric([name], here / share if share else 0)
-            used.add_metric([name], share)
+        rows: Counter[str] = Counter()
+        for partition, one in there.items():
+            rows[one["peer"]] += one["rows"] if partition != REGISTRY else 0
+        peers = _peers(stats)
+        # A peer's shards have rows whose values are in other arenas: the average is of all hosts.
+        row_bytes = sum(peer["used_bytes"] for peer in peers.values()) / max(1, rows.total())
+        for name, peer in peers.items():
+            keys.add_metric([name], rows[name])
+            capacity.add_metric([name], peer["size_bytes"] / row_bytes if row_bytes else 0)
+            used.add_metric([name], peer["used_bytes"] / max(1, peer["size_bytes"]))
             memory.add_metric([name], peer["rss_bytes"])
             spills.add_metric([name], bool(peer["spill_bytes"]))
             spilled.add_metric([name], peer["spilled_bytes"])

@@ -30,11 +30,9 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.once import Operations
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
-from dataplane.peer.tasks import Threads, in_time
-from dataplane.wire.messages import Body
+from dataplane.peer.tasks import Threads, in_time, within
 from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
@@ -199,7 +197,6 @@ class Host:
     roster: Roster
     arena: Arena
     space: Space
-    operations: Operations[Body]
     numbers: Numbers
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
@@ -346,9 +343,8 @@ class Host:
     async def another_roster(self, than: Roster, until: float) -> bool:
         """Wait for one, until a time at most. Whether there is one."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, until - self.now())):
-                while self.roster is than:
-                    await self._turned.wait()
+            while self.roster is than:
+                await within(until - self.now(), self._turned.wait())
         return self.roster is not than
 
     def meter(self, entry: Entry, stages: Iterable[str]) -> None:
@@ -430,12 +426,9 @@ class Serving:
         peer for so long."""
         if self.is_sure() and not self.waiting:
             return
-        left_s = until - self.host.now()
         self.waiting += 1
         try:
-            async with asyncio.timeout(left_s if math.isfinite(left_s) else None), self._line:
-                while not self.is_sure():
-                    await asyncio.sleep(POLL_S)
+            await within(until - self.host.now(), self._become_sure())
         except TimeoutError as exc:
             raise Unavailable(
                 f"peer {self.host.name!r} must not answer now: {self._why()}, so another peer may "
@@ -444,6 +437,11 @@ class Serving:
             ) from exc
         finally:
             self.waiting -= 1
+
+    async def _become_sure(self) -> None:
+        async with self._line:
+            while not self.is_sure():
+                await asyncio.sleep(POLL_S)
 
     def _why(self) -> str:
         backup, in_sync = self.host.roster.backup_of(self.host.address)

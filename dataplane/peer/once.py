@@ -1,106 +1,26 @@
-"""Operations that a client may repeat: carried out once, answered as the first time.
+"""Requests that a client may repeat: carried out once, answered as the first time.
 
-A repetition that arrives while the first is still under way waits for its end. What failed was not
-carried out, and is tried again, but for what is made `final`. Each request carries the lowest
-operation of its session that has no answer yet: what is below can never be repeated, and is
-forgotten.
+A repetition that arrives while the first is still served waits for its end. Each request carries
+the lowest operation of its session that has no answer yet. Operations below that floor can never be
+repeated, and their answers are forgotten. `Operation.once` says what a repetition gets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable
+from typing import Protocol
 
 from dataplane.errors import ProtocolError
+from dataplane.metadata.tables.answers import Given
 from dataplane.peer.failures import failed
-from dataplane.wire.messages import Body
+from dataplane.peer.operations import Once, Operation, Waits
+from dataplane.peer.tasks import result_of
+from dataplane.wire.messages import Body, Request
 
-MAX_ANSWERS_PER_SESSION = 1_024
-MAX_SESSIONS = 65_536
-"""Sessions whose end was never told are forgotten, the longest silent first."""
-
-Start = Callable[..., Body | Awaitable[Body]]
-
-
-class Memory(Protocol):
-    """Of answers that were given, as `Operations`."""
-
-    def recall(self, session: Any, op: int) -> Body | None: ...
-
-    def remember(self, session: Any, op: int, floor: int, reply: Body) -> None: ...
-
-
-class Once:
-    """The answers of one door. `who` is the session."""
-
-    def __init__(self, answers: Memory) -> None:
-        self.answers = answers
-        self._under_way: dict[tuple[Hashable, int], asyncio.Future[Body]] = {}
-
-    def run(
-        self, who: Hashable, op: int, floor: int, start: Start, *given: Any
-    ) -> Body | Awaitable[Body]:
-        """The answer to operation `op`: remembered, or what `start` does with what it is given. At
-        once where it can."""
-        first = self._under_way.get((who, op))
-        if first is not None:
-            return self._after(first, who, op, floor, start, *given)
-        before = self.answers.recall(who, op)
-        if before is not None:
-            return before
-        outcome = start(*given)
-        if isinstance(outcome, Body):
-            self.answers.remember(who, op, floor, outcome)
-            return outcome
-        # A callback and not a `finally`: a task that is cancelled before it began runs neither.
-        work = self._under_way[who, op] = asyncio.ensure_future(outcome)
-        work.add_done_callback(functools.partial(self._ended, who, op, floor))
-        return work
-
-    def _ended(self, who: Hashable, op: int, floor: int, work: asyncio.Future[Body]) -> None:
-        del self._under_way[who, op]
-        if not work.cancelled() and work.exception() is None:
-            self.answers.remember(who, op, floor, work.result())
-
-    async def _after(
-        self,
-        first: asyncio.Future[Body],
-        who: Hashable,
-        op: int,
-        floor: int,
-        start: Start,
-        *given: Any,
-    ) -> Body:
-        await asyncio.wait([first])
-        outcome = self.run(who, op, floor, start, *given)
-        return outcome if isinstance(outcome, Body) else await outcome
-
-
-def final(start: Start, *given: Any) -> Body | Awaitable[Body]:
-    """With a failure as the answer, so that a repetition is told the same. What a client wrote for
-    a request that failed is granted to it no more, or for another one already."""
-    try:
-        outcome = start(*given)
-    except Exception as exc:
-        return failed(exc)
-    return outcome if isinstance(outcome, Body) else _final(outcome)
-
-
-async def _final(outcome: Awaitable[Body]) -> Body:
-    try:
-        return await outcome
-    except Exception as exc:
-        return failed(exc)
-
-
-# answers that were given
-
-ReplyT = TypeVar("ReplyT")
+MAX_ANSWERS = 1_024
+"""Answers of one session that are remembered; the oldest are forgotten."""
 
 
 class Spans:
@@ -142,72 +62,127 @@ class Spans:
         del self._starts[:gone], self._ends[:gone]
 
 
-@dataclass(slots=True)
-class _Session(Generic[ReplyT]):
-    floor: int = 0
-    forgotten: Spans = field(default_factory=Spans)
-    """operations whose answers were pushed out before their time"""
-    answers: OrderedDict[int, ReplyT] = field(default_factory=OrderedDict)
+class Repeatable(Protocol):
+    """A request that may come again."""
+
+    operation: Operation
+    request: Request
+
+    def start(self) -> Body | Awaitable[Body]:
+        """Call the handler."""
+        ...
+
+    def unpin(self, pin: int) -> None:
+        """Release a pin that the answer to this request handed out."""
+        ...
 
 
-class Operations(Generic[ReplyT]):
-    """Remembered answers by session and operation."""
+class Repeats:
+    """What one session asked for, and may ask for again."""
+
+    __slots__ = ("_forgotten", "_given", "_pending", "claimed")
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[Hashable, _Session[ReplyT]] = OrderedDict()
+        self._given = Given[Body | int]()
+        """by operation: its answer, or the pin that its answer handed out"""
+        self._forgotten: Spans | None = None
+        """operations whose answers were forgotten by count, once there are any"""
+        self._pending: dict[int, asyncio.Future[None]] = {}
+        """operations that are being served: done when they are not"""
+        self.claimed: dict[int, Body] = {}
+        """by operation: what a claim was granted, until its client uses the lease"""
 
     def __len__(self) -> int:
-        return sum(len(session.answers) for session in self._sessions.values())
+        return len(self._given.answers)
 
-    def remember(self, session: Hashable, op: int, floor: int, reply: ReplyT) -> None:
-        """Keep the answer to `op`, and forget those below `floor`."""
-        known = self._sessions.get(session)
-        if known is None:
-            known = self._sessions[session] = _Session()
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
-        self._raise_floor(known, floor)
-        if op < known.floor:
+    def run(self, call: Repeatable) -> Body | Awaitable[Body]:
+        """The answer to a request: the first one again, or what its handler does now."""
+        op, once = call.request.op, call.operation.once
+        if op in self._pending:
+            return self._after(op, call)
+        before = self.claimed.get(op) if once is Once.LEASE else self.recall(op)
+        if isinstance(before, int):
+            call.unpin(before)
+        elif before is not None:
+            return before
+        try:
+            outcome = call.start()
+        except Exception as exc:
+            outcome = self._refused(call, exc)
+        if not isinstance(outcome, Body):
+            return self._pend(op, call, outcome)
+        self._keep(call, outcome)
+        return outcome
+
+    async def _pend(self, op: int, call: Repeatable, outcome: Awaitable[Body]) -> Body:
+        self._pending[op] = ended = asyncio.get_running_loop().create_future()
+        try:
+            reply = await result_of(outcome)
+        except Exception as exc:
+            reply = self._refused(call, exc)
+        finally:
+            del self._pending[op]
+            ended.set_result(None)
+        self._keep(call, reply)
+        return reply
+
+    async def _after(self, op: int, call: Repeatable) -> Body:
+        await asyncio.wait([self._pending[op]])
+        outcome = self.run(call)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    @staticmethod
+    def _refused(call: Repeatable, exc: Exception) -> Body:
+        """A failure is the answer that a repetition gets too: what the client wrote for a request
+        that failed is granted to it no more, or for another one already. A call that waits, or only
+        reads, is carried out again."""
+        operation = call.operation
+        if operation.waits is not Waits.NO or operation.once is Once.PIN:
+            raise exc
+        return failed(exc)
+
+    def _keep(self, call: Repeatable, reply: Body) -> None:
+        request, once = call.request, call.operation.once
+        if once is Once.ANSWER:
+            self.remember(request.op, request.floor, reply)
+        elif once is Once.LEASE:
+            self.claimed[request.op] = reply
+        else:
+            self.remember(request.op, request.floor, reply.pin)  # type: ignore[attr-defined]
+
+    def remember(self, op: int, floor: int, answer: Body | int) -> None:
+        """Keep the answer to an operation, and forget those below the floor."""
+        given, forgotten = self._given, self._forgotten
+        given.raise_floor(floor)
+        if forgotten is not None:
+            forgotten.forget(floor)
+        if op < given.floor:
             return
-        known.answers[op] = reply
-        if len(known.answers) > MAX_ANSWERS_PER_SESSION:
-            oldest, _ = known.answers.popitem(last=False)
-            known.forgotten.add(oldest)
+        given.answers[op] = answer
+        if len(given.answers) > MAX_ANSWERS:
+            oldest = next(iter(given.answers))
+            del given.answers[oldest]
+            self._forgotten = forgotten = forgotten or Spans()
+            forgotten.add(oldest)
 
-    def recall(self, session: Hashable, op: int) -> ReplyT | None:
-        """The answer to `op`, None where it is new.
+    def recall(self, op: int) -> Body | int | None:
+        """What was remembered of an operation; None where it is new.
 
-        ProtocolError for an operation whose answer was forgotten: doing it twice would be wrong.
+        ProtocolError for one whose answer was forgotten: to carry it out twice would be wrong.
         """
-        known = self._sessions.get(session)
-        if known is None:
-            return None
-        reply = known.answers.get(op)
-        if reply is None and (op < known.floor or op in known.forgotten):
+        answer, forgotten = self._given.answers.get(op), self._forgotten
+        if answer is None and (
+            op < self._given.floor or (forgotten is not None and op in forgotten)
+        ):
             raise ProtocolError(
-                f"operation {op} of session {session} was already answered, and the answer "
+                f"operation {op} of this session was already answered, and the answer "
                 "is no longer stored: read the rows to see whether it took effect, then "
                 "make a new call",
                 op=op,
-                floor=known.floor,
+                floor=self._given.floor,
             )
-        return reply
+        return answer
 
-    def forget(self, session: Hashable, op: int) -> None:
-        """The answer was taken back before anybody had it: a retry is carried out anew."""
-        known = self._sessions.get(session)
-        if known is not None:
-            known.answers.pop(op, None)
-
-    def end(self, session: Hashable) -> None:
-        """The session is over: nothing of it will be repeated."""
-        self._sessions.pop(session, None)
-
-    def _raise_floor(self, known: _Session[ReplyT], floor: int) -> None:
-        if floor <= known.floor:
-            return
-        known.floor = floor
-        known.forgotten.forget(floor)
-        while known.answers and (oldest := next(iter(known.answers))) < floor:
-            del known.answers[oldest]
+    def forget(self, op: int) -> None:
+        """The answer was taken back before the client had it: a retry is carried out again."""
+        self._given.answers.pop(op, None)

@@ -18,7 +18,7 @@ from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.peer.door.client_door import Door
-from dataplane.peer.door.dispatch import Answers
+from dataplane.peer.door.undelivered import Undelivered
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.authority import EtcdKeeper, SeedKeeper
 from dataplane.peer.membership.leaving import Leaving
@@ -26,7 +26,7 @@ from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.once import Operations
+from dataplane.peer.operations import OPERATIONS
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import candidates, start_engine
 from dataplane.peer.pull.pulls import Pulls
@@ -66,6 +66,25 @@ ADMITTED_S = 300.0
 
 
 class Peer:
+    mesh: Mesh
+    pulls: Pulls
+    partitions: Partitions
+    calls: WaitingCalls
+    references: References
+    grants: Grants
+    reading: Reading
+    writing: Writing
+    finishing: Finishing
+    changes: Changes
+    checkpoints: Checkpoints
+    directory: Directory
+    waits: Waits
+    claims: Claims
+    membership: Membership
+    replicas: Replicas
+    reporting: Reporting
+    standstill: Standstill
+
     def __init__(self, config: PeerConfig) -> None:
         self.config = config
         roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
@@ -80,7 +99,6 @@ class Peer:
             roster=roster,
             arena=arena,
             space=memory_of(arena.size_bytes, devices),
-            operations=Operations(),
             numbers=Numbers.of_new_peer(),
             founding=roster.epoch,
         )
@@ -92,6 +110,11 @@ class Peer:
         self._keep_shards()
         self._serve_clients()
         self._take_part()
+        for one in OPERATIONS.values():
+            if one.client is not None:
+                self.door.handlers[one.message] = one.client(self)
+            if one.peer is not None:
+                self.mesh.handlers[one.message] = one.peer(self)
 
     def _keep_memory(self, devices: list[Device]) -> None:
         """Room in this host's memories, and copies of what lies elsewhere."""
@@ -138,12 +161,11 @@ class Peer:
         self.directory = Directory(host, mesh, self.sessions, parts, self.config.run_dir)
         self.waits = Waits(host, router, self.sessions, self.directory)
         self.claims = Claims(host, router, finishing, reading, self.waits, room)
-        self._answers = answers = Answers(self)
+        undelivered = Undelivered(host, grants, finishing, self.waits)
         self.door = Door(
             host,
             self.sessions,
-            answers.handlers,
-            answers.unsent,
+            undelivered.take_back,
             grants.let_go,
             lambda: self.janitor.is_over(),
         )
@@ -277,7 +299,6 @@ class Peer:
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
         self.waits.give_back(session, list(session.permits))
-        self._answers.ended(session)
         self.room.pump()
 
     def _producers_wait(self) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from dataplane.errors import ClientClosed
 from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Host
+from dataplane.peer.once import Repeats
 from dataplane.wire.messages import Hello
 from dataplane.wire.tables import SESSIONS
 
@@ -64,6 +65,7 @@ class Session:
     gone: bool = False
     waiting: int = 0
     """its calls that wait for room or for rows"""
+    repeats: Repeats = field(default_factory=Repeats)
 
     def is_of(self, other: Session) -> bool:
         """Whether both are certainly sessions of one process. Two containers may use one pid."""
@@ -189,7 +191,6 @@ class Sessions:
         if len(self._ended_at) > MAX_ENDED:
             self._ended_at.popitem(last=False)
         self._ended(session)
-        self._host.operations.end(session.id)
         if not self._host.space.holds(session.id):
             self._prove(session)  # of what it does not hold nothing must come back
             return

@@ -7,14 +7,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVar
 
 from dataplane.errors import DataplaneError
 from dataplane.peer.failures import fail
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Tasks:
@@ -84,6 +87,73 @@ class Threads:
         """Until none of them runs."""
         if self._jobs:
             await asyncio.wait(self._jobs)
+
+
+# work that may wait for nothing
+
+
+def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run `work` to where it first waits. The task that goes on with it; None where it has ended.
+
+    Until then it runs in its caller's context and in no task: `asyncio.timeout` does not work in
+    it, `within` does.
+    """
+    try:
+        awaited = work.send(None)
+    except StopIteration:
+        return None
+    rest = _rest(work, awaited)
+    rest.send(None)  # a task that is cancelled before its first step would never reach `work`
+    return asyncio.get_running_loop().create_task(rest)
+
+
+async def _rest(work: Coroutine[Any, Any, None], awaited: object) -> None:
+    await _resumed(work, awaited)
+
+
+@types.coroutine
+def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> Generator[Any, Any, None]:
+    """Go on with `work`, which waits for `awaited`. Pauses once before that."""
+    is_begun = False
+    while True:
+        try:
+            if not is_begun:
+                is_begun = True
+                yield
+            value = yield awaited
+        except BaseException as exc:
+            go_on: Callable[[Any], object] = work.throw
+            given: object = exc
+        else:
+            go_on, given = work.send, value
+        try:
+            awaited = go_on(given)
+        except StopIteration:
+            return
+
+
+async def result_of(outcome: Awaitable[T]) -> T:
+    """What comes of it. Also where this is cancelled when that has come: its maker has ended then,
+    and gives nothing back itself."""
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        if isinstance(outcome, asyncio.Future) and outcome.done() and not outcome.cancelled():
+            result: T = outcome.result()
+            return result
+        raise
+
+
+async def within(limit_s: float, work: Awaitable[T]) -> T:
+    """The result of `work`. TimeoutError, and it is cancelled, when that takes longer."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=None if limit_s == math.inf else max(0.0, limit_s))
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def first_of(*works: Awaitable[Any]) -> set[asyncio.Future[Any]]:

@@ -6,6 +6,8 @@ not an error. The limit is checked on the announced length, before a byte of the
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -19,29 +21,29 @@ HEADER_BYTES = 4
 
 _T = TypeVar("_T")
 
+_header = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(envelope: Request | Reply) -> bytearray:
+def encode(envelope: Request | Reply) -> bytes:
     """One frame, ready to send. FrameTooLarge when the other side would refuse it."""
-    frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(envelope, frame, HEADER_BYTES)
-    length = len(frame) - HEADER_BYTES
+    body = _encoder.encode(envelope)
+    length = len(body)
     if length > MAX_FRAME_BYTES:
         raise FrameTooLarge(
             f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}; send fewer rows",
             size=length,
             limit=MAX_FRAME_BYTES,
         )
-    frame[:HEADER_BYTES] = length.to_bytes(HEADER_BYTES, "little")
-    return frame
+    return _header.pack(length) + body
 
 
-def body_length(header: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """The length that a frame's header announces; FrameTooLarge over the limit."""
-    length = int.from_bytes(header[:HEADER_BYTES], "little")
+def body_length(
+    data: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES, at: int = 0
+) -> int:
+    """The length that the header of the frame at this offset announces; FrameTooLarge over the
+    limit."""
+    length: int = _header.unpack_from(data, at)[0]
     if length > limit_bytes:
         raise FrameTooLarge(
             f"a frame announces {length} bytes, and the limit is {limit_bytes}",
@@ -61,12 +63,8 @@ def decoded(
         raise ProtocolError(f"expected {what} of this protocol: {exc}") from exc
 
 
-def decode_request(body: bytes | bytearray | memoryview) -> Request:
-    return decoded(_requests, body, "a request")
-
-
-def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
-    return decoded(_replies, body, "a reply")
+decode_request = functools.partial(decoded, msgspec.msgpack.Decoder(Request), what="a request")
+decode_reply = functools.partial(decoded, msgspec.msgpack.Decoder(Reply), what="a reply")
 
 
 class FrameReader:
@@ -98,7 +96,7 @@ class FrameReader:
         self.awaited_bytes = 0
         if len(data) < begin:
             return None
-        length = body_length(data[self._at : begin], self.limit_bytes)
+        length = body_length(data, self.limit_bytes, self._at)
         end = begin + length
         if len(data) < end:
             self.awaited_bytes = length
@@ -111,10 +109,5 @@ class FrameReader:
 
     def feed(self, data: bytes | memoryview) -> Iterable[bytes | memoryview]:
         """Every body that is complete with these bytes, as `next` gives them."""
-        if not self._data and len(data) >= HEADER_BYTES:  # one whole frame, as most are
-            length = body_length(data, self.limit_bytes)
-            if length == len(data) - HEADER_BYTES:
-                self.awaited_bytes = 0
-                return (memoryview(data)[HEADER_BYTES:],)
         self.add(data)
         return iter(self.next, None)

@@ -30,7 +30,6 @@ from dataplane.wire.messages import (
     Request,
     Reserve,
     Reserved,
-    Stats,
     Unpin,
     Welcome,
 )
@@ -314,7 +313,7 @@ def test_requests_that_overlap_without_end_end_the_connection(
     with cluster.connect("a") as plane:
         guest = knock().enter()
         ask: Callable[[int], bytes] = lambda rid: bytes(  # noqa: E731
-            frames.encode(Request(rid, 0, rid, 1, (0, 0), 0, Stats()))
+            frames.encode(Request(rid, 0, rid, 1, (0, 0), 60_000, Define("nobody's", None)))
         )
         guest.sock.sendall(b"".join(map(ask, range(1, limits.MAX_REQUESTS_PER_CONNECTION + 2))))
         while not isinstance(answer := guest.body(), Failed):

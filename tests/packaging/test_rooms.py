@@ -21,8 +21,8 @@ ORDER = {
     ],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("descriptors", "failures", "rows", "tasks", "once", "outgoing_changes", "rates"),
-        *("host", "notices", "sessions"),
+        *("descriptors", "failures", "rows", "tasks", "operations", "once", "outgoing_changes"),
+        *("rates", "host", "notices", "sessions", "pipeline"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),
     ],

@@ -29,10 +29,12 @@ from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.directory import Directory
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.waits import Waits
-from dataplane.wire.messages import Body, Claim, Claimed, Want, Withdraw
+from dataplane.peer.sessions import Session
+from dataplane.wire.messages import Body, Claim, Claimed, Request, Unpin, Want, Withdraw
 from dataplane.wire.tables import Owner, Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
+REQUEST = Request(1, 7, 1, 1, (0, 0), 0, Unpin([]))
 GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
 NOT_YET = ClaimTimeout(
     "not have that many yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)]
@@ -77,7 +79,7 @@ class Asker:
             entry=lambda name, generation: None,
             another_roster=self.another_roster,
         )
-        self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
+        self.session = Session(7, 0, "it")
         others: Any = SimpleNamespace(name=lambda address: "b")
         self.mesh = mesh = SimpleNamespace(
             call=self.call, spawn=asyncio.ensure_future, handlers={}, others=others
@@ -129,7 +131,7 @@ class Asker:
 
     def claim(self, timeout_ms: int = -1, plan: Shape | None = None) -> asyncio.Future[Body]:
         body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms, plan=plan)
-        outcome = self.claims.claim(self.session, None, body)  # type: ignore[arg-type]
+        outcome = self.claims.claim(self.session, REQUEST, body)
         assert not isinstance(outcome, Body)
         return asyncio.ensure_future(outcome)
 

@@ -1,48 +1,58 @@
-"""A connection of the local door."""
+"""A connection of the local door, to a peer that nobody else talks to."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from types import SimpleNamespace
-from typing import Any
+import itertools
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from dataplane.launch.settings import PeerConfig
 from dataplane.peer.door.client_door import Connection
-from dataplane.transport.limiter import ResourceLimiter
-from dataplane.wire import frames
-from dataplane.wire.messages import Body, Claim, Claimed, Done, Request, Unpin, Want
-from dataplane.wire.tables import Rows, Table
+from dataplane.peer.operations import OPERATIONS
+from dataplane.peer.peer import Peer
+from dataplane.peer.sessions import Session
+from dataplane.wire import frames, limits, messages, peering
+from dataplane.wire.messages import (
+    Body,
+    Claim,
+    Claimed,
+    Define,
+    Defined,
+    Done,
+    Drop,
+    Dropped,
+    Failed,
+    GiveBack,
+    Hello,
+    HelloDone,
+    Request,
+    Reserve,
+    Reserved,
+    Unpin,
+    Want,
+)
+from dataplane.wire.tables import Definition, Rows, Table
+
+NO_PROCESS = 1 << 30
 
 
 class Client:
-    """Takes `room` answers, and then none until it is asked to."""
+    """A client and its transport. Takes `room` answers, and then none until it is asked to."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-        self.unpinned: list[tuple[list[int], int]] = []
-        """pins, and how much had been asked before they went"""
-        self.room = 3
-        self.answers: list[Any] = []
-        host = SimpleNamespace(
-            name="a", now=time.monotonic, sent_local=Counter(),
-            progress=SimpleNamespace(is_settled=True),
-            serving=SimpleNamespace(is_sure=lambda: True, waiting=0),
-        )  # fmt: skip
-        door: Any = SimpleNamespace(
-            host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
-            observe=None, connections=set(),
-            unpin=lambda _, pins: self.unpinned.append((pins, self.asked)),
-        )  # fmt: skip
-        self.connection = Connection(door, 1)
-        self.connection._session = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.room = 1 << 30
+        self.answers: dict[int, Body] = {}
+        self.connection = Connection(peer.door, NO_PROCESS)
         self.connection.connection_made(self)  # type: ignore[arg-type]
-
-    def _unpin(self, session: Any, request: Request, body: Unpin) -> Done:
-        self.asked += 1
-        return Done()
+        self._numbers = itertools.count(1)
+        self.session = 0
+        hello = self.ask(Hello(limits.PROTOCOL_VERSION, pid=NO_PROCESS))
+        assert isinstance(hello, HelloDone)
+        self.session = hello.session
 
     def is_closing(self) -> bool:
         return False
@@ -53,58 +63,168 @@ class Client:
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
+    def abort(self) -> None: ...
+
     def write(self, frame: bytes) -> None:
-        self.answers.append(frames.decode_reply(bytes(frame)[4:]).rid)
-        if len(self.answers) == self.room:
+        reply = frames.decode_reply(frame[4:])
+        self.answers[reply.rid] = reply.body
+        self.room -= 1
+        if not self.room:
             self.connection.pause_writing()
 
-    def takes(self) -> None:
-        self.room += 3
+    def takes(self, room: int) -> None:
+        self.room = room
         self.connection.resume_writing()
 
+    def request(self, body: Any, op: int = 0, pins: list[int] | None = None) -> Request:
+        rid = next(self._numbers)
+        return Request(rid, self.session, op or rid, 1, (0, 0), 5_000, body, pins or [])
 
-def test_no_more_is_carried_out_of_what_came_at_once_than_is_taken() -> None:
+    def sends(self, *requests: Request) -> None:
+        self.connection.data_received(b"".join(map(frames.encode, requests)))
+
+    def ask(self, body: Any, op: int = 0) -> Body | None:
+        """The answer that is there at once."""
+        request = self.request(body, op)
+        self.sends(request)
+        return self.answers.get(request.rid)
+
+    def joins(self) -> Client:
+        """The same session on another connection."""
+        other = Client.__new__(Client)
+        other.peer, other.room, other.answers = self.peer, 1 << 30, {}
+        other.connection = Connection(self.peer.door, NO_PROCESS)
+        other.connection.connection_made(other)  # type: ignore[arg-type]
+        other._numbers = itertools.count(1_000)
+        other.session = self.session
+        other.ask(Hello(limits.PROTOCOL_VERSION, self.session, pid=NO_PROCESS))
+        return other
+
+    def defines(self) -> int:
+        defined = self.ask(Define("p", Definition({"s": ["x"]})))
+        assert isinstance(defined, Defined)
+        return defined.generation
+
+
+@pytest.fixture
+async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    peer = Peer(PeerConfig("plane", "a", None, (), 1 << 26, tmp_path))
+    peer.door.open(str(tmp_path / "door"))
+    yield peer
+    await peer.close()
+
+
+@pytest.fixture
+async def client(peer: Peer) -> Client:
+    return Client(peer)
+
+
+def test_every_message_has_its_line_in_the_table() -> None:
+    """Of the doors that let it in, and of those alone."""
+    from_clients = set(_kinds(messages.Request)) - {Hello}
+    from_peers = set(_kinds(peering.PeerRequest))
+    table = OPERATIONS.values()
+    assert {one.message for one in table if one.client is not None} == from_clients
+    assert {one.message for one in table if one.peer is not None} == from_peers
+    assert {one.reply for one in table if one.client is not None} < set(_kinds(messages.Reply))
+    assert {one.reply for one in table if one.peer is not None} < set(_kinds(peering.PeerReply))
+
+
+def _kinds(envelope: Any) -> tuple[Any, ...]:
+    """The messages that an envelope may carry."""
+    return get_args(get_type_hints(envelope)["body"])
+
+
+async def test_no_more_is_carried_out_of_what_came_at_once_than_is_taken(client: Client) -> None:
     """Answers at once are no calls under way: a burst would have had them all written."""
-    client = Client()
-    burst = [frames.encode(Request(rid, 0, 0, 0, (0, 0), 0, Unpin([]))) for rid in range(1, 9)]
-    client.connection.data_received(b"".join(bytes(one) for one in burst))
-    assert client.asked == 3
-    client.takes()
-    assert client.asked == 6
-    client.takes()
-    assert client.answers == list(range(1, 9))
+    client.answers.clear()
+    client.room = 3
+    requests = [client.request(Unpin([])) for _ in range(8)]
+    client.sends(*requests)
+    assert len(client.answers) == 3
+    client.takes(3)
+    assert len(client.answers) == 6
+    client.takes(3)
+    assert list(client.answers) == [one.rid for one in requests]
 
 
-def test_pins_that_a_request_names_go_before_it_is_carried_out() -> None:
-    client = Client()
-    for rid, pins in ((1, []), (2, [4, 5])):
-        request = Request(rid, 0, 0, 0, (0, 0), 0, Unpin([]), pins)
-        client.connection.data_received(bytes(frames.encode(request)))
-    assert client.unpinned == [([4, 5], 1)]
-    assert client.asked == 2
+async def test_pins_that_a_request_names_go_before_it_is_carried_out(client: Client) -> None:
+    door, happened = client.peer.door, list[object]()
+
+    def unpin(session: Session, request: Request, body: Unpin) -> Done:
+        happened.append("carried out")
+        return Done()
+
+    door.handlers[Unpin] = unpin
+    door.unpin = lambda session, pins: happened.append(pins)
+    client.sends(client.request(Unpin([]), pins=[4, 5]))
+    assert happened == [[4, 5], "carried out"]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-async def test_what_was_handed_out_as_its_connection_closed_comes_back(at_once: bool) -> None:
-    """The call is cancelled when its handler has ended already, and gives nothing back itself."""
-    client = Client()
-    granted: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-    unsent: list[Body] = []
-    sure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    door: Any = client.connection._door
-    door.handlers[Claim] = lambda *_: granted
-    serving = SimpleNamespace(is_sure=lambda: at_once, waiting=0, until_sure=lambda _: sure)
-    door.host.serving, door.host.serves = serving, lambda partition: False
-    door.under_way, door.unsent = set(), lambda session, request, body: unsent.append(body)
-    door.sessions = SimpleNamespace(connection_lost=lambda _: None, sweep=lambda _: None)
-    claim = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=5000)
-    client.connection.data_received(bytes(frames.encode(Request(1, 0, 1, 1, (0, 0), 0, claim))))
-    sure.set_result(None)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    (call,) = door.under_way
-    client.connection.connection_lost(None)
-    granted.set_result(Claimed(7, 0, Table(Rows(b""))))
+async def test_a_request_that_waits_for_nothing_is_answered_without_a_task(client: Client) -> None:
+    """Also where its handler is a coroutine."""
+    generation = client.defines()
+    assert client.ask(GiveBack(b"")) == Done()
+    assert client.ask(Drop("p", generation)) == Dropped(0, 0)
+    assert not client.peer.door.under_way
+
+
+async def test_a_change_that_is_repeated_is_answered_as_the_first_time(client: Client) -> None:
+    generation = client.defines()
+    bad = client.ask(Drop("p", generation + 1), op=700)
+    assert isinstance(bad, Failed) and bad.code == "PartitionGone"
+    assert client.ask(Drop("p", generation), op=700) == bad
+    assert client.ask(Drop("p", generation), op=701) == Dropped(0, 0)
+
+
+async def test_room_that_was_granted_as_its_connection_closed_comes_back(client: Client) -> None:
+    """It was granted to a client that is gone; asked again, another grant is made."""
+    generation = client.defines()
+    other = client.joins()
+    space = client.peer.host.space
+    request = other.request(Reserve("p", generation, [(4096).to_bytes(8, "little")]), op=702)
+    other.is_closing = lambda: True  # type: ignore[method-assign]
+    other.sends(request)
+    assert request.rid not in other.answers
+    assert space.stats()["granted_bytes"] == 0
+    again = client.ask(request.body, op=702)
+    assert isinstance(again, Reserved) and space.stats()["granted_bytes"] == 4096
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+async def test_a_claim_is_cancelled_as_its_connection_closes_and_may_be_repeated(
+    client: Client, repeated: bool
+) -> None:
+    generation = client.defines()
+    other = client.joins()
+    claim = Claim("p", generation, "s", Want("rows", 1, 1), ["x"], timeout_ms=5_000)
+    assert other.ask(claim, op=703) is None
+    (call,) = client.peer.door.under_way
+    other.connection.connection_lost(None)
+    second = client.request(claim, op=703)
+    if repeated:
+        client.sends(second)
     await asyncio.wait([call])
-    assert unsent == [granted.result()]
-    assert not client.answers
+    assert call.cancelled()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(client.peer.door.under_way) == repeated == client.peer.claims.waiting
+    client.connection.connection_lost(None)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not client.peer.door.under_way and not client.peer.claims.waiting
+
+
+async def test_what_was_handed_out_as_its_connection_closed_comes_back(client: Client) -> None:
+    """The call is cancelled when its handler has ended already, and gives nothing back itself."""
+    door, taken_back = client.peer.door, list[Body]()
+    granted: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+    door.handlers[Claim] = lambda *_: granted
+    door.take_back = lambda session, request, reply: taken_back.append(reply)
+    claim = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=5000)
+    assert client.ask(claim) is None
+    (call,) = door.under_way
+    granted.set_result(Claimed(7, 0, Table(Rows(b""))))
+    client.connection.connection_lost(None)
+    await asyncio.wait([call])
+    assert taken_back == [granted.result()]

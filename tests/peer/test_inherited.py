@@ -99,7 +99,7 @@ class SlowToInherit:
                 await asyncio.sleep(0)
             self.told.append(body)
             return self._owner.inherited(heir, body)
-        answer: Body = self._owner.mesh.handlers[Release](heir, body)
+        answer: Body = self._owner.release_here(heir, body)
         return answer
 
 
@@ -163,7 +163,7 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         if len(told) == 1:
             raise LimitExceeded("not now", limit=1)
         for _ in range(2):  # the link broke before the first answer
-            answer: Body = owner.mesh.handlers[Release](by, body)
+            answer: Body = owner.release_here(by, body)
         return answer
 
     async def another_roster(than: Any, until: float) -> bool:

@@ -65,7 +65,7 @@ class Backup:
         )
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)
-        self.append = mesh.handlers[Append]
+        self.append = self.replicas.append
 
     def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,20 +11,13 @@ import pytest
 
 from dataplane.errors import LeaseExpired
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
+from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed, Done, Finish
 from dataplane.wire.tables import Rows, Table
 
 
-class Client:
-    """What a lease sees of a session."""
-
-    def __init__(self) -> None:
-        self.id = 7
-        self.leases: set[int] = set()
-
-
-def client() -> Any:
-    return Client()
+def client() -> Session:
+    return Session(7, 0, "it")
 
 
 def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
@@ -53,26 +47,18 @@ def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
         leases.of(holder, lease.number, 5.0)
 
 
-def test_a_claim_that_is_repeated_is_answered_while_its_lease_is_not_in_use() -> None:
-    leases = Leases()
-    holder = client()
-    leases.open(Lease(7, "p", 1, "s", 2, holder))
+@pytest.mark.parametrize(
+    "ends", [Leases.of, lambda leases, holder, lease, now: leases.leave(holder, lease)]
+)
+def test_a_claim_is_answered_again_until_its_lease_is_used_or_has_ended(
+    ends: Callable[[Leases, Session, int, float], object],
+) -> None:
+    leases, holder = Leases(), client()
+    leases.open(Lease(7, "p", 1, "s", 2, holder, claimed=50))
     claimed = Claimed(7, 0, Table(Rows(b""), [], [], [], {}))
-    leases.remember(1, 50, 60, claimed)  # other operations went on meanwhile, and are forgotten
-    assert leases.recall(1, 50) is claimed and leases.recall(2, 50) is None
-    leases.of(holder, 7, 0.0)
-    assert leases.recall(1, 50) is None
-
-
-def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
-    leases = Leases()
-    holder = client()
-    leases.open(Lease(7, "p", 1, "s", 2, holder))
-    leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
-    assert leases.leave(holder, 7) is not None
-    assert leases.recall(1, 50) is None
-    leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
-    assert leases.recall(1, 50) is None
+    holder.repeats.claimed = {50: claimed, 51: claimed}
+    ends(leases, holder, 7, 0.0)
+    assert list(holder.repeats.claimed) == [51]
 
 
 async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_nobody() -> None:

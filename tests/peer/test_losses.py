@@ -17,7 +17,6 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.once import Operations
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Losses
 from dataplane.wire.tables import Definition
@@ -32,9 +31,9 @@ async def test_a_subscriber_asks_elsewhere_as_soon_as_the_shard_is() -> None:
     host: Any = SimpleNamespace(shard=lambda *partition: entry, now=time.monotonic)
     mesh: Any = SimpleNamespace(handlers={})
     nothing: Any = None
-    Partitions(host, mesh, nothing, nothing, nothing)
+    parts = Partitions(host, mesh, nothing, nothing, nothing)
     waits = asyncio.ensure_future(
-        mesh.handlers[Losses](Caller("tcp://10.0.0.2:7101", 2), Losses("p", 1, 0, 600_000))
+        parts.losses_here(Caller("tcp://10.0.0.2:7101", 2), Losses("p", 1, 0, 600_000))
     )
     for _ in range(5):
         await asyncio.sleep(0)
@@ -49,9 +48,7 @@ def test_whether_a_generation_was_lost_or_dropped_hangs_on_no_clock() -> None:
     seeds = ["tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"]
     first = dataclasses.replace(Roster.from_seeds(seeds), incarnations=(1, 2))
     arena = Arena.create(1 << 20, "test")
-    host = Host(
-        "plane", "a", 1, seeds[0], first, arena, Space(1 << 20), Operations(), Numbers(), (1, 1)
-    )
+    host = Host("plane", "a", 1, seeds[0], first, arena, Space(1 << 20), Numbers(), (1, 1))
     ahead, behind, now = 4 * 10**18, 10**18, 2 * 10**18
 
     def reason(generation: int) -> Any:

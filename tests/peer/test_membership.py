@@ -161,7 +161,7 @@ async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_
     membership._admitted = True
     caller: Any = None
     with pytest.raises(StaleEpoch):  # who sends it must not think that this one follows it
-        membership._rostered(caller, answer)
+        membership.rostered_here(caller, answer)
     assert another.roster.has(host.owner) and another.roster.epoch[1] > host.roster.epoch[1]
     assert membership._beat_now.is_set() and not membership.deposed.is_set()
     await membership._say()
@@ -250,8 +250,8 @@ async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve
     begins = at(SEEDS[0])
     assert not begins.office.is_open
     with pytest.raises(Unavailable):
-        begins._beat(caller, Beat())
-    assert isinstance(at(SEEDS[1])._beat(Caller(SEEDS[0], 1), Beat()), Rostered)
+        begins.beat_here(caller, Beat())
+    assert isinstance(at(SEEDS[1]).beat_here(Caller(SEEDS[0], 1), Beat()), Rostered)
 
 
 async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over() -> None:
@@ -273,13 +273,13 @@ async def test_who_has_ended_with_the_keeper_or_is_about_to_takes_nothing_over()
     assert membership.stays() == {SEEDS[2], JOINER.peer}
     for number in range(9):
         with pytest.raises(Unavailable):  # of who was never a member nothing is remembered
-            mesh.handlers[Beat](Caller("tcp://10.0.0.9:1", number), Beat(leaving=True))
+            membership.beat_here(Caller("tcp://10.0.0.9:1", number), Beat(leaving=True))
     assert not membership._ending
     with pytest.raises(Unavailable):
-        mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
+        membership.beat_here(Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
     assert membership.stays() == {SEEDS[2]}
     with pytest.raises(Unavailable):
-        mesh.handlers[Beat](Caller(SEEDS[2], 3), Beat(leaving=True))
+        membership.beat_here(Caller(SEEDS[2], 3), Beat(leaving=True))
     assert not membership.stays()
     made.beat(Owner(JOINER.peer, JOINER.incarnation + 1), (1, 1), Beat())
     host.roster = made.roster
@@ -328,7 +328,7 @@ async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_
     await rounds()
     assert {*told} == answers and membership.stays() == answers
     with pytest.raises(Unavailable):
-        mesh.handlers[Beat](Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
+        membership.beat_here(Caller(JOINER.peer, JOINER.incarnation), Beat(leaving=True))
     told.clear()
     await rounds()
     assert {*told} == answers and membership.stays() == {SEEDS[2]}

@@ -89,8 +89,8 @@ def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     shard.host.shard = lambda *_: shard.host.entries["p"]
     nothing, references = None, SimpleNamespace(answered=lambda *of: None)
     writing = Writing(shard.host, parts, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
-    Checkpoints(writing, parts, parts)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(writing, parts, parts)  # type: ignore[arg-type]
     restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), [], [], {}, Progress())
     with pytest.raises(ShardFull, match="consume or drop"):
-        parts.handlers[Restore](None, restore)
+        checkpoints.restore_here(None, restore)  # type: ignore[arg-type]
     assert inspection.stats(shard.store)["rows"] == 1

@@ -25,16 +25,14 @@ class Reader:
     def __init__(self, shard: Store) -> None:
         self.shard = shard
         serves: Any = SimpleNamespace(shard=lambda *of: SimpleNamespace(store=self.shard))
-        handlers: dict[Any, Any] = {}
         nothing: Any = None
-        router: Any = SimpleNamespace(ask=self.ask, mesh=SimpleNamespace(handlers=handlers))
+        router: Any = SimpleNamespace(ask=self.ask)
         pulls: Any = SimpleNamespace(pulls=nothing)
         self.reading = Reading(serves, router, nothing, pulls)
         self.reading.resolved = self.resolved  # type: ignore[method-assign]
-        self.handler = router.mesh.handlers[Read]
 
     async def ask(self, body: Read) -> ReadDone:
-        found: ReadDone = self.handler(NOBODY, body)
+        found: ReadDone = self.reading.read_here(NOBODY, body)
         return found
 
     async def resolved(self, table: Any, holder: int, **how: Any) -> Any:

@@ -67,9 +67,13 @@ class Shard:
         settle = nothing, references, copying, share, lambda entry: None
         writing = Writing(host, mesh, *settle)
         writing.settle, host.entry = lambda entry: None, host.shard
-        Checkpoints(writing, SimpleNamespace(), nothing)  # type: ignore[arg-type]
-        Finishing(nothing, nothing, writing)
-        self._handlers, self.references = mesh.handlers, references
+        self.references = references
+        self._handlers: dict[type[Body], Any] = {
+            Put: writing.put_here,
+            Finish: Finishing(nothing, nothing, writing).finish_here,
+            Restore: Checkpoints(writing, SimpleNamespace(), nothing).restore_here,  # type: ignore[arg-type]
+            Settle: references.settle_here,
+        }
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
         self.freed.append((owner, ranges["range"].tolist()))
@@ -419,13 +423,13 @@ def test_a_drop_of_a_partition_that_was_settled_before_it_arrives_drops_nothing(
     host: Any = partitions.host
     host.entry = lambda partition, generation: host.entries.get(partition)
     references: Any = SimpleNamespace(mesh=partitions.mesh, answered=shard.references.answered)
-    Changes(host, references, partitions, lambda entry: None)
+    changes = Changes(host, references, partitions, lambda entry: None)
     late = Drop("p", 1, change=change(8))
     caller = Caller(OWNERS[0].peer, OWNERS[0].incarnation, 5)
     assert shard.change(Settle("p", 1, change(8))) == Settled(carried_out=False)
     with pytest.raises(ChangeExpired, match="after it had been cancelled"):
-        partitions.mesh.handlers[Drop](caller, late)
+        changes.change_here(caller, late)
     assert len(store) == 2
     again = Drop("p", 1, change=change(9))
     for _ in range(2):
-        assert partitions.mesh.handlers[Drop](caller, again) == Dropped(2, 2 * 8_192)
+        assert changes.change_here(caller, again) == Dropped(2, 2 * 8_192)

@@ -226,11 +226,11 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     ranges["range"], ranges["generation"] = np.arange(2), 1
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
     body = Duplicate("step-1", 1, ranges.tobytes(), ones, sizes)
-    assert await peer.mesh.handlers[Duplicate](caller, body) == Done()
+    assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[0, 1]]
     alone = Duplicate("step-1", 1, ranges[:1].tobytes(), ones[:4], sizes[:8])
     for _ in range(2):
-        assert await peer.mesh.handlers[Duplicate](caller, alone) == Done()
+        assert await replicas.duplicate(caller, alone) == Done()
     records = np.zeros(1, VALUE)
     records["generation"], records["nbytes"] = 1, VALUE_BYTES
     column = Column("tokens", records.tobytes())
@@ -292,7 +292,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     peer.host.roster = dataclasses.replace(peer.host.roster, leaving=frozenset([THERE.peer]))
     replicas.shipping.passed_on = {("step-1", 1): Entry(shard)}
     body = Duplicate("step-1", 1, b"", b"", b"")
-    assert await peer.mesh.handlers[Duplicate](caller, body) == Done()
+    assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[7]]
     backup_, _ = peer.host.roster.backup_of(HERE.peer)
     [[copy]] = [ranges for _, ranges in told[:1]]
@@ -355,7 +355,7 @@ def backup(peer: Peer) -> tuple[Any, Replicas]:
     shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda store, op: None)
     references: Any = SimpleNamespace(inherited=None)
     replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
-    return peer.mesh.handlers[Append], replicas
+    return replicas.append, replicas
 
 
 async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:

@@ -102,11 +102,11 @@ class Shard:
 
     def admit(self, number: int, count: int = 1, **more: Any) -> Any:
         body = Admit(NAME, 1, count, 1, 1, number=number, label="it", **more)
-        return self.mesh.handlers[Admit](CLAIMANT, body)
+        return self.calls.admit(CLAIMANT, body)
 
     def withdraw(self, number: int) -> None:
         body = Withdraw(NAME, 1, [number])
-        assert isinstance(self.mesh.handlers[Withdraw](CLAIMANT, body), Done)
+        assert isinstance(self.calls.withdraw(CLAIMANT, body), Done)
 
     @property
     def ready(self) -> int:
@@ -137,7 +137,7 @@ async def test_who_waits_at_a_stage_without_a_name_is_told_and_keeps_nobody_from
     with pytest.raises(StageUndefined):
         shard.calls.claim(CLAIMANT, Claim(NAME, 1, "", Want("rows", 1, 1), ["tokens"], number=5))
     with pytest.raises(StageUndefined):
-        shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "", "rows", 1))
+        shard.calls.wait(CLAIMANT, Wait(NAME, 1, "", "rows", 1))
     put(shard.entry.store, [1, 2], ["g", "g"])
     shard.settle(shard.entry)
     assert shard.ready == 2 and not waits.done()
@@ -330,7 +330,7 @@ async def test_a_claim_that_does_not_wait_is_told_so() -> None:
 async def test_who_waits_at_a_peer_that_lost_the_shard_asks_elsewhere() -> None:
     shard = Shard()
     waits = shard.claim(5)
-    asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "rows", 3)))
+    asks = asyncio.ensure_future(shard.calls.wait(CLAIMANT, Wait(NAME, 1, "s", "rows", 3)))
     await asyncio.sleep(0)
     shard.calls.turned()
     assert not waits.done()  # another roster, the same primary
@@ -348,7 +348,7 @@ async def test_who_waits_for_a_shard_that_moved_waits_no_longer_than_its_call_li
     call_deadline.set(time.monotonic() + 0.05)
     asked_before_it_moved = Wait(NAME, 1, "s", "rows", 3, timeout_ms=3_600_000)
     with pytest.raises(ClaimTimeout):
-        await asyncio.wait_for(shard.mesh.handlers[Wait](CLAIMANT, asked_before_it_moved), 20)
+        await asyncio.wait_for(shard.calls.wait(CLAIMANT, asked_before_it_moved), 20)
 
 
 async def test_a_peer_that_hands_its_shards_over_grants_nothing() -> None:
@@ -393,7 +393,7 @@ async def test_a_wait_for_groups_ends_where_those_that_are_left_are_taken_row_by
     shard = Shard()
     put(shard.entry.store, [1, 2], ["g", "g"])
     shard.claim(5)
-    waits = shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "groups", 1))
+    waits = shard.calls.wait(CLAIMANT, Wait(NAME, 1, "s", "groups", 1))
     assert not waits.done()
     shard.entry.store.seal()
     shard.settle(shard.entry)
@@ -426,7 +426,7 @@ async def test_a_claim_or_wait_by_no_filter_is_refused_and_others_wait_on() -> N
         shard.claim(6, where=["no such", "filter"])
     with pytest.raises(ProtocolError):
         body = Wait(NAME, 1, "s", "rows", 1, where=["no such", "filter"])
-        shard.mesh.handlers[Wait](CLAIMANT, body)
+        shard.calls.wait(CLAIMANT, body)
     shard.put(1)
     assert shard.keys(waits.result()) == [1]
 
@@ -453,7 +453,7 @@ async def test_who_begins_to_wait_for_a_key_makes_nobody_look_again_at_the_other
     shard = Shard()
     call_deadline.set(time.monotonic() + 60.0)
     waits = [
-        shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "", "rows", timeout_ms=60_000, key=key))
+        shard.calls.wait(CLAIMANT, Wait(NAME, 1, "", "rows", timeout_ms=60_000, key=key))
         for key in range(20)
     ]
     assert looked == list(range(20))
@@ -475,7 +475,7 @@ async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewe
     shard, waits = before_others()
     shard.put(100)
     body = Wait(NAME, 1, "s", "rows", below=1)
-    asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, body))
+    asks = asyncio.ensure_future(shard.calls.wait(CLAIMANT, body))
     await asyncio.sleep(0)
     assert shard.keys(waits.result()) == [100]
     asks.cancel()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.cluster import clients
-from bench.cpu import cpu_seconds
+from bench.cpu import cpu_seconds, processor_s
 from bench.processes import die_with, spawned
 from tests.perf import lives
 from tests.perf.ceilings import Ceilings
@@ -27,6 +27,7 @@ VALUE_BYTES = 1 << 20
 SMALL_BYTES = 1 << 10
 CLAIM_FIELDS = "abcd"
 CYCLES = 300
+CALLS = 2_000
 PULLS, PULLED_BYTES = 256, 4 << 10
 CLIENT_S = 0.7
 FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
@@ -69,7 +70,7 @@ class _Figures:
     def __init__(
         self, near: Any, far: Any, alone: Any, block: np.ndarray, samples: Samples
     ) -> None:
-        self.near, self.far, self.samples = near, far, samples
+        self.near, self.far, self.alone, self.samples = near, far, alone, samples
         self.block = block
         self.put_here = near.partition("put", stages={"s": ["x"]})
         self.pulled = near.partition("pull", stages={"s": ["x"]})
@@ -79,6 +80,7 @@ class _Figures:
         self.owned = near.partition("owner", stages={"s": ["x"]}, free="drop")
         self.owned_there = far.partition("owner")
         self.pids = {client.peer: client.stats()["pid"] for client in (near, far)}
+        self.pid_alone = alone.stats()["pid"]
         self.cycled = alone.partition("cycle", stages={"s": ["x"]})
         self.cycled_backed_up = near.partition("cycle", stages={"s": ["x"]})
         self.fields = {n: near.partition(f"fields-{n}", stages={"s": _names(n)}) for n in (1, 32)}
@@ -112,6 +114,9 @@ class _Figures:
             note("claim_small_cold_s", self._claim(self.claimed, small, ceilings.memcpy_s))
             note("claim_backed_up_s", self._claim(self.claimed_backed_up, self.block))
         note("round_trip_s", ceilings.round_trip_s())
+        client_s, peer_s = self._bare_calls()
+        note("bare_client_s", client_s)
+        note("bare_peer_s", peer_s)
         note("cycle_s", self._cycles(self.cycled))
         note("relayed_s", ceilings.relayed_s())
         note("cycle_backed_up_s", self._cycles(self.cycled_backed_up))
@@ -160,6 +165,17 @@ class _Figures:
         began = time.perf_counter()
         _cycle(part, CYCLES)
         return (time.perf_counter() - began) / CYCLES
+
+    def _bare_calls(self) -> tuple[float, float]:
+        """Processor seconds of a client and of its peer for a call that does nothing."""
+        from dataplane.client.core import Deadline, ask
+        from dataplane.wire.messages import Done, GiveBack
+
+        before = time.process_time(), processor_s(self.pid_alone)
+        for _ in range(CALLS):
+            self.alone.run(ask(GiveBack(b""), Done, Deadline(30.0)))
+        client_s, peer_s = time.process_time() - before[0], processor_s(self.pid_alone) - before[1]
+        return client_s / CALLS, peer_s / CALLS
 
     def _pull_owner(self) -> float:
         """Processor seconds of both peers for a pull: a value got from the other host, less what it
@@ -278,6 +294,10 @@ def report_of(samples: Samples) -> dict[str, Any]:
             "ms_p99": float(np.percentile(taken["claim_s"], 99)) * 1e3,
         },
         "pull_owner": {"cpu_ms": middle["pull_owner_s"] * 1e3},
+        "bare_call": {
+            "client_cpu_us": middle["bare_client_s"] * 1e6,
+            "peer_cpu_us": middle["bare_peer_s"] * 1e6,
+        },
         "cycle": {"per_s": 1 / middle["cycle_s"]},
         "shard": {
             "claim_ms_p50_at_10k": middle[f"shard_{FEW_ROWS}_s"] * 1e3,

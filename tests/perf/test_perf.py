@@ -27,7 +27,7 @@ TIMES += [
     "fields_32_s",
 ]
 TIMES += ["pull_owner_s", "cycle_s", "cycle_backed_up_s", "clients_1", "clients_4"]
-TIMES += ["bytes_per_row", "life_s"]
+TIMES += ["bytes_per_row", "life_s", "bare_client_s", "bare_peer_s"]
 
 
 def samples() -> dict[str, list[float]]:
@@ -45,6 +45,7 @@ def test_the_report_has_exactly_the_keys_that_readers_rely_on() -> None:
         "pull": {"GBps", "of_socket"},
         "claim_local": {"ms_p50", "ms_p99"},
         "pull_owner": {"cpu_ms"},
+        "bare_call": {"client_cpu_us", "peer_cpu_us"},
         "cycle": {"per_s"},
         "backed_up": {"claim_ms_p50", "cycle_per_s"},
         "shard": {"claim_ms_p50_at_10k", "claim_ms_p50_at_1m", "bytes_per_row"},

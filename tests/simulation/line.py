@@ -74,7 +74,7 @@ class Line:
 
     # the client's side
 
-    def send(self, frame: bytearray) -> None:
+    def send(self, frame: bytes) -> None:
         self._to_peer(self._arrived, bytes(frame))
 
     def hang_up(self) -> None:

@@ -248,7 +248,7 @@ async def offload(step: Offload) -> Any:
 
 async def exchange(
     connection: Connection,
-    frame: bytearray,
+    frame: bytes,
     rid: int,
     limit_s: float | None,
     grace_s: float,
@@ -282,7 +282,7 @@ def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
         until.reschedule(asyncio.get_running_loop().time())
 
 
-async def _converse(connection: Connection, frame: bytearray) -> Any:
+async def _converse(connection: Connection, frame: bytes) -> Any:
     loop, sock = asyncio.get_running_loop(), connection.sock
     rest = memoryview(frame)
     while rest and (rest := rest[connection.send_some(rest) :]):

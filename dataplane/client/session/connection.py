@@ -44,6 +44,7 @@ _CREDENTIALS = struct.Struct("3i")
 _BUFFER_BYTES = 64 << 10
 _KEPT_BUFFER_BYTES = 1 << 20
 _IDLE_CONNECTIONS = 16
+_AT_ONCE = int(socket.MSG_DONTWAIT)
 
 Opener = Callable[[], socket.socket]
 
@@ -165,22 +166,16 @@ class Connection:
         reply = self.arrived_reply() if self.inbox.filled or self.early else None
         while reply is None:
             turn_s = self._turn_s(time.monotonic() - started, limit_s, grace_s)
-            if self._has_come(turn_s):
+            if self._readable.poll(turn_s * 1e3):
+                self.take()
                 reply = self.arrived_reply()
             else:
                 look_s = self.look(time.monotonic() - started, look_s)
         return reply
 
-    def _has_come(self, within_s: float) -> bool:
-        """Whether bytes arrived within so long, LOOK_S at most."""
-        if not self._readable.poll(within_s * 1e3):
-            return False
-        self.take()
-        return True
-
     def take(self) -> None:
-        """What has arrived, without waiting; BlockingIOError where nothing has."""
-        self.count(self.sock.recv_into(self.inbox.room(), 0, socket.MSG_DONTWAIT))
+        """Receive what has arrived, without waiting; BlockingIOError where nothing has."""
+        self.count(self.sock.recv_into(self.inbox.room(), 0, _AT_ONCE))
 
     def look(self, waited_s: float, look_s: float) -> float:
         """Say it in the log where the peer does not run; when to look the next time."""
@@ -230,7 +225,7 @@ class Connection:
                 return reply
         return None
 
-    def exchange(self, frame: bytearray, rid: int, limit_s: float | None, grace_s: float) -> Body:
+    def exchange(self, frame: bytes, rid: int, limit_s: float | None, grace_s: float) -> Body:
         """Send one request, if it was not sent along with another, and wait for its answer, as
         `receive` does. Raises what the peer answered as an error."""
         try:
@@ -261,19 +256,20 @@ class Connection:
                 self.arrived_reply()
         return self._complaint or peer_lost(self.peer)
 
-    def send(self, frame: bytearray, limit_s: float | None) -> None:
+    def send(self, frame: bytes, limit_s: float | None) -> None:
         """All of it; DeadlineExceeded where the peer does not take it in time."""
         sent = self.send_some(frame)
         if sent < len(frame):
             self._send_slowly(memoryview(frame)[sent:], limit_s)
 
-    def send_some(self, rest: bytearray | memoryview) -> int:
+    def send_some(self, rest: bytes | memoryview) -> int:
         """Send as much of the rest of a frame as the socket takes without waiting."""
         # An interrupt may hide the count of a send: until it is known, all of it may have left.
         self.frame_sent = True
-        sent = 0
-        with contextlib.suppress(BlockingIOError):
-            sent = self.sock.send(rest, socket.MSG_DONTWAIT)
+        try:
+            sent = self.sock.send(rest, _AT_ONCE)
+        except BlockingIOError:
+            sent = 0
         self.frame_sent = sent == len(rest)
         return sent
 
@@ -303,7 +299,7 @@ def unwrap(body: Body) -> Body:
     return body
 
 
-def frame_of(request: Request) -> bytearray:
+def frame_of(request: Request) -> bytes:
     """The request's frame; InvalidValue for a scalar that MessagePack cannot hold."""
     try:
         return encode(request)

@@ -161,12 +161,12 @@ class Outgoing:
             then[0].in_flight = step.in_flight
         if then is not None and connection.is_whole:
             call, outgoing = then
-            outgoing.frame = bytearray()  # it was sent
+            outgoing.frame = b""  # it was sent
             call.sent = connection, outgoing
         elif then is not None:
             then[1].over(connection)
         else:
             self._session.connections.give_back(connection)
 
-    def _ahead_of(self) -> bytearray:
-        return bytearray().join(encode(request) for request in self._ahead)
+    def _ahead_of(self) -> bytes:
+        return b"".join(map(encode, self._ahead))

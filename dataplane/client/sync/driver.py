@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def exchange(
-    connection: Connection, frame: bytearray, rid: int, limit_s: float | None, grace_s: float
+    connection: Connection, frame: bytes, rid: int, limit_s: float | None, grace_s: float
 ) -> Body:
     """As `Connection.exchange`, which stops the event loop that it is called in: said once."""
     if asyncio._get_running_loop() is not None:

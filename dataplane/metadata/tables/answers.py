@@ -7,6 +7,7 @@ raised its floor above the change's number. Nothing is forgotten by count. Sans-
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from dataplane.errors import ChangeExpired, LimitExceeded
 from dataplane.wire import journal
@@ -14,36 +15,45 @@ from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Change, Owner
 
+AnswerT = TypeVar("AnswerT")
 
-class _Caller:
-    """given: by number; None: the change was settled before it arrived."""
 
-    __slots__ = ("floor", "given")
+class Given(Generic[AnswerT]):
+    """The answers to one caller, by the numbers of its requests. None lies below its floor."""
+
+    __slots__ = ("answers", "floor")
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
-        self.given: dict[int, Body | None] = {}
+        self.answers: dict[int, AnswerT] = {}
+
+    def raise_floor(self, floor: int) -> None:
+        """Forget the answers below this number. A floor only rises."""
+        if floor > self.floor:
+            self.floor = floor
+            self.answers = {n: answer for n, answer in self.answers.items() if n >= floor}
 
 
 class Answers:
-    """Of one partition."""
+    """The answers of one partition's shard."""
 
     def __init__(self) -> None:
-        self._callers: dict[Owner, _Caller] = {}
+        self._callers: dict[Owner, Given[Body | None]] = {}
+        """an answer of None: the change was settled before it arrived"""
 
     def __len__(self) -> int:
-        return sum([len(one.given) for one in self._callers.values()])
+        return sum([len(one.answers) for one in self._callers.values()])
 
     def __repr__(self) -> str:
         return f"<Answers {len(self)} of {len(self._callers)} callers>"
 
     def __contains__(self, change: Change) -> bool:
         caller = self._callers.get(change.caller)
-        return caller is not None and change.number in caller.given
+        return caller is not None and change.number in caller.answers
 
     def __iter__(self) -> Iterator[tuple[Owner, int]]:
         """Caller and number of each change."""
-        return ((owner, n) for owner, caller in self._callers.items() for n in caller.given)
+        return ((owner, n) for owner, caller in self._callers.items() for n in caller.answers)
 
     @property
     def callers(self) -> set[Owner]:
@@ -58,7 +68,7 @@ class Answers:
         self._check(change)
         if change not in self:
             return None
-        answer = self._callers[change.caller].given[change.number]
+        answer = self._callers[change.caller].answers[change.number]
         if answer is None:
             raise ChangeExpired(
                 f"change {change.number} of peer {change.caller.peer} arrived after it had "
@@ -69,21 +79,21 @@ class Answers:
 
     def remember(self, change: Change, answer: Body) -> None:
         """The change was carried out; answers below its floor are forgotten."""
-        self._raise_floor(change).given[change.number] = answer
+        self._raise_floor(change).answers[change.number] = answer
 
     def settle(self, change: Change) -> bool:
         """Refuse the change from now on, unless it was carried out. Return whether it was. Errors
         as of `to`."""
         self._check(change)
-        given = self._raise_floor(change).given
-        return given.setdefault(change.number, None) is not None
+        answers = self._raise_floor(change).answers
+        return answers.setdefault(change.number, None) is not None
 
     def forget(self, caller: Owner) -> None:
         """The caller's process is gone: nobody repeats its changes."""
         self._callers.pop(caller, None)
 
     def _check(self, change: Change) -> None:
-        caller = self._callers.get(change.caller) or _Caller()
+        caller = self._callers.get(change.caller) or Given()
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
                 f"change {change.number} of peer {change.caller.peer} arrived after the "
@@ -91,31 +101,29 @@ class Answers:
                 "rows to see whether an earlier attempt took effect, or repeat the call",
                 number=change.number,
             )
-        above = len(caller.given)
+        above = len(caller.answers)
         if change.floor > caller.floor:
-            above = sum([number >= change.floor for number in caller.given])
-        if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.given:
+            above = sum([number >= change.floor for number in caller.answers])
+        if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
                 f"peer {change.caller.peer} has {above} changes above its floor, and the limit "
                 f"is {MAX_CHANGES_ABOVE_FLOOR}: it must wait until the lowest is answered",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 
-    def _raise_floor(self, change: Change) -> _Caller:
+    def _raise_floor(self, change: Change) -> Given[Body | None]:
         caller = self._callers.get(change.caller)
         if caller is None:
-            caller = self._callers[change.caller] = _Caller()
-        if change.floor > caller.floor:
-            caller.floor = change.floor
-            caller.given = {n: given for n, given in caller.given.items() if n >= change.floor}
+            caller = self._callers[change.caller] = Given()
+        caller.raise_floor(change.floor)
         return caller
 
     # for a copy
 
     def told(self) -> Iterator[journal.Answers]:
         for owner, caller in self._callers.items():
-            yield journal.Answers(owner, caller.floor, list(caller.given.items()))  # type: ignore[arg-type]
+            yield journal.Answers(owner, caller.floor, list(caller.answers.items()))  # type: ignore[arg-type]
 
     def enter(self, told: journal.Answers) -> None:
-        caller = self._callers[told.caller] = _Caller(told.floor)
-        caller.given = dict(told.given)
+        caller = self._callers[told.caller] = Given(told.floor)
+        caller.answers = dict(told.given)

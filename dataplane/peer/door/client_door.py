@@ -36,42 +36,33 @@ from dataplane.peer import descriptors
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.router import WaitingCall
+from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
+from dataplane.peer.pipeline import Call
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.tasks import Tasks
+from dataplane.peer.tasks import Tasks, begin
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
     UNHEARD,
-    Admit,
     Body,
     Claim,
     Claimed,
-    Define,
     Failed,
     Hello,
     HelloDone,
-    Losses,
     Notice,
     Reply,
     Request,
-    Reserve,
-    Stats,
-    Wait,
     Welcome,
 )
 from dataplane.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
 FULL_S = 0.1
 """How long nobody is accepted when no descriptor is left for clients."""
 MAX_UNKNOWN = 8
 """Connections beyond that which have not said yet whose they are; most are refused and go."""
-CONFIRM_S = 30.0
-"""How long a call without a deadline of its own waits for the backup."""
-WAITING = frozenset({Claim, Wait, Losses, Admit, Define, Reserve})
-"""Calls that only wait: cancelled when their connection closes. Others run to their end."""
 AFTER_S = 0.4
 """A call that waited for rows until its end may still take so long to bring their values, or to
 find out why there are none."""
@@ -81,18 +72,18 @@ FRAME_S = 30.0
 
 @dataclass(eq=False, repr=False)
 class Door:
-    """Listens on the socket, and calls one handler per type of body."""
+    """Listens on the socket."""
 
     host: Host
     sessions: Sessions
-    handlers: dict[type[Body], Handler]
-    unsent: Callable[[Session, Request, Body], None]
+    take_back: Callable[[Session, Request, Body], None]
     """takes back what an answer hands out that nobody is there to receive"""
     unpin: Callable[[Session, list[int]], None]
     is_over: Callable[[], bool]
     """asked as a new client comes: whether this peer was about to end before it did"""
 
     def __post_init__(self) -> None:
+        self.handlers: dict[type[Body], ClientHandler] = {}
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.on_claimed: Callable[[Claim, Claimed], None] = lambda asked, claimed: None
@@ -265,10 +256,10 @@ class Door:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: cuts frames, runs the handler, writes the reply."""
+    """One connection: cuts frames into requests, has each served, writes the replies."""
 
     def __init__(self, door: Door, pid: int) -> None:
-        self._door = door
+        self.door = door
         self._pid = pid
         self._frames = frames.FrameReader(limits.MAX_HELLO_BYTES)
         self._session: Session | None = None
@@ -279,10 +270,14 @@ class Connection(asyncio.Protocol):
         """the client does not take its answers"""
 
     @property
+    def is_open(self) -> bool:
+        """Not known to be closed."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
     def is_joined(self) -> bool:
         """It is a session's, and not known to be closed."""
-        transport = self._transport
-        return self._session is not None and transport is not None and not transport.is_closing()
+        return self._session is not None and self.is_open
 
     def fileno(self) -> int:
         """Of an open one."""
@@ -294,41 +289,39 @@ class Connection(asyncio.Protocol):
         # Answers go at once: uvloop keeps what may be kept, and looks for events once more for it.
         self._transport.set_write_buffer_limits(high=0)
         self._inflow.transport = self._transport
-        self._door.connections.add(self)
+        self.door.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._door.connections.discard(self)
+        self.door.connections.discard(self)
         self._transport = self._inflow.transport = None
         self._inflow.arrived()
         for task, only_waits in list(self._running.items()):
             if only_waits:
-                # Not before it has begun, or what its handler took would never be given back.
-                asyncio.get_running_loop().call_soon(task.cancel)
+                task.cancel()
         if self._session is not None:
-            self._door.sessions.connection_lost(self._session)
+            self.door.sessions.connection_lost(self._session)
 
     def end(self, why: DataplaneError | None) -> None:
         if why is not None:
-            self._send(0, failed(why))
+            self.send(0, failed(why))
         if self._transport is not None:
             self._transport.close() if why else self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
-            for body in self._frames.feed(data):
-                if self._inflow.is_arriving:
+            self._frames.add(data)
+            while not self._is_untaken and (body := self._frames.next()) is not None:
+                if self._inflow.arriving is not None:
                     self._inflow.arrived()
                 self._request(frames.decode_request(body))
-                if self._is_untaken:
-                    return  # what else has come stays in the reader
         except ProtocolError as exc:
-            self._door.refusals.count(f"a frame of pid {self._pid}: {exc}")
-            self._send(0, failed(exc))
+            self.door.refusals.count(f"a frame of pid {self._pid}: {exc}")
+            self.send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
         awaited_bytes = self._frames.awaited_bytes
-        if awaited_bytes > limits.MAX_HELLO_BYTES and not self._inflow.is_arriving:
-            self._door.spawn(self._inflow.let_in(awaited_bytes))
+        if awaited_bytes > limits.MAX_HELLO_BYTES and self._inflow.arriving is None:
+            self.door.spawn(self._inflow.let_in(awaited_bytes))
 
     def pause_writing(self) -> None:
         """A client that does not take its answers asks nothing more."""
@@ -341,96 +334,39 @@ class Connection(asyncio.Protocol):
         self.data_received(b"")  # what had come by then
 
     def _request(self, request: Request) -> None:
+        body, door = request.body, self.door
         if self._session is None:
-            self._answer(request.rid, self._hello(request.body))
+            self.send(request.rid, self._hello(body))
             return
-        handler = self._door.handlers.get(type(request.body))
+        kind = type(body)
+        handler = door.handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"{type(request.body).__name__} is not accepted from clients")
+            raise ProtocolError(f"{kind.__name__} is not accepted from clients")
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"{len(self._running)} requests of one connection are in flight, which is "
                 "the limit",
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
-        began = self._door.host.now()
-        call_deadline.set(began + _limit_s(request))
+        host, operation = door.host, OPERATIONS[kind]
+        began = host.now()
+        until = began + _limit_s(request, operation)
+        call_deadline.set(until)
         call_notice.set(self._notice)
-        call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
-        try:
-            self._session.check()
-            if request.unpin:
-                self._door.unpin(self._session, request.unpin)
-            serving = self._door.host.serving
-            if _is_of_the_peer(request.body) or (serving.is_sure() and not serving.waiting):
-                outcome = handler(self._session, request, request.body)
-            else:
-                outcome = self._later(handler, request, began)
-        except Exception as exc:
-            outcome = failed(exc)
-        if isinstance(outcome, Body) and self._door.host.progress.is_settled:
-            self._answer_call(request, outcome, began)
-            return
-        work = self._to_its_end(request, outcome, began)
-        call = asyncio.get_running_loop().create_task(work)
-        self._running[call] = type(request.body) in WAITING
-        self._door.under_way.add(call)
-        call.add_done_callback(self._ended)
+        call_stage.set(body.stage if isinstance(body, Claim) else "")
+        held = operation.is_held(body)
+        call = _Call(host, operation, until, held, self, self._session, request, handler, began)
+        task = begin(call.serve())
+        if task is not None:
+            self._running[task] = operation.waits is not Waits.NO
+            door.under_way.add(task)
+            task.add_done_callback(self._ended)
 
-    def _ended(self, call: asyncio.Task[None]) -> None:
-        self._door.under_way.discard(call)
-        del self._running[call]
-
-    async def _to_its_end(
-        self, request: Request, outcome: Body | Awaitable[Body], began: float
-    ) -> None:
-        """Answered as soon as it is carried out, and the backup has all that was done. Where it is
-        cancelled before that, its handler gives back what it took."""
-        session, progress = self._session, self._door.host.progress
-        assert session is not None
-        try:
-            body = outcome if isinstance(outcome, Body) else await _answer_of(outcome)
-            try:
-                until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
-                if not progress.is_settled:
-                    await progress.reached(until)
-                if self._is_of_here(request.body):
-                    await self._door.host.serving.until_sure(until)
-            except BaseException as exc:
-                self._door.unsent(session, request, body)
-                if not isinstance(exc, Exception):
-                    raise
-                body = failed(exc)
-            if self._transport is None or self._transport.is_closing():
-                self._door.unsent(session, request, body)
-            else:
-                self._answer_call(request, body, began)
-        finally:
-            self._door.sessions.sweep(session)
-
-    def _is_of_here(self, body: Body) -> bool:
-        """Whether this peer may serve the shard that the answer comes from: then another one may
-        serve it by now. What another peer's shard said that peer has made sure of."""
-        if _is_of_the_peer(body):
-            return False
-        partition = getattr(body, "partition", "")
-        return not partition or self._door.host.serves(partition)
-
-    async def _later(self, handler: Handler, request: Request, began: float) -> Body:
-        """As soon as it is sure that nobody else serves what this peer does. What a call waits
-        until then is of its own time."""
-        assert self._session is not None
-        try:
-            await self._door.host.serving.until_sure(call_deadline.get())
-        except DataplaneError as exc:
-            exc.details[UNHEARD] = True
-            raise
-        body = request.body
-        if isinstance(body, WaitingCall) and body.timeout_ms > 0:
-            left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)
-            body = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
-        outcome = handler(self._session, request, body)
-        return outcome if isinstance(outcome, Body) else await _end_of(outcome)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.door.under_way.discard(task)
+        del self._running[task]
+        if self._session is not None:
+            self.door.sessions.sweep(self._session)
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
@@ -442,14 +378,14 @@ class Connection(asyncio.Protocol):
         session.connections += 1
         self._session = session
         self._frames.limit_bytes = limits.MAX_FRAME_BYTES
-        done = HelloDone(session.id, self._door.host.space.share_bytes)
+        done = HelloDone(session.id, self.door.host.space.share_bytes)
         if not body.session:
-            self._door.tell_what_is_there(session, done)
+            self.door.tell_what_is_there(session, done)
         return done
 
     def _session_of(self, body: Hello) -> Session:
         """VersionMismatch, PeerLost; ClientClosed for a session that has ended."""
-        host, sessions = self._door.host, self._door.sessions
+        host, sessions = self.door.host, self.door.sessions
         if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"this peer speaks protocol versions {limits.PROTOCOL_VERSION_MIN} to "
@@ -458,42 +394,26 @@ class Connection(asyncio.Protocol):
             )
         if body.session:
             session = sessions.join(body.session, self._pid, body.pid)
-            self._door.check_room(session)
+            self.door.check_room(session)
             return session
-        if self._door.is_over() or not self._door.is_open:
+        if self.door.is_over() or not self.door.is_open:
             raise PeerLost(
                 f"peer {host.name!r} was shutting down when this client connected: call "
                 "dataplane.connect() again, which finds or starts another",
                 peer=host.name,
             )
-        self._door.check_room(None)
+        self.door.check_room(None)
         return sessions.open(self._pid, body)
 
     def _notice(self, text: str) -> None:
-        self._send(0, Notice(text))
+        self.send(0, Notice(text))
 
-    def _answer_call(self, request: Request, body: Body, began: float) -> None:
-        if isinstance(body, Claimed) and isinstance(request.body, Claim):
-            self._door.on_claimed(request.body, body)
-        if not self._answer(request.rid, body):
-            assert self._session is not None
-            self._door.unsent(self._session, request, body)
-        if self._door.observe is not None:
-            self._door.observe(request.body, body, began)
-
-    def _answer(self, rid: int, body: Body) -> bool:
-        """As `_send`."""
-        if rid:
-            return self._send(rid, body)
-        if isinstance(body, Failed):
-            log.info("client pid %d: a one-way message failed: %s", self._pid, body.message)
-        return True
-
-    def _send(self, rid: int, body: Body) -> bool:
-        """False where it is too large for a frame, and that was told instead."""
+    def send(self, rid: int, body: Body) -> bool:
+        """Send a reply; rid 0: it answers no request. False where it is too large for a frame, and
+        that was told instead."""
         if self._transport is None:
             return True
-        self._door.host.sent_local[type(body).__name__] += 1
+        self.door.host.sent_local[type(body).__name__] += 1
         try:
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
@@ -509,6 +429,77 @@ class Connection(asyncio.Protocol):
         return True
 
 
+class _Call(Call):
+    """A request of a client."""
+
+    connection: Connection
+    session: Session
+    request: Request
+    handler: ClientHandler
+    began: float
+
+    def is_admitted(self) -> bool:
+        """Whether it is sure that nobody else serves what this peer does."""
+        self.session.check()
+        if self.request.unpin:
+            self.connection.door.unpin(self.session, self.request.unpin)
+        serving = self.host.serving
+        return not self.held or (serving.is_sure() and not serving.waiting)
+
+    async def admission(self) -> None:
+        """What a call waits until then is of its own time."""
+        try:
+            await self.host.serving.until_sure(self.until)
+        except DataplaneError as exc:
+            exc.details[UNHEARD] = True
+            raise
+        body = self.request.body
+        if isinstance(body, WaitingCall) and body.timeout_ms > 0:
+            left_ms = body.timeout_ms - int((self.host.now() - self.began) * 1000)
+            left = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
+            self.request = msgspec.structs.replace(self.request, body=left)
+
+    def handle(self) -> Body | Awaitable[Body]:
+        if self.operation.once is Once.NO or not self.request.op:
+            return self.start()
+        return self.session.repeats.run(self)
+
+    def start(self) -> Body | Awaitable[Body]:
+        return self.handler(self.session, self.request, self.request.body)
+
+    def unpin(self, pin: int) -> None:
+        self.connection.door.unpin(self.session, [pin])
+
+    def may_leave(self, reply: Body) -> bool:
+        return not self.held or (self.host.progress.is_settled and self.host.serving.is_sure())
+
+    def is_served_here(self) -> bool:
+        """What another peer's shard said that peer has made sure of."""
+        partition = getattr(self.request.body, "partition", "")
+        return self.held and (not partition or self.host.serves(partition))
+
+    def take_back(self, reply: Body) -> None:
+        self.connection.door.take_back(self.session, self.request, reply)
+
+    def answer(self, reply: Body) -> None:
+        door = self.connection.door
+        if not self.connection.is_open:
+            self.take_back(reply)
+            return
+        if type(reply) is Claimed and isinstance(self.request.body, Claim):
+            door.on_claimed(self.request.body, reply)
+        rid = self.request.rid
+        if not rid:
+            if isinstance(reply, Failed):
+                log.info(
+                    "client %s: a one-way message failed: %s", self.session.label, reply.message
+                )
+        elif not self.connection.send(rid, reply):
+            self.take_back(reply)
+        if door.observe is not None:
+            door.observe(self.request.body, reply, self.began)
+
+
 class Inflow:
     """When one connection is read, and why not at the moment.
 
@@ -519,19 +510,14 @@ class Inflow:
     def __init__(self, intake: ResourceLimiter) -> None:
         self.transport: asyncio.Transport | None = None
         self._intake = intake
-        self._arriving: asyncio.Event | None = None
+        self.arriving: asyncio.Event | None = None
         """set when the larger frame that is coming in is whole"""
         self._held: set[str] = set()
 
-    @property
-    def is_arriving(self) -> bool:
-        """Whether a larger frame is on its way."""
-        return self._arriving is not None
-
     def let_in(self, nbytes: int) -> Coroutine[Any, Any, None]:
         """A larger frame begins: to be run until it is whole."""
-        self._arriving = asyncio.Event()
-        return self._let_in(nbytes, self._arriving)
+        self.arriving = asyncio.Event()
+        return self._let_in(nbytes, self.arriving)
 
     async def _let_in(self, nbytes: int, whole: asyncio.Event) -> None:
         self.hold("no room")
@@ -545,9 +531,9 @@ class Inflow:
 
     def arrived(self) -> None:
         """A frame is whole, or none comes any more."""
-        if self._arriving is not None:
-            self._arriving.set()
-            self._arriving = None
+        if self.arriving is not None:
+            self.arriving.set()
+            self.arriving = None
 
     def hold(self, why: str) -> None:
         if not self._held and self.transport is not None and not self.transport.is_closing():
@@ -571,35 +557,10 @@ def _log_path() -> str:
         return ""
 
 
-async def _answer_of(outcome: Awaitable[Body]) -> Body:
-    try:
-        return await _end_of(outcome)
-    except Exception as exc:
-        return failed(exc)
-
-
-async def _end_of(outcome: Awaitable[Body]) -> Body:
-    """Also where this is cancelled as that has ended already, and gives nothing back itself any
-    more: the answer, which is nobody's."""
-    try:
-        return await outcome
-    except asyncio.CancelledError:
-        if isinstance(outcome, asyncio.Future) and outcome.done() and not outcome.cancelled():
-            ended: Body = outcome.result()
-            return ended
-        raise
-
-
-def _is_of_the_peer(body: Body) -> bool:
-    """Whether the answer is about the peer itself: true also while another one may serve its
-    shards. Whoever ends a run or looks at it must be told who uses it."""
-    return isinstance(body, Stats) and not body.partition
-
-
-def _limit_s(request: Request) -> float:
+def _limit_s(request: Request, operation: Operation) -> float:
     """How long a call may take, from its arrival on. Its handler says when that is over; for one
     that does not, the client does."""
-    if isinstance(request.body, WaitingCall):
-        waits_ms = request.body.timeout_ms
+    if operation.waits is Waits.TIMEOUT:
+        waits_ms: int = request.body.timeout_ms  # type: ignore[union-attr]
         return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
     return request.deadline_ms / 1000 if request.deadline_ms else math.inf

@@ -81,7 +81,6 @@ class Membership:
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
-        self.mesh.handlers |= {Beat: self._beat, Rostered: self._rostered}
         self.mesh.on_stale = self.beat_now
 
     # life signs
@@ -255,7 +254,7 @@ class Membership:
         owner = self.host.roster.owner_at(address)
         return owner is not None and self.watching.contacts.has_ended(owner)
 
-    def _beat(self, caller: Caller, body: Beat) -> Body:
+    def beat_here(self, caller: Caller, body: Beat) -> Body:
         if self.office.is_open and self.keeper.sure():
             self.office.note(caller.owner, body, caller.epoch)
             self.peer.life_sign(caller.owner, caller.epoch)
@@ -272,7 +271,7 @@ class Membership:
 
     # rosters
 
-    def _rostered(self, caller: Caller, body: Rostered) -> Body:
+    def rostered_here(self, caller: Caller, body: Rostered) -> Body:
         """StaleEpoch for one of another plane: let its authority hear first how many there are of
         this one."""
         ours = self.host.roster

@@ -26,8 +26,8 @@ from dataplane.errors import (
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
 from dataplane.peer.net.greetings import Greetings
-from dataplane.peer.net.peer_door import CONTROL
 from dataplane.peer.net.streams import Dial, Stream
+from dataplane.peer.operations import OPERATIONS
 from dataplane.peer.tasks import in_time
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
@@ -180,7 +180,7 @@ class Link:
 
     def _way(self, kind: type[Body]) -> Stream | None:
         """The stream for requests of this kind."""
-        return self.control if kind in CONTROL else self.calls
+        return self.control if OPERATIONS[kind].control else self.calls
 
     def takes_now(self, kind: type[Body]) -> bool:
         """Whether a request of this kind can be sent."""

@@ -28,8 +28,9 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.links import Acquaintances, Bulk, Link, Unreadable
-from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
-from dataplane.peer.tasks import Tasks
+from dataplane.peer.net.peer_door import PeerDoor
+from dataplane.peer.operations import OPERATIONS, PeerHandler, Sender
+from dataplane.peer.tasks import Tasks, within
 from dataplane.wire import peering
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -59,7 +60,7 @@ class Mesh:
     def __init__(self, host: Host, bulk: Bulk, gate: Gate) -> None:
         self.host = host
         self.gate = gate
-        self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
+        self.handlers: dict[type[Body], PeerHandler] = {}
         self.others = Acquaintances(host, bulk)
         self._greetings = greetings.Greetings(gate)
         self._links: dict[str, Link] = {}
@@ -123,8 +124,8 @@ class Mesh:
         return await self._asked(_Call(address, body, who, to, epoch), timeout_s)
 
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
-        """As `call` of another peer, for what is UNHELD: sent at once where a link is there that
-        takes it. Where that breaks, the answer is LinkBroken."""
+        """As `call` of another peer, for an operation that is not held: sent at once where a link
+        is there that takes it. Where that breaks, the answer is LinkBroken."""
         asked = _Call(address, body, self.host.caller(), to)
         answer = self._ask_now(asked, self._until(timeout_s))
         return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
@@ -134,7 +135,7 @@ class Mesh:
     ) -> Body | Awaitable[Body]:
         """What this peer itself answers, at once where it can."""
         self._check_epoch(self.host.address, epoch)
-        if type(body) not in ANY_EPOCH:
+        if OPERATIONS[type(body)].sender is Sender.IN_STEP:
             self.host.speak()
         return self.handlers[type(body)](who, body)
 
@@ -152,7 +153,7 @@ class Mesh:
         """Once the backup has what the request may tell of; again on a new connection where the
         one before broke, until the peer is no member any more."""
         until, kind = self._until(timeout_s), type(asked.body)
-        if kind not in UNHELD and not self.host.progress.is_settled:
+        if OPERATIONS[kind].held and not self.host.progress.is_settled:
             await self.host.progress.reached(until)
         broken: LinkBroken | None = None
         while True:
@@ -210,8 +211,7 @@ class Mesh:
     async def _in_time(self, address: str, what: str, until: float, work: Awaitable[T]) -> T:
         limit_s = max(0.0, until - self.host.now())
         try:
-            async with asyncio.timeout(limit_s):
-                return await work
+            return await within(limit_s, work)
         except TimeoutError as exc:
             raise self._silent(address, what, limit_s) from exc
 
@@ -394,7 +394,7 @@ class Mesh:
         )
         return rid, peering.encode(request)
 
-    def _hello(self, caller: Caller, body: PeerHello) -> Body:
+    def hello_here(self, caller: Caller, body: PeerHello) -> Body:
         link = self._links.get(body.address)
         if link and link.hello and link.hello.incarnation != body.incarnation:
             self._break(link)

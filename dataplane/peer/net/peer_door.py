@@ -15,38 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import CoroutineType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch, Unavailable
-from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
+from dataplane.peer.operations import OPERATIONS, Operation, PeerHandler, Sender
+from dataplane.peer.pipeline import Call
+from dataplane.peer.tasks import begin
 from dataplane.wire import limits, peering
-from dataplane.wire.journal import Settle
-from dataplane.wire.messages import Body, Failed, Stats
-from dataplane.wire.peering import (
-    Append,
-    Beat,
-    CanFree,
-    Confirm,
-    Duplicate,
-    Identify,
-    Inherited,
-    PeerHello,
-    PeerReply,
-    PeerRequest,
-    Pull,
-    Release,
-    Rostered,
-    Sample,
-)
+from dataplane.wire.messages import Body, Failed
+from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
 from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
 
@@ -62,32 +47,12 @@ CONTROL_BYTES = 64 << 20
 it."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
-ANYBODY = frozenset({PeerHello, Beat, Rostered, Confirm, Stats})
-"""What a peer may say that is no member, or not yet; its handler looks who it is."""
-ANY_EPOCH = frozenset({Inherited, Release, Sample, Identify, Pull, Settle})
-"""What does not depend on who serves which shard."""
-OF_SHARDS = frozenset({Inherited, Release})
-"""Of these what shards name. A peer that went on by itself, under a roster that nobody else got,
-has undone with its end what it did there: who takes its shards over goes on from before."""
-WHENEVER = ANYBODY | ANY_EPOCH
-UNHELD = frozenset(
-    {PeerHello, Beat, Rostered, Confirm, Append, Duplicate, Stats, Sample, Identify, Pull}
-)
-"""What is sent and answered although the backup has not caught up: it tells of no change, or is how
-the backup catches up."""
-CONTROL = frozenset(
-    {Beat, Rostered, Confirm, Append, Duplicate, Inherited, Release, Settle, CanFree, Pull}
-)
-"""What peers ask each other so that calls can be answered: it goes over the control stream. Pulls
-are among it because a shard may have to bring values before it answers."""
-
-Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
 
 
 @dataclass(eq=False, repr=False)
 class PeerDoor:
     host: Host
-    handlers: dict[type[Body], Handler]
+    handlers: dict[type[Body], PeerHandler]
     _hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]]
     """has them end with this peer"""
     _gate: Gate
@@ -117,7 +82,7 @@ class PeerDoor:
         except ProtocolError as exc:
             return self._refusal(exc)
         try:
-            reply = self._carry_out(request)
+            reply = self.handlers[PeerHello](_caller(request), request.body)
             assert isinstance(reply, Body)
         except Exception as exc:
             reply = failed(exc)
@@ -142,29 +107,24 @@ class PeerDoor:
         """Answered at once, unless somebody or something has to be waited for."""
         try:
             request = peering.decode_request(frame)
+            operation = OPERATIONS.get(type(request.body))
+            if operation is None:
+                raise ProtocolError(f"{type(request.body).__name__} is not accepted from peers")
         except ProtocolError as exc:
             self.streams.answer(stream, self._refusal(exc))
             return
-        limit_s = request.deadline_ms / 1000
         sender = Owner(request.sender, request.incarnation)
         self._heard(sender)
         if request.has is not None:
             self.heard(sender, *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
-        call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
-        outcome: Body | Awaitable[Body]
-        try:
-            if stream.is_control:
-                self._check_control(stream, request)
-            if type(request.body) is Pull and stream.is_full:
-                outcome = self._drained(stream, request, sender)
-            elif _is_for_anybody(request.body) or self._is_in_step(request, sender):
-                outcome = self._carry_out(request)
-            else:
-                outcome = self._in_step(request, sender)
-        except Exception as exc:
-            outcome = failed(exc)
-        if isinstance(outcome, Body) and self._answers_now(stream, request, sender, outcome):
+        limit_s = request.deadline_ms / 1000
+        until = self.host.now() + limit_s - min(0.1, limit_s / 10)
+        call_deadline.set(until)
+        held = operation.is_held(request.body)
+        call = _Call(self.host, operation, until, held, self, stream, request, sender)
+        task = begin(call.serve())
+        if task is None:
             return
         nbytes = max(len(frame), REQUEST_BYTES)
         self._unanswered_bytes += nbytes
@@ -172,24 +132,8 @@ class PeerDoor:
         if self._has_too_much(stream):
             self._paused.add(stream)
             stream.pause()
-        call = self._hold(asyncio.ensure_future(self._to_its_end(stream, request, sender, outcome)))
-        call.add_done_callback(lambda _: self._over(stream, nbytes))
-
-    def _check_control(self, stream: Stream, request: PeerRequest) -> None:
-        """ProtocolError, Unavailable for a request that the control stream does not take."""
-        if type(request.body) not in CONTROL:
-            raise ProtocolError(f"{type(request.body).__name__} must go over the call stream")
-        if stream.unanswered_bytes >= self.control_bytes:
-            raise Unavailable(
-                f"{stream.unanswered_bytes} bytes of requests from {request.sender} are "
-                f"unanswered, and the limit is {self.control_bytes}: repeat the request "
-                "later"
-            )
-
-    async def _drained(self, stream: Stream, request: PeerRequest, sender: Owner) -> Body:
-        """A pull has a large answer: it waits until the asker has taken the answers before it."""
-        await stream.drained()
-        return await self._in_step(request, sender)
+        self._hold(task)
+        task.add_done_callback(lambda _: self._over(stream, nbytes))
 
     def _has_too_much(self, stream: Stream) -> bool:
         """Whether a stream waits until more of its requests are answered."""
@@ -208,140 +152,109 @@ class PeerDoor:
                 self._paused.remove(one)
                 one.resume()
 
-    async def _to_its_end(
-        self, stream: Stream, request: PeerRequest, sender: Owner, outcome: Body | Awaitable[Body]
-    ) -> None:
-        try:
-            reply = outcome if isinstance(outcome, Body) else await outcome
-        except Exception as exc:
-            reply = failed(exc)
-        if self._answers_now(stream, request, sender, reply):
-            return
-        until = self.host.now() + request.deadline_ms / 1000
-        try:
-            await self.host.progress.reached(until)
-            if _is_of_a_shard(request.body):
-                await self.host.serving.until_sure(until)
-        except Exception as exc:
-            reply = failed(exc)
-        self._answer(stream, request, reply)
+    def check(self, stream: Stream, request: PeerRequest, operation: Operation) -> None:
+        """ProtocolError, Unavailable for a request that the control stream does not take."""
+        if not operation.control:
+            raise ProtocolError(f"{type(request.body).__name__} must go over the call stream")
+        if stream.unanswered_bytes >= self.control_bytes:
+            raise Unavailable(
+                f"{stream.unanswered_bytes} bytes of requests from {request.sender} are "
+                f"unanswered, and the limit is {self.control_bytes}: repeat the request "
+                "later"
+            )
 
-    def _answers_now(
-        self, stream: Stream, request: PeerRequest, sender: Owner, reply: Body
-    ) -> bool:
-        """The answer goes out, unless the backup has yet to get what it may tell of, or to confirm
-        that this peer still serves."""
-        refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
-        unheld = type(request.body) in UNHELD and not self._is_passed_on(request)
-        if _is_of_a_shard(request.body) and not (refused or self.host.serving.is_sure()):
-            return False  # it may be of the past: another peer may serve the shard by now
-        append = None
-        if not (unheld or refused or self.host.progress.is_settled):
-            append = self.carry(sender, stream.id)
-            if append is None:
+
+class _Call(Call):
+    """A request of another peer. append: what its answer brings to the backup."""
+
+    door: PeerDoor
+    stream: Stream
+    request: PeerRequest
+    sender: Owner
+    append: Append | None = None
+
+    def is_admitted(self) -> bool:
+        """Whether it can be seen at once that both sides work under one roster."""
+        host, request = self.host, self.request
+        if self.stream.is_control:
+            self.door.check(self.stream, request, self.operation)
+        if self.operation.bulky and self.stream.is_full:
+            return False
+        if self._is_for_anybody:
+            return True
+        roster = host.roster
+        if request.epoch != roster.epoch or not roster.has(self.sender):
+            return False
+        return not self.held or host.serving.is_sure()
+
+    async def admission(self) -> None:
+        """Until both sides work under the same roster. StaleEpoch where they will not."""
+        if self.operation.bulky:
+            await self.stream.drained()
+        host, request, sender = self.host, self.request, self.sender
+        until = host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
+        if self.held:
+            await host.serving.until_sure(until)
+        while request.epoch[1] > host.roster.epoch[1]:
+            if not await host.another_roster(host.roster, until):
+                break
+        roster, sent_by = host.roster, self.operation.sender
+        if request.epoch == roster.epoch:
+            known = roster.has(sender)
+        elif sent_by is Sender.HEIR:  # whose its shards are its roster says, or that never happened
+            known = sender in roster.owners and roster.follows(request.epoch)
+        else:
+            known = sent_by is Sender.MEMBER and sender in roster.owners
+        if not known:
+            raise StaleEpoch(
+                f"{request.sender} uses roster {request.epoch}, the peer at {host.address} uses "
+                f"{roster.epoch}: repeat the call, both will be updated",
+                sender=request.sender,
+                number=roster.epoch[1],
+            )
+
+    def handle(self) -> Body | Awaitable[Body]:
+        if self.operation.sender is Sender.IN_STEP:
+            self.host.speak()
+        return self.door.handlers[type(self.request.body)](_caller(self.request), self.request.body)
+
+    def may_leave(self, reply: Body) -> bool:
+        """Unless the backup has yet to get what it may tell of, or to confirm that this peer still
+        serves: another peer may serve the shard by now."""
+        if type(reply) is Failed and reply.code == StaleEpoch.__name__:
+            return True
+        if self.held:
+            if not self.host.serving.is_sure():
                 return False
-        self._answer(stream, request, reply, append)
-        return True
+        elif not self._is_passed_on:
+            return True
+        if self.host.progress.is_settled:
+            return True
+        self.append = self.door.carry(self.sender, self.stream.id)
+        return self.append is not None
 
-    def _is_passed_on(self, request: PeerRequest) -> bool:
+    def answer(self, reply: Body) -> None:
+        door, rid, here = self.door, self.request.rid, self.host.incarnation
+        self.host.sent_between[type(reply).__name__] += 1
+        try:
+            frame = peering.encode(PeerReply(rid, here, reply, self.append))  # type: ignore[arg-type]
+        except FrameTooLarge as exc:
+            frame = peering.encode(PeerReply(rid, here, failed(exc), self.append))
+        door.streams.answer(self.stream, frame)
+
+    @property
+    def _is_for_anybody(self) -> bool:
+        """Whether any peer may ask it, whatever roster it has."""
+        return self.operation.sender is Sender.ANYBODY and not self.held
+
+    @property
+    def _is_passed_on(self) -> bool:
         """Whether the sender relies on the backup of this peer as well, whose its shards will be:
         it leaves."""
         leaving = self.host.roster.leaving
-        return type(request.body) is Append and request.sender in leaving - {self.host.address}
-
-    def _answer(
-        self, stream: Stream, request: PeerRequest, reply: Body, append: Append | None = None
-    ) -> None:
-        self.host.sent_between[type(reply).__name__] += 1
-        here = self.host.incarnation
-        try:
-            frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
-        except FrameTooLarge as exc:
-            frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
-        self.streams.answer(stream, frame)
-
-    async def _in_step(self, request: PeerRequest, sender: Owner) -> Body:
-        """Once both sides work under the same roster. StaleEpoch where they will not."""
-        await self._catch_up(request, sender)
-        outcome = self._carry_out(request)
-        return outcome if isinstance(outcome, Body) else await outcome
-
-    def _carry_out(self, request: PeerRequest) -> Body | Awaitable[Body]:
-        body, kind = request.body, type(request.body)
-        handler = self.handlers.get(kind)
-        if handler is None:
-            raise ProtocolError(f"{kind.__name__} is not accepted from peers")
-        if kind not in WHENEVER:
-            self.host.speak()
-        caller = Caller(request.sender, request.incarnation, request.session, request.epoch)
-        outcome = self._start(handler, caller, body)
-        if isinstance(outcome, Body):
-            return outcome
-        call = asyncio.ensure_future(outcome)
-        # Where this peer ends nobody waits for it: that is no bug to log.
-        call.add_done_callback(lambda call: call.cancelled() or call.exception())
-        return call
-
-    def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
-        outcome = handler(caller, body)
-        if type(body) in WHENEVER or not isinstance(outcome, CoroutineType):
-            return outcome
-        return self._under(self.host.roster, caller, cast(Coroutine[Any, Any, Body], outcome))
-
-    async def _under(self, roster: Roster, caller: Caller, work: Coroutine[Any, Any, Body]) -> Body:
-        """A coroutine begins a turn of the loop after the epochs were compared."""
-        try:
-            if self.host.roster is not roster:
-                raise self._out_of_step(caller.address, roster.epoch)
-            self.host.speak()
-        except StaleEpoch:
-            work.close()
-            raise
-        return await work
-
-    def _is_in_step(self, request: PeerRequest, sender: Owner) -> bool:
-        """Whether it can be seen at once that both sides work under one roster."""
-        roster = self.host.roster
-        if request.epoch != roster.epoch or not roster.has(sender):
-            return False
-        return not _is_of_a_shard(request.body) or self.host.serving.is_sure()
-
-    async def _catch_up(self, request: PeerRequest, sender: Owner) -> None:
-        until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
-        if _is_of_a_shard(request.body):
-            await self.host.serving.until_sure(until)
-        while request.epoch[1] > self.host.roster.epoch[1]:
-            if not await self.host.another_roster(self.host.roster, until):
-                break
-        roster = self.host.roster
-        if request.epoch == roster.epoch:
-            known = roster.has(sender)
-        else:
-            known = type(request.body) in ANY_EPOCH and sender in roster.owners
-            if type(request.body) in OF_SHARDS and not roster.follows(request.epoch):
-                known = (
-                    False  # whose the sender's shards are that roster says, or it never happened
-                )
-        if not known:
-            raise self._out_of_step(request.sender, request.epoch)
-
-    def _out_of_step(self, sender: str, epoch: tuple[int, int]) -> StaleEpoch:
-        here = self.host.roster.epoch
-        return StaleEpoch(
-            f"{sender} uses roster {epoch}, the peer at {self.host.address} uses {here}: "
-            "repeat the call, both will be updated",
-            sender=sender,
-            number=here[1],
-        )
+        sender = self.request.sender
+        return type(self.request.body) is Append and sender in leaving - {self.host.address}
 
 
-def _is_for_anybody(body: Body) -> bool:
-    """Whether any peer may ask it, whatever roster it has."""
-    return type(body) in ANYBODY and not _is_of_a_shard(body)
-
-
-def _is_of_a_shard(body: Body) -> bool:
-    """Whether only the primary of a shard may answer it."""
-    if type(body) is Stats:
-        return bool(body.partition)
-    return type(body) not in UNHELD
+def _caller(request: PeerRequest) -> Caller:
+    return Caller(request.sender, request.incarnation, request.session, request.epoch)

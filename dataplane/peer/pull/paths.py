@@ -314,7 +314,6 @@ class Sampling:
         self._seed = secrets.randbits(31)
         self._writing = asyncio.Lock()
         self._trying = asyncio.Lock()
-        mesh.handlers[Sample] = self._asked
 
     def _spaces(self) -> list[Space]:
         space = self.host.space
@@ -329,7 +328,7 @@ class Sampling:
 
     # the owner
 
-    async def _asked(self, caller: Caller, body: Sample) -> Body:
+    async def sample_here(self, caller: Caller, body: Sample) -> Body:
         number, engine = DEVICE if body.device else ARENA, self.engine
         nbytes = self._size_bytes(number)
         async with self._writing:

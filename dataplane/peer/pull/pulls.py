@@ -12,7 +12,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import gt
 from typing import Any, TypeVar
 
@@ -83,6 +83,7 @@ class Pulls:
     room: Room
     devices: Devices
     transport: TransportChoice = AUTO
+    sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine: BulkEngine | None = None
@@ -91,7 +92,6 @@ class Pulls:
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
-        self.mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
         self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
@@ -419,7 +419,7 @@ class Pulls:
 
     # serving others
 
-    def _pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
+    def pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:

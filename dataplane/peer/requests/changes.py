@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataplane.metadata.shard import inspection
-from dataplane.metadata.shard.store import CHANGES
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
@@ -36,7 +35,6 @@ class Changes:
     def __post_init__(self) -> None:
         self.dropped_rows = 0
         """by clients of this host so far"""
-        self.references.mesh.handlers |= dict.fromkeys(CHANGES, self._change_here)
 
     # asked for by clients
 
@@ -51,7 +49,7 @@ class Changes:
 
     # at the shard
 
-    def _change_here(self, caller: Caller, body: Any) -> Body:
+    def change_here(self, caller: Caller, body: Any) -> Body:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
             there = self.host.entry(body.partition, body.generation)
             if there is not None:

@@ -42,12 +42,6 @@ class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
         self.host, self.mesh = writing.host, writing.mesh
         self.writing, self.reading, self.router = writing, reading, router
-        self.mesh.handlers |= {
-            Census: self._census_here,
-            Survey: self._survey_here,
-            Save: self._save_here,
-            Restore: self._restore_here,
-        }
 
     # out
 
@@ -66,14 +60,14 @@ class Checkpoints:
         end = min(self.host.now() + CALL_S, call_deadline.get())
         return await self.router.reach(all_by, end)
 
-    async def _census_here(self, caller: Caller, body: Census) -> Body:
+    async def census_here(self, caller: Caller, body: Census) -> Body:
         return CensusDone(list(self.host.entries), 0)
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
         found: SurveyDone = await self.router.ask(body)
         return found
 
-    async def _survey_here(self, caller: Caller, body: Survey) -> Body:
+    async def survey_here(self, caller: Caller, body: Survey) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         return checkpoint.survey(entry.store, body.cursor)
 
@@ -84,7 +78,7 @@ class Checkpoints:
         found.table, found.pin = await where
         return found
 
-    async def _save_here(self, caller: Caller, body: Save) -> Body:
+    async def save_here(self, caller: Caller, body: Save) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         return checkpoint.save(entry.store, body.groups, body.rows, body.nbytes)
 
@@ -103,7 +97,7 @@ class Checkpoints:
         asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
         return await self.writing.carry(session, asked, committed)
 
-    def _restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:
+    def restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
         return self.writing.apply(entry, caller, body, self._restore_at)
 

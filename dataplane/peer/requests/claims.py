@@ -50,12 +50,13 @@ AGAIN_S = 0.5
 
 class _Claiming(msgspec.Struct, eq=False):
     """A client's claim. number: under which the shard knows it; another one where it has to be
-    granted other rows."""
+    granted other rows. op: under which the client repeats it."""
 
     number: int
     session: Session
     body: Claim
     began: float
+    op: int
 
     def left_s(self, now: float) -> float | None:
         """Of its wait, and where it does not wait, of the time to ask. None: for ever."""
@@ -98,7 +99,7 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        one = _Claiming(next(self.host.numbers), session, body, self.host.now())
+        one = _Claiming(next(self.host.numbers), session, body, self.host.now(), request.op)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
@@ -211,7 +212,7 @@ class Claims:
         body, table = one.body, granted.table
         of, rows = (body.partition, body.generation, body.stage), rowset.count(table.rows)
         plan = granted.plan is not None
-        self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan))
+        self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan, claimed=one.op))
         try:
             if body.fields and granted.plan is None:
                 _check_fields(table, body.fields)

@@ -14,15 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataplane.errors import DataplaneError, ProtocolError, duration, few, nearest
+from dataplane.errors import (
+    DataplaneError,
+    PartitionUndefined,
+    ProtocolError,
+    duration,
+    few,
+    nearest,
+)
 from dataplane.launch import rundir
-from dataplane.metadata.shard.reasons import Facts, Producer
+from dataplane.metadata.shard.reasons import FIRST_S, Facts, Producer, Subject
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.sessions import Sessions
+from dataplane.peer.notices import Telling, Why
+from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.checkpoint import Census, CensusDone
-from dataplane.wire.messages import Body
+from dataplane.wire.messages import Body, Define, Request
 from dataplane.wire.peering import Identified, Identify
 from dataplane.wire.tables import Owner
 
@@ -57,7 +65,33 @@ class Directory:
         self._clients: OrderedDict[int, _Client] = OrderedDict()
         self._elsewhere: set[str] = set()
         """partitions whose shards other peers have, when those were last asked"""
-        self.mesh.handlers[Identify] = self._identify
+
+    # asked for by clients of this host
+
+    async def define(self, session: Session, request: Request, body: Define) -> Body:
+        """Declare a partition, or attach to it. PartitionUndefined says what there is instead."""
+        name, parts, wait_s = body.partition, self.partitions, request.deadline_ms / 1000
+        session.partitions.add(name)
+        if body.generation:
+            looked: Body = await parts.router.ask(body)
+            return looked
+        if body.definition is not None:
+            return await parts.define(name, body.definition, wait_s)
+
+        def why() -> Why:
+            return self.undeclared(name), {}
+
+        what = f"attaching to partition {name!r}"
+        learning = self.mesh.spawn(self.learn_names(FIRST_S / 2))
+        try:
+            with Telling(self.host, what, Subject("attach", name), why):
+                return await parts.define(name, None, wait_s)
+        except PartitionUndefined as exc:
+            await self.learn_names()
+            said = f"partition {name!r} does not exist: {self.undeclared(name)}"
+            raise PartitionUndefined(said, **exc.details) from exc
+        finally:
+            learning.cancel()
 
     # clients
 
@@ -122,7 +156,7 @@ class Directory:
         while len(self._clients) > MAX_KNOWN:
             self._clients.popitem(last=False)
 
-    def _identify(self, caller: Caller, body: Identify) -> Body:
+    def identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:
             raise ProtocolError(
                 f"the request names {len(body.sessions)} sessions, and the limit is "

@@ -3,7 +3,7 @@ their end: ack, release, drop, with what was added, as one operation at the shar
 
 A lease goes by the number under which the partition's shard knows it, and when it is finished or
 its session has ended: that releases all it held, which the shard is told until it has answered. A
-claim that a client repeats is answered from its lease, until the client has shown that it has it.
+claim that a client repeats is answered again until the client has used its lease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import NONE, Committed, Writing
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Claimed, Done, Finish, PutDone, Request
+from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import EXTENT, U4, column
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Lease(msgspec.Struct, eq=False):
     """rows that left, by their place in the claim"""
     plan: bool = False
     """it is a part in one"""
-    claimed: tuple[int, int] | None = None
-    """session and operation that took it, while they may ask again"""
+    claimed: int = 0
+    """the operation that took it"""
     kept: list[int] = []
     """pins on the values of acks that failed, which the next ack of the same rows names"""
 
@@ -64,7 +64,6 @@ class Leases:
         self._unpin = unpin
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._answers: dict[tuple[int, int], Body] = {}
         self._leaving: dict[asyncio.Future[Any], Part] = {}
         """processes that take part in a plan no more, until its shard knows: to that they do as
         long, and may not do so twice"""
@@ -137,23 +136,10 @@ class Leases:
         """What a shard has yet to hear before this process may take part again."""
         return [told for told, one in self._leaving.items() if one == part]
 
-    # a claim that is repeated
-
-    def recall(self, session: int, op: int) -> Body | None:
-        """What this operation of a session was answered, where that was a lease."""
-        return self._answers.get((session, op))
-
-    def remember(self, session: int, op: int, floor: int, reply: Body) -> None:
-        lease = self._leases.get(reply.lease) if isinstance(reply, Claimed) else None
-        if lease is not None:
-            lease.claimed = session, op
-            self._answers[session, op] = reply
-
-    def _heard(self, lease: Lease) -> None:
-        """Nobody asks again for its claim."""
-        if lease.claimed is not None:
-            self._answers.pop(lease.claimed, None)
-            lease.claimed = None
+    @staticmethod
+    def _heard(lease: Lease) -> None:
+        """Nobody repeats its claim."""
+        lease.session.repeats.claimed.pop(lease.claimed, None)
 
 
 @dataclass(eq=False, repr=False)
@@ -168,7 +154,6 @@ class Finishing:
         """that clients held when they ended"""
         self._logged: dict[tuple[str, str], float] = {}
         """by partition and stage, when such a lease was last logged"""
-        self.writing.mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = NONE
@@ -259,7 +244,7 @@ class Finishing:
         self.writing.share.check_values(body.inline)
         return PutDone(kept=entry.store.finish(body))
 
-    def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
+    def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         return self.writing.apply(self._entry_of(body), caller, body, self._finish_at)
 
     def release_all(self, session: Session) -> None:

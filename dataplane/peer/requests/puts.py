@@ -208,9 +208,6 @@ class Writing:
     share: MetadataShare
     settle: Callable[[Entry], None]
 
-    def __post_init__(self) -> None:
-        self.mesh.handlers[Put] = self._put_here
-
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has room, and no second copies are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
@@ -314,7 +311,7 @@ class Writing:
             self.settle(entry)
         return answer
 
-    def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
+    def put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
         return self.apply(entry, caller, body, partial(self._put_into, holder=caller.session))
 

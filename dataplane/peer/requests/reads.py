@@ -60,7 +60,6 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.pulls = self.device_pulls.pulls
-        self.router.mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
 
@@ -232,7 +231,7 @@ class Reading:
             until = min(self.host.now() + LEARN_S, call_deadline.get())
             await self.host.another_roster(self.host.roster, until)
 
-    def _read_here(self, caller: Caller, body: Read) -> Body:
+    def read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         store = entry.store
         rows, more = rows_out.read(
@@ -263,7 +262,7 @@ class Reading:
             self.leases.close(lease)
             raise
 
-    def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
+    def fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease no longer exists")

@@ -26,6 +26,7 @@ from dataplane.metadata.tables.references import Array, far_owners, pulled
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
+from dataplane.peer.tasks import within
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Table
 
@@ -120,8 +121,7 @@ class Room:
         try:
             what = f"call for room for {_DOING[admission]}"
             with Telling(self._host, what, Subject(f"room for {_DOING[admission]}"), look):
-                async with asyncio.timeout(timeout_s):
-                    return await waiter.granted
+                return await within(timeout_s, waiter.granted)
         except BaseException as exc:
             given = waiter.granted
             if given.done() and not given.cancelled() and given.exception() is None:

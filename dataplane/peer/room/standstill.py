@@ -57,7 +57,6 @@ class Standstill:
         self._next_look = 0.0
         self._alive = ""
         """where somebody was seen at the last look: asked first the next time"""
-        self.mesh.handlers[CanFree] = self._asked
 
     @property
     def can_spill(self) -> bool:
@@ -100,7 +99,7 @@ class Standstill:
         self._looks = self._looks + 1 if same and is_standstill(answers) else 0
         self._done = done
 
-    def _asked(self, caller: Caller, body: CanFree) -> Stirring:
+    def can_free(self, caller: Caller, body: CanFree) -> Stirring:
         """Producers wait for room: no claim that waits here keeps rows from those who take some."""
         self.peer.calls.producers_wait()
         return self._here()

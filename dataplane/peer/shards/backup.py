@@ -77,11 +77,7 @@ class Replicas:
         """when this peer confirmed last that it takes over from nobody whom it backs up"""
         self._named: set[Owner] = set()
         """peers whose values or changes the shards know that were taken over just now"""
-        self.mesh.handlers[Append] = self._append
-        self.mesh.handlers[Duplicate] = self._duplicate
-        self.mesh.handlers[Confirm] = self._confirm
         self.mesh.has = self.has
-        self.mesh.handlers[Inherited] = self.references.inherited
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""
@@ -96,7 +92,7 @@ class Replicas:
                 return origin.stream, origin.next
         return None
 
-    def _confirm(self, caller: Caller, body: Confirm) -> Body:
+    def confirm(self, caller: Caller, body: Confirm) -> Body:
         """StaleEpoch unless this peer backs the sender up, as far as it knows."""
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
@@ -106,7 +102,7 @@ class Replicas:
 
     # replaying
 
-    def _append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
+    def append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
         """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
         and must be made anew."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
@@ -148,7 +144,7 @@ class Replicas:
                         await self.copying.copy_here(copy.values, caller.owner)
         return Done()
 
-    async def _duplicate(self, caller: Caller, body: Duplicate) -> Body:
+    async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
         """Copies of what rows are about to name. BackPressure where there is no room for them."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))

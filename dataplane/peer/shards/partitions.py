@@ -73,10 +73,6 @@ class Partitions:
         """by caller and number of the change"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
-        self.mesh.handlers |= {
-            Define: self._define,
-            Losses: self._losses_here,
-        }
 
     # asked for by clients of this host
 
@@ -103,7 +99,7 @@ class Partitions:
 
     # at the shard
 
-    async def _define(self, caller: Caller, body: Define) -> Body:
+    async def define_here(self, caller: Caller, body: Define) -> Body:
         if body.generation:
             store = self.host.shard(body.partition, body.generation).store
             return Defined(store.generation, store.definition, store.phase)
@@ -188,7 +184,7 @@ class Partitions:
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
-    async def _losses_here(self, caller: Caller, body: Losses) -> Body:
+    async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
             raise ProtocolError("the number of lost rows must not be negative")
         until = self.host.now() + waits_s(body.timeout_ms)

@@ -60,7 +60,6 @@ class References:
         self._releases = itertools.count(1)
         self._heard: dict[Owner, int] = {}
         """the last of what each peer let go of here"""
-        mesh.handlers |= {Release: self._release_here, Settle: self._settle_here}
 
     # at the peer that asks for changes, and carries values to their shards
 
@@ -112,7 +111,7 @@ class References:
                 self.let_go(owner, ranges, counts)
         return answer
 
-    def _settle_here(self, caller: Caller, body: Settle) -> Body:
+    def settle_here(self, caller: Caller, body: Settle) -> Body:
         """StaleEpoch while the shard moves: the peer that has it then says what it holds."""
         entry = self.host.entry(body.partition, body.generation)
         _check_caller(body.change, caller)
@@ -195,7 +194,7 @@ class References:
 
     # at the owner of the values
 
-    def _release_here(self, caller: Caller, body: Release) -> Body:
+    def release_here(self, caller: Caller, body: Release) -> Body:
         """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))

@@ -105,12 +105,6 @@ class WaitingCalls:
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
         self.partitions.on_drop = self._dropped
-        self.mesh.handlers |= {
-            Claim: self.claim,
-            Withdraw: self._withdraw,
-            Wait: self._wait,
-            Admit: self._admit,
-        }
 
     def __len__(self) -> int:
         """Claims that wait here, and calls of admit."""
@@ -142,7 +136,7 @@ class WaitingCalls:
         late = functools.partial(self._late, stage, body.want, body.number)
         return self._answer_to(stage, caller, body, late)
 
-    def _admit(self, caller: Caller, body: Admit) -> Body | Answer:
+    def admit(self, caller: Caller, body: Admit) -> Body | Answer:
         """A permit at once or an answer to come, as with claims: first come, first served, whatever
         they want."""
         entry = self.host.shard(body.partition, body.generation)
@@ -215,7 +209,7 @@ class WaitingCalls:
 
     # claims go
 
-    def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
+    def withdraw(self, caller: Caller, body: Withdraw) -> Body:
         """They wait no more, have no lease and no permit, and will never get one."""
         for number in body.numbers:
             self._remember(number)
@@ -329,7 +323,7 @@ class WaitingCalls:
 
     # waiting without claiming
 
-    def _wait(self, caller: Caller, body: Wait) -> Answer:
+    def wait(self, caller: Caller, body: Wait) -> Answer:
         """Until the figures satisfy it, or there is a row with its key; StreamEnd when that can
         never be.
 

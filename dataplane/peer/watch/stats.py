@@ -35,8 +35,6 @@ class Reporting:
         self.peer = peer
         self.host = peer.host
         self.mesh = peer.mesh
-        peer.mesh.handlers[Stats] = self._stats_here
-        peer.door.handlers[Stats] = self.stats
 
     async def stats(self, session: Session, request: Request, body: Stats) -> Body:
         if body.probe:
@@ -46,7 +44,7 @@ class Reporting:
         found: StatsDone = await self.peer.router.ask(body)
         return found
 
-    async def _stats_here(self, caller: Caller, body: Stats) -> Body:
+    async def stats_here(self, caller: Caller, body: Stats) -> Body:
         if body.probe:
             return StatsDone(await self._ways())
         if body.partition is None:

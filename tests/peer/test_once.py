@@ -6,61 +6,60 @@ import pytest
 
 from dataplane.errors import ProtocolError
 from dataplane.peer import once
-from dataplane.peer.once import Operations
+from dataplane.peer.once import Repeats
 
 
 def test_a_retry_is_answered_as_the_first_time() -> None:
-    operations: Operations[str] = Operations()
-    assert operations.recall(1, 5) is None
-    operations.remember(1, 5, 0, "five")
-    assert operations.recall(1, 5) == "five"
-    assert operations.recall(2, 5) is None
+    operations = Repeats()
+    assert operations.recall(5) is None
+    operations.remember(5, 0, 55)
+    assert operations.recall(5) == 55
 
 
 def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
-    operations: Operations[str] = Operations()
-    operations.remember(1, 5, 0, "five")
-    operations.remember(1, 7, 6, "seven")
+    operations = Repeats()
+    operations.remember(5, 0, 55)
+    operations.remember(7, 6, 77)
     with pytest.raises(ProtocolError, match="no longer stored"):
-        operations.recall(1, 5)
-    assert operations.recall(1, 6) is None
-    assert operations.recall(1, 7) == "seven"
-    operations.remember(1, 3, 6, "late")
+        operations.recall(5)
+    assert operations.recall(6) is None
+    assert operations.recall(7) == 77
+    operations.remember(3, 6, 33)
     assert len(operations) == 1
 
 
 def test_a_session_that_never_raises_its_floor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "MAX_ANSWERS_PER_SESSION", 10)
-    operations: Operations[int] = Operations()
+    monkeypatch.setattr(once, "MAX_ANSWERS", 10)
+    operations = Repeats()
     for op in range(1, 31):
-        operations.remember(1, op, 0, op)
+        operations.remember(op, 0, op)
     assert len(operations) == 10
-    assert operations.recall(1, 21) == 21
+    assert operations.recall(21) == 21
     with pytest.raises(ProtocolError):
-        operations.recall(1, 20)
+        operations.recall(20)
 
 
 def test_an_operation_that_comes_late_is_new_however_many_were_answered_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was refused as one that had been answered, and was never carried out."""
-    monkeypatch.setattr(once, "MAX_ANSWERS_PER_SESSION", 4)
-    operations: Operations[int] = Operations()
+    monkeypatch.setattr(once, "MAX_ANSWERS", 4)
+    operations = Repeats()
     late = {3, 17}
     for op in sorted(set(range(1, 41)) - late, key=lambda op: (op % 3, op)):
-        operations.remember(1, op, 1, op)
+        operations.remember(op, 1, op)
     for op in range(1, 41):
         if op in late:
-            assert operations.recall(1, op) is None
+            assert operations.recall(op) is None
             continue
         try:
-            assert operations.recall(1, op) == op
+            assert operations.recall(op) == op
         except ProtocolError as exc:
             assert exc.details["op"] == op
-    operations.remember(1, 41, 41, 41)
+    operations.remember(41, 41, 41)
     assert len(operations) == 1
     with pytest.raises(ProtocolError):
-        operations.recall(1, 3)
+        operations.recall(3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,12 +74,3 @@ def test_spans_are_a_set_of_numbers(seed: int) -> None:
         if number >= 30:
             spans.add(number)
     assert len(spans) == 1
-
-
-def test_nothing_is_left_of_a_session_that_ended() -> None:
-    operations: Operations[str] = Operations()
-    operations.remember(1, 5, 3, "five")
-    operations.end(1)
-    operations.end(1)
-    assert len(operations) == 0
-    assert operations.recall(1, 5) is None

@@ -1,0 +1,329 @@
+"""The table of operations: every request that a peer serves, who may send it, and how it is served.
+
+Both doors read this table. A request passes them in one order, which `peer.pipeline` implements:
+
+    decode → admit → once → handle → hold → encode
+
+`Hello` is not in it: it opens a connection at the client door.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dataplane.wire import checkpoint as c
+from dataplane.wire import journal
+from dataplane.wire import messages as m
+from dataplane.wire import peering as p
+from dataplane.wire.tables import Body
+
+if TYPE_CHECKING:
+    from dataplane.peer.host import Caller
+    from dataplane.peer.peer import Peer
+    from dataplane.peer.sessions import Session
+
+ClientHandler = Callable[["Session", m.Request, Any], Body | Awaitable[Body]]
+PeerHandler = Callable[["Caller", Any], Body | Awaitable[Body]]
+
+
+class Sender(enum.Enum):
+    """Which peers may send an operation, by the rosters of both sides."""
+
+    IN_STEP = enum.auto()
+    """A member that works under the receiver's roster. A receiver that is behind catches up first.
+    A receiver whose shards are moving refuses (`StaleEpoch`)."""
+    MEMBER = enum.auto()
+    """A member of the receiver's roster, whichever roster it has itself: the operation does not
+    depend on who serves which shard."""
+    HEIR = enum.auto()
+    """As MEMBER, and the receiver's roster follows the sender's. A peer that went on alone under a
+    roster that nobody else got has undone with its end what it did there."""
+    ANYBODY = enum.auto()
+    """Also a peer that is not a member yet. The handler checks who it is."""
+
+
+class Once(enum.Enum):
+    """What a client gets that asks again under the same operation id."""
+
+    NO = enum.auto()
+    """The request is carried out again."""
+    ANSWER = enum.auto()
+    """The first answer, remembered until the client raises its floor."""
+    LEASE = enum.auto()
+    """The lease that it was granted, until the client uses it. A claim may wait for days, so it
+    holds up no floor."""
+    PIN = enum.auto()
+    """A new answer. The pin of the first one is released: nobody received it."""
+
+
+class Waits(enum.Enum):
+    """How long a request may wait for something that other calls do."""
+
+    NO = enum.auto()
+    """Not at all. It runs to its end, also where its client goes away."""
+    DEADLINE = enum.auto()
+    """Until the request's deadline. It is cancelled when its connection closes."""
+    TIMEOUT = enum.auto()
+    """As long as its body says (`timeout_ms`). It is cancelled when its connection closes."""
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One line of the table.
+
+    client, peer: the handlers of the client door and of the peer door; None where that door refuses
+    the message. held: the answer tells of this peer's shards, so it leaves when the backup has what
+    it may tell of, and only while no other peer can serve them; None: only where the request names
+    a partition. control: it goes over the control stream, because calls wait for it. bulky: its
+    answer is large, so it waits until the asker has taken those before it.
+    """
+
+    message: type[Body]
+    reply: type[Body]
+    client: Callable[[Peer], ClientHandler] | None = None
+    peer: Callable[[Peer], PeerHandler] | None = None
+    sender: Sender = Sender.IN_STEP
+    held: bool | None = True
+    once: Once = Once.NO
+    waits: Waits = Waits.NO
+    control: bool = False
+    bulky: bool = False
+
+    def is_held(self, body: Body) -> bool:
+        """Whether the answer to this request is held."""
+        return bool(body.partition) if self.held is None else self.held  # type: ignore[attr-defined]
+
+
+def _change(message: type[Body], reply: type[Body] = m.Done) -> Operation:
+    """A change that moves no bytes."""
+    return Operation(
+        message,
+        reply,
+        client=lambda peer: peer.changes.change,
+        peer=lambda peer: peer.changes.change_here,
+        once=Once.ANSWER,
+    )
+
+
+_TABLE = (
+    # partitions
+    Operation(
+        m.Define,
+        m.Defined,
+        client=lambda peer: peer.directory.define,
+        peer=lambda peer: peer.partitions.define_here,
+        waits=Waits.DEADLINE,
+    ),
+    _change(m.Seal),
+    _change(m.Close),
+    _change(m.Reset),
+    # room in the arena
+    Operation(
+        m.Reserve,
+        m.Reserved,
+        client=lambda peer: peer.grants.reserve,
+        once=Once.ANSWER,
+        waits=Waits.DEADLINE,
+    ),
+    Operation(
+        m.GiveBack,
+        m.Done,
+        client=lambda peer: peer.grants.give_back,
+        held=False,
+        once=Once.ANSWER,
+    ),
+    Operation(m.Unpin, m.Done, client=lambda peer: peer.grants.unpin, held=False),
+    # rows
+    Operation(
+        m.Put,
+        m.PutDone,
+        client=lambda peer: peer.writing.put,
+        peer=lambda peer: peer.writing.put_here,
+        once=Once.ANSWER,
+    ),
+    _change(m.Tag),
+    _change(m.Drop, m.Dropped),
+    Operation(
+        m.Read,
+        m.ReadDone,
+        client=lambda peer: peer.reading.read,
+        peer=lambda peer: peer.reading.read_here,
+        once=Once.PIN,
+    ),
+    # leases
+    Operation(
+        m.Claim,
+        m.Claimed,
+        client=lambda peer: peer.claims.claim,
+        peer=lambda peer: peer.calls.claim,
+        once=Once.LEASE,
+        waits=Waits.TIMEOUT,
+    ),
+    Operation(
+        m.Fetch,
+        m.Fetched,
+        client=lambda peer: peer.reading.fetch,
+        peer=lambda peer: peer.reading.fetch_here,
+        once=Once.PIN,
+    ),
+    Operation(
+        m.Finish,
+        m.PutDone,
+        client=lambda peer: peer.finishing.finish,
+        peer=lambda peer: peer.finishing.finish_here,
+        once=Once.ANSWER,
+    ),
+    # waits and permits
+    Operation(
+        m.Wait,
+        m.Done,
+        client=lambda peer: peer.waits.wait,
+        peer=lambda peer: peer.calls.wait,
+        waits=Waits.TIMEOUT,
+    ),
+    Operation(
+        m.Losses,
+        m.LossesDone,
+        client=lambda peer: peer.partitions.losses,
+        peer=lambda peer: peer.partitions.losses_here,
+        waits=Waits.TIMEOUT,
+    ),
+    Operation(
+        m.Admit,
+        m.Admitted,
+        client=lambda peer: peer.waits.admit,
+        peer=lambda peer: peer.calls.admit,
+        waits=Waits.TIMEOUT,
+    ),
+    Operation(
+        m.Withdraw,
+        m.Done,
+        client=lambda peer: peer.waits.withdraw,
+        peer=lambda peer: peer.calls.withdraw,
+    ),
+    _change(m.Advance),
+    # looking
+    Operation(
+        m.Stats,
+        m.StatsDone,
+        client=lambda peer: peer.reporting.stats,
+        peer=lambda peer: peer.reporting.stats_here,
+        sender=Sender.ANYBODY,
+        held=None,
+    ),
+    # checkpoints
+    Operation(
+        c.Census,
+        c.CensusDone,
+        client=lambda peer: peer.checkpoints.census,
+        peer=lambda peer: peer.checkpoints.census_here,
+    ),
+    Operation(
+        c.Survey,
+        c.SurveyDone,
+        client=lambda peer: peer.checkpoints.survey,
+        peer=lambda peer: peer.checkpoints.survey_here,
+    ),
+    Operation(
+        c.Save,
+        c.SaveDone,
+        client=lambda peer: peer.checkpoints.save,
+        peer=lambda peer: peer.checkpoints.save_here,
+        once=Once.PIN,
+    ),
+    Operation(
+        c.Restore,
+        m.PutDone,
+        client=lambda peer: peer.checkpoints.restore,
+        peer=lambda peer: peer.checkpoints.restore_here,
+        once=Once.ANSWER,
+    ),
+    # what peers ask each other: who is there
+    Operation(
+        p.PeerHello,
+        p.PeerHello,
+        peer=lambda peer: peer.mesh.hello_here,
+        sender=Sender.ANYBODY,
+        held=False,
+    ),
+    Operation(
+        p.Beat,
+        p.Rostered,
+        peer=lambda peer: peer.membership.beat_here,
+        sender=Sender.ANYBODY,
+        held=False,
+        control=True,
+    ),
+    Operation(
+        p.Rostered,
+        m.Done,
+        peer=lambda peer: peer.membership.rostered_here,
+        sender=Sender.ANYBODY,
+        held=False,
+        control=True,
+    ),
+    Operation(
+        p.Confirm,
+        m.Done,
+        peer=lambda peer: peer.replicas.confirm,
+        sender=Sender.ANYBODY,
+        held=False,
+        control=True,
+    ),
+    Operation(
+        p.Identify,
+        p.Identified,
+        peer=lambda peer: peer.directory.identify,
+        sender=Sender.MEMBER,
+        held=False,
+    ),
+    # backups
+    Operation(p.Append, m.Done, peer=lambda peer: peer.replicas.append, held=False, control=True),
+    Operation(
+        p.Duplicate, m.Done, peer=lambda peer: peer.replicas.duplicate, held=False, control=True
+    ),
+    # values of other hosts
+    Operation(
+        p.Pull,
+        p.Pulled,
+        peer=lambda peer: peer.pulls.pull_here,
+        sender=Sender.MEMBER,
+        held=False,
+        control=True,
+        bulky=True,
+    ),
+    Operation(
+        p.Inherited,
+        m.Done,
+        peer=lambda peer: peer.references.inherited,
+        sender=Sender.HEIR,
+        control=True,
+    ),
+    Operation(
+        p.Release,
+        m.Done,
+        peer=lambda peer: peer.references.release_here,
+        sender=Sender.HEIR,
+        control=True,
+    ),
+    Operation(
+        journal.Settle,
+        p.Settled,
+        peer=lambda peer: peer.references.settle_here,
+        sender=Sender.MEMBER,
+        control=True,
+    ),
+    Operation(
+        p.Sample,
+        p.Sampled,
+        peer=lambda peer: peer.pulls.sampling.sample_here,
+        sender=Sender.MEMBER,
+        held=False,
+    ),
+    Operation(p.CanFree, p.Stirring, peer=lambda peer: peer.standstill.can_free, control=True),
+)
+
+OPERATIONS: dict[type[Body], Operation] = {one.message: one for one in _TABLE}

@@ -1,0 +1,95 @@
+"""The way of a request through a door: one pipeline for clients of this host and for other peers.
+
+    decode → admit → once → handle → hold → encode
+
+The doors decode and encode. `Call.serve` is what lies between. A door steps it once (`tasks.begin`)
+in the callback that read the request: a request that waits for nothing is answered there, without a
+task. From where it first waits, a task goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import msgspec
+
+from dataplane.peer.failures import failed
+from dataplane.peer.host import Host
+from dataplane.peer.operations import Operation
+from dataplane.peer.tasks import result_of
+from dataplane.wire.messages import Body
+
+CONFIRM_S = 30.0
+"""How long the backup is awaited for a call without a deadline of its own."""
+
+
+class Call(msgspec.Struct, eq=False):
+    """One request at a door. Each door has its own kind of call.
+
+    until: when the call must be answered (monotonic). held: see `Operation`.
+    """
+
+    host: Host
+    operation: Operation
+    until: float
+    held: bool
+
+    # what the doors differ in
+
+    def is_admitted(self) -> bool:
+        """Whether the request may be carried out now. Raises why it never may."""
+        raise NotImplementedError
+
+    async def admission(self) -> None:
+        """Wait until it may. Raises why it does not become so in time."""
+        raise NotImplementedError
+
+    def handle(self) -> Body | Awaitable[Body]:
+        """Carry it out: the answer, or an awaitable of it."""
+        raise NotImplementedError
+
+    def may_leave(self, reply: Body) -> bool:
+        """Whether the answer can be told now."""
+        raise NotImplementedError
+
+    def is_served_here(self) -> bool:
+        """Whether the answer comes from a shard of this peer, and not of another one."""
+        return self.held
+
+    def take_back(self, reply: Body) -> None:
+        """Nobody receives this answer: what it hands out comes back."""
+
+    def answer(self, reply: Body) -> None:
+        """Encode and send it."""
+        raise NotImplementedError
+
+    # what they share
+
+    async def serve(self) -> None:
+        """Serve the request."""
+        try:
+            if not self.is_admitted():
+                await self.admission()
+            outcome = self.handle()
+            reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
+        except Exception as exc:
+            reply = failed(exc)
+        if not self.may_leave(reply):
+            reply = await self._held_back(reply)
+        self.answer(reply)
+
+    async def _held_back(self, reply: Body) -> Body:
+        """The answer once it may leave. What it hands out comes back where that takes too long."""
+        host = self.host
+        until = min(self.until, host.now() + CONFIRM_S)
+        try:
+            if not host.progress.is_settled:
+                await host.progress.reached(until)
+            if self.is_served_here():
+                await host.serving.until_sure(until)
+        except BaseException as exc:
+            self.take_back(reply)
+            if not isinstance(exc, Exception):
+                raise
+            return failed(exc)
+        return reply

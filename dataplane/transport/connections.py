@@ -5,8 +5,6 @@ One transfer at a time per connection, and a bounded number of connections to a 
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
 import threading
 import time
@@ -15,23 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataplane.errors import ProtocolError, TicketRefused, TransportMissing, VersionMismatch
-from dataplane.transport.bulk_frames import (
-    CHALLENGE_BYTES,
-    MAX_JOIN_FRAME_BYTES,
-    FromOwner,
-    Greeting,
-    Join,
-    Joined,
-    Refused,
-    decode_from_owner,
-    encode,
-)
+from dataplane.errors import TransportMissing
+from dataplane.transport.bulk_frames import MAX_JOIN_FRAME_BYTES, FromOwner, Greeting
+from dataplane.transport.joining import Joining, answer_of
 from dataplane.transport.seam import Remote
 from dataplane.transport.secure_stream import dialling
 from dataplane.transport.stream import BulkStream, unconnected
-from dataplane.transport.tickets import nonce_of, proof
-from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.transport.tickets import nonce_of
 
 PARALLEL = 4
 """Connections to one peer that may be in use at once."""
@@ -133,12 +121,10 @@ class Connections:
             user.watch(stream)
             stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
             stream.handshake(deadline)
-            greeting = _opening(stream, deadline)
-            if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-                raise ProtocolError(f"the process at {remote.address} is not a bulk worker")
-            version = _common_version(greeting.versions)
-            self._join(remote, stream, greeting.challenge, version, deadline)
-            return Connection(remote, stream, greeting, version)
+            joining = Joining(remote.address, self._key, _opening(stream, deadline))
+            stream.send(joining.join(), deadline)
+            joining.check(_opening(stream, deadline))
+            return Connection(remote, stream, joining.greeting, joining.version)
         except BaseException:
             user.unwatch(stream)
             stream.reset()
@@ -155,27 +141,6 @@ class Connections:
                 address=remote.address,
             )
         return BulkStream
-
-    def _join(
-        self,
-        remote: Remote,
-        stream: BulkStream,
-        challenge: bytes,
-        version: int,
-        deadline: float,
-    ) -> None:
-        """Both sides prove that they have the plane's key."""
-        mine = secrets.token_bytes(CHALLENGE_BYTES)
-        join = Join(version, mine, proof(self._key, "reader", challenge, mine))
-        stream.send(encode(join), deadline)
-        answer = _opening(stream, deadline)
-        expected = proof(self._key, "owner", challenge, mine)
-        if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
-            raise TicketRefused(
-                f"the process at {remote.address} cannot prove that it is a peer of this "
-                "plane: check that all peers have the same token",
-                address=remote.address,
-            )
 
     def _await_turn(self, remote: Remote, deadline: float, user: Watch) -> None:
         while self._used.get(remote, 0) >= PARALLEL and not user.stopped:
@@ -205,19 +170,4 @@ def _opening(stream: BulkStream, deadline: float) -> FromOwner:
     frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     if frame is None:
         raise ConnectionResetError("the owner's worker closed the connection at once")
-    answer = decode_from_owner(frame)
-    if isinstance(answer, Refused):
-        raise answer.error()
-    return answer
-
-
-def _common_version(versions: tuple[int, int]) -> int:
-    version = min(versions[1], PROTOCOL_VERSION)
-    if version < max(versions[0], PROTOCOL_VERSION_MIN):
-        raise VersionMismatch(
-            f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, and this peer "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
-            "both",
-            versions=list(versions),
-        )
-    return version
+    return answer_of(frame)

@@ -16,7 +16,6 @@ import enum
 import errno
 import hmac
 import os
-import secrets
 import select
 import socket
 import ssl
@@ -28,26 +27,20 @@ from pathlib import Path
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.transport.bulk_frames import (
-    CHALLENGE_BYTES,
     MAX_JOIN_FRAME_BYTES,
     Configure,
     FromOwner,
-    Greeting,
-    Join,
-    Joined,
-    Refused,
     Watch,
     Watched,
-    decode_from_owner,
     encode,
 )
+from dataplane.transport.joining import Joining, answer_of
 from dataplane.transport.owner import RangeServer
 from dataplane.transport.seam import PinDesk, Pinned, Records, Region
 from dataplane.transport.secure_stream import door, reading_context
 from dataplane.transport.stream import BulkStream, split_address
-from dataplane.transport.tickets import fingerprint_of, nonce_of, proof, watched_mac
+from dataplane.transport.tickets import fingerprint_of, nonce_of, watched_mac
 from dataplane.wire.frames import HEADER_BYTES, body_length
-from dataplane.wire.limits import PROTOCOL_VERSION
 from dataplane.wire.tables import Owner
 
 PROCESS_NAME = "dp-witness"
@@ -252,24 +245,15 @@ async def _opened(
 async def _has_ended(
     owner: Owner, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bool:
-    """What the port says, proven on both sides as for a pull. ProtocolError, EOFError."""
-    greeting, mine = await _frame(reader), secrets.token_bytes(CHALLENGE_BYTES)
-    if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-        raise ProtocolError("this is not a bulk worker: it sent no valid Greeting")
-    writer.write(
-        encode(Join(PROTOCOL_VERSION, mine, proof(key, "reader", greeting.challenge, mine)))
-    )
-    joined = await _frame(reader)
-    expected = proof(key, "owner", greeting.challenge, mine)
-    if not isinstance(joined, Joined) or not hmac.compare_digest(joined.proof, expected):
-        raise ProtocolError(
-            "this bulk worker belongs to another plane: its proof does not fit our key"
-        )
+    """What the port says, proven on both sides as for a pull. DataplaneError, EOFError."""
+    joining = Joining(owner.peer, key, await _frame(reader))
+    writer.write(joining.join())
+    joining.check(await _frame(reader))
     writer.write(encode(Watch(owner)))
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
         raise ProtocolError("this bulk worker does not say whether its peer has ended")
-    expected = watched_mac(key, nonce_of(greeting.challenge, 0), owner, watched.ended)
+    expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
         raise ProtocolError("the report that the peer ended is not signed by its bulk worker")
     return watched.ended
@@ -278,7 +262,4 @@ async def _has_ended(
 async def _frame(reader: asyncio.StreamReader) -> FromOwner:
     header = await reader.readexactly(HEADER_BYTES)
     body = await reader.readexactly(body_length(header, MAX_JOIN_FRAME_BYTES))
-    frame = decode_from_owner(body)
-    if isinstance(frame, Refused):
-        raise frame.error()
-    return frame
+    return answer_of(body)

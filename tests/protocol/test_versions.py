@@ -19,7 +19,7 @@ import pytest
 from dataplane import VersionMismatch
 from dataplane.client.session import handshake
 from dataplane.testing import hosts
-from dataplane.transport import connections
+from dataplane.transport import joining
 from dataplane.transport.connections import Connections
 from dataplane.transport.seam import Remote
 from dataplane.transport.stream import BulkStream
@@ -148,7 +148,7 @@ def test_a_reader_and_an_owner_of_a_neighbouring_release_speak_the_version_of_bo
 def test_a_reader_that_speaks_two_versions_takes_the_older_one_of_an_older_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "PROTOCOL_VERSION", N + 1)
+    monkeypatch.setattr(joining, "PROTOCOL_VERSION", N + 1)
     version, (join,) = joins((N, N))
     assert version == N and join[:2] == [6, N]
 

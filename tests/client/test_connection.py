@@ -38,7 +38,7 @@ def test_a_frame_that_arrives_byte_by_byte_is_one_reply() -> None:
     replies = []
     for byte in encode(Reply(3, Done())):
         inbox.room()[:1] = bytes([byte])
-        inbox.arrived(1)
+        inbox.filled += 1
         replies.append(inbox.reply())
     assert replies[:-1] == [None] * (len(replies) - 1)
     assert replies[-1] == Reply(3, Done())
@@ -52,7 +52,7 @@ def test_a_frame_larger_than_the_buffer_makes_it_grow_and_then_shrink() -> None:
         room = inbox.room()
         count = min(len(room), len(frame) - at)
         room[:count] = frame[at : at + count]
-        inbox.arrived(count)
+        inbox.filled += count
         at += count
     assert isinstance(reply.body, StatsDone) and len(reply.body.stats["text"]) == 3 << 20
     assert len(inbox.room()) <= 1 << 20
@@ -62,7 +62,7 @@ def test_two_frames_in_one_read_are_two_replies() -> None:
     inbox = Inbox()
     both = bytes(encode(Reply(0, Failed("RowsGone", "gone"))) + encode(Reply(1, Done())))
     inbox.room()[: len(both)] = both
-    inbox.arrived(len(both))
+    inbox.filled += len(both)
     assert inbox.reply() == Reply(0, Failed("RowsGone", "gone"))
     assert inbox.reply() == Reply(1, Done())
     assert inbox.reply() is None
@@ -211,7 +211,7 @@ def test_operation_ids_rise_and_the_floor_follows_the_answers(
 
 def test_a_call_that_waits_for_rows_holds_no_floor_up(peer: ScriptedPeer, plane: Plane) -> None:
     """Or the peer would have to remember all that it answered in the days that a claim may wait."""
-    waiting = plane._session.request(Claim("p", 1, "s", Want("rows", 1, 1)))
+    waiting = plane._session.request(Claim("p", 1, "s", Want("rows", 1, 1)), waits=True)
     peer.scripts[Stats] = lambda r, b: StatsDone({})
     plane.stats()
     (asked,) = [r for r in peer.requests if isinstance(r.body, Stats)]

@@ -57,15 +57,11 @@ class Inbox:
     def __init__(self) -> None:
         self._buffer = bytearray(_BUFFER_BYTES)
         self.filled = 0
-        """bytes that are there and were not cut into replies yet"""
+        """bytes that were written into the room and were not cut into replies yet"""
 
     def room(self) -> bytearray | memoryview:
         """Where the next bytes go. Never empty."""
         return memoryview(self._buffer)[self.filled :] if self.filled else self._buffer
-
-    def arrived(self, count: int) -> None:
-        """`count` bytes were written into the room."""
-        self.filled += count
 
     def reply(self) -> Reply | None:
         """The next whole reply; None where more bytes are needed."""
@@ -202,7 +198,7 @@ class Connection:
         """Bytes arrived in the inbox; none means that the peer closed the connection."""
         if not arrived:
             raise self._complaint or peer_lost(self.peer)
-        self.inbox.arrived(arrived)
+        self.inbox.filled += arrived
 
     def arrived_reply(self) -> Reply | None:
         """A whole reply, if one is there. What the peer says about one-way frames is only logged:
@@ -229,8 +225,9 @@ class Connection:
         """Send one request, if it was not sent along with another, and wait for its answer, as
         `receive` does. Raises what the peer answered as an error."""
         try:
-            if frame:
-                self.send(frame, None if limit_s is None else limit_s + grace_s)
+            if frame and (sent := self.send_some(frame)) < len(frame):
+                limit = None if limit_s is None else limit_s + grace_s
+                self._send_slowly(memoryview(frame)[sent:], limit)
             body = answer(self.receive(limit_s, grace_s), rid)
         except BaseException as exc:
             self.fail(exc)

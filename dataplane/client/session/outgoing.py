@@ -16,7 +16,7 @@ from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
 from dataplane.errors import ClientClosed, DataplaneError, PeerEnded, PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import UNHEARD, Admit, Body, Claim, Losses, Request, Wait
+from dataplane.wire.messages import UNHEARD, Body, Request
 
 REPEATS = 8
 """How often one call is sent again, each time on a connection that was made for it."""
@@ -79,7 +79,8 @@ class Outgoing:
         self._then: tuple[Call, Outgoing] | None = None
         deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
         if step.again is None:
-            request = session.request(step.body, 0 if step.blocking else deadline_ms)
+            limit_ms = 0 if step.blocking else deadline_ms
+            request = session.request(step.body, limit_ms, waits=step.blocking)
         else:
             request = msgspec.structs.replace(step.again, deadline_ms=deadline_ms)
         if not along:
@@ -120,11 +121,7 @@ class Outgoing:
         if self._repeats > REPEATS:
             raise exc
         request = self._request
-        if (
-            self._blocking
-            and self._until is not None
-            and isinstance(request.body, Admit | Claim | Wait | Losses)
-        ):
+        if self._blocking and self._until is not None:
             left_ms = max(0, int((self._until - time.monotonic()) * 1e3))
             body = msgspec.structs.replace(request.body, timeout_ms=left_ms)
             request = msgspec.structs.replace(request, body=body)
@@ -154,19 +151,18 @@ class Outgoing:
                 session.answered(request)
             else:
                 session.tell_again(request)
-        if not connection.is_whole:  # perhaps it was not sent to its end
+        if self._request.unpin and not connection.is_whole:  # perhaps it was not sent to its end
             session.not_told(self._request.unpin)
-        then, self._then = self._then, None
-        if then is not None:
-            then[0].in_flight = step.in_flight
-        if then is not None and connection.is_whole:
-            call, outgoing = then
+        if self._then is None:
+            session.connections.give_back(connection)
+            return
+        (call, outgoing), self._then = self._then, None
+        call.in_flight = step.in_flight
+        if connection.is_whole:
             outgoing.frame = b""  # it was sent
             call.sent = connection, outgoing
-        elif then is not None:
-            then[1].over(connection)
         else:
-            self._session.connections.give_back(connection)
+            outgoing.over(connection)
 
     def _ahead_of(self) -> bytes:
         return b"".join(map(encode, self._ahead))

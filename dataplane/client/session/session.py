@@ -29,15 +29,11 @@ from dataplane.memory.extents import padded
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many
 from dataplane.wire.messages import (
-    Admit,
     Body,
-    Claim,
     Finish,
     GiveBack,
     HelloDone,
-    Losses,
     Request,
-    Wait,
     Welcome,
 )
 from dataplane.wire.records import KEY, U8
@@ -49,8 +45,6 @@ MAX_WARNED = 64
 MAX_ORPHANS = 64
 """Connections of calls that were given up, and that a peer which does not run has not ended. What
 more of them were answered comes back with the end of the session."""
-WAITING = (Claim, Wait, Losses, Admit)
-"""Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
 T = TypeVar("T")
 
@@ -163,19 +157,25 @@ class Session:
     # identity of requests and rows
 
     def request(
-        self, body: Body, deadline_ms: int = 0, *, one_way: bool = False, parting: bool = False
+        self,
+        body: Body,
+        deadline_ms: int = 0,
+        *,
+        one_way: bool = False,
+        parting: bool = False,
+        waits: bool = False,
     ) -> Request:
         """The envelope of a request under a new operation id, which also names the answer; one-way
         bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
-        envelope may be sent again; not that of a call that may wait for days, or the peer would
-        have to remember all that was answered meanwhile. parting: a closed session may send it
-        too."""
+        envelope may be sent again. parting: a closed session may send it too. waits: for rows,
+        perhaps for days. Such an id does not count as unanswered, or the peer would have to
+        remember all that was answered meanwhile."""
         with self._lock:
             if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
             op = self._next_op
             self._next_op += 1
-            if not isinstance(body, WAITING):
+            if not waits:
                 self._unanswered.add(op)
             while self._floor < op and self._floor not in self._unanswered:
                 self._floor += 1

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from dataplane.surface import (
         Batch,
         Dropped,
+        Event,
         Group,
         Loader,
         Micro,
@@ -120,6 +121,7 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceMissing",
     "Dropped",
+    "Event",
     "FieldExists",
     "FieldUnknown",
     "FrameTooLarge",

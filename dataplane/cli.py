@@ -1,6 +1,7 @@
 """The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane rows` and `dataplane get` look at rows, `dataplane clean` ends runs that nobody needs,
-`dataplane probe` tests the transports between hosts, `dataplane token` makes a cluster token.
+`dataplane why` says why a step was slow, `dataplane rows` and `dataplane get` look at rows,
+`dataplane clean` ends runs that nobody needs, `dataplane probe` tests the transports between hosts,
+`dataplane token` makes a cluster token.
 
 Errors are one line on standard error and exit code 2.
 """
@@ -62,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (_add_peer, _add_status, _add_rows, _add_get, _add_clean, _add_probe, _add_token):
+    looking = (_add_status, _add_why, _add_rows, _add_get)
+    for add in (_add_peer, *looking, _add_clean, _add_probe, _add_token):
         add(commands)
     return parser
 
@@ -89,6 +91,17 @@ def _add_status(commands: Commands) -> None:
     status.add_argument("--watch", action="store_true", help="repeat every two seconds")
     status.add_argument("--json", action="store_true", help=_JSON)
     status.set_defaults(command=_status)
+
+
+def _add_why(commands: Commands) -> None:
+    why = commands.add_parser("why", help="say in one sentence why a step took so long")
+    step = why.add_mutually_exclusive_group()
+    step.add_argument("--step", metavar="PARTITION", help="the partition of the step")
+    step.add_argument(
+        "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
+    )
+    _add_source(why)
+    why.set_defaults(command=_why)
 
 
 def _add_rows(commands: Commands) -> None:
@@ -210,6 +223,16 @@ def _status(arguments: argparse.Namespace) -> int:
         if not arguments.watch:
             return 0
         time.sleep(_WATCH_PERIOD_S)
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_why
+
+    if arguments.last < 1:
+        raise InvalidCall(f"--last {arguments.last}: expected 1 or more")
+    found = cli_why.why(_one_peer(arguments), arguments.step, arguments.last)
+    return cli_why.show(found, arguments.json)
 
 
 def _rows(arguments: argparse.Namespace) -> int:

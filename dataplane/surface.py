@@ -11,10 +11,12 @@ from dataplane.client.sync.plane import Plane, connect
 from dataplane.client.sync.stream import Loader, Stream
 from dataplane.client.write.values import Kept as object
 from dataplane.metadata.tables.where import Tag, Where, tag
+from dataplane.timeline.merge import Event
 
 __all__ = [
     "Batch",
     "Dropped",
+    "Event",
     "Group",
     "Loader",
     "Micro",

@@ -32,7 +32,9 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.tables.where import Where
+from dataplane.timeline.merge import Event, merged
 from dataplane.wire.checkpoint import Census, CensusDone
+from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -54,6 +56,9 @@ UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
 """Failures that do not say whether a call took effect."""
 SHARD_FULL_S = 1.0
 """A shard that had no room for small values is asked again after so long."""
+
+MAX_PAGES = 64
+"""of events of one peer, more than its ring has"""
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -327,6 +332,32 @@ def probe(timeout: float | None) -> Operation[dict[str, Any]]:
     """The ways between all peers, tried anew; see `dataplane probe`."""
     done = yield from ask(Stats(probe=True), StatsDone, Deadline(timeout))
     return done.stats
+
+
+def events(since: float | None, timeout: float | None) -> Operation[list[Event]]:
+    """Of every peer, one after another, page by page."""
+    deadline = Deadline(timeout)
+    since = 0.0 if since is None else since
+    pages, silent = (yield from _pages("", since, deadline)), list[str]()
+    for address in pages[0].members:
+        if address == pages[0].address:
+            continue
+        try:
+            pages += yield from _pages(address, since, deadline)
+        except (Unavailable, InvalidCall):  # it died, or left meanwhile
+            silent.append(address)
+    return merged(pages, silent)
+
+
+def _pages(address: str, since: float, deadline: Deadline) -> Operation[list[EventsDone]]:
+    pages, after = list[EventsDone](), 0
+    while len(pages) < MAX_PAGES:
+        page = yield from ask(Events(address, since, after), EventsDone, deadline)
+        pages.append(page)
+        after = page.first + len(page.records) - 1
+        if after >= page.last or not page.records:
+            break
+    return pages
 
 
 def stats(handle: Handle | None, timeout: float | None) -> Operation[dict[str, Any]]:

@@ -33,6 +33,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time, within
+from dataplane.timeline.ring import Ring
 from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
@@ -205,6 +206,8 @@ class Host:
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
     """partitions whose shards are here"""
+    events: Ring = field(default_factory=Ring)
+    """what happened here"""
     notices: Notices = field(default_factory=Notices)
     """what calls of this host wait for, and when that is said"""
     labels: OrderedDict[int, str] = field(default_factory=OrderedDict)

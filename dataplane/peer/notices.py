@@ -59,7 +59,7 @@ class Telling:
         many = self.host.notices.take(self.subject, self.host.now())
         if many or self.soon:
             why, details = self.look()
-            self.host.notices.said(self.subject, why)
+            self.host.notices.said(self.subject, why, details.get("reason", ""))
             if many or details.get("only_own"):
                 waited_s = self.host.now() - self._began
                 others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dataplane.wire import checkpoint as c
+from dataplane.wire import events as e
 from dataplane.wire import journal
 from dataplane.wire import messages as m
 from dataplane.wire import peering as p
@@ -213,6 +214,14 @@ _TABLE = (
         peer=lambda peer: peer.reporting.stats_here,
         sender=Sender.ANYBODY,
         held=None,
+    ),
+    Operation(
+        e.Events,
+        e.EventsDone,
+        client=lambda peer: peer.timeline.events,
+        peer=lambda peer: peer.timeline.events_here,
+        sender=Sender.MEMBER,
+        held=False,
     ),
     # checkpoints
     Operation(

@@ -56,6 +56,7 @@ from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
 from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
+from dataplane.peer.watch.timeline import Timeline
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire.peering import Beat
@@ -83,6 +84,7 @@ class Peer:
     membership: Membership
     replicas: Replicas
     reporting: Reporting
+    timeline: Timeline
     standstill: Standstill
 
     def __init__(self, config: PeerConfig) -> None:
@@ -189,6 +191,7 @@ class Peer:
             host, mesh, self.membership, self.copying, self.door, router, self.settle
         )
         self.reporting = Reporting(self)
+        self.timeline = Timeline(self)
         self.standstill = Standstill(self)
         self.janitor = Janitor(self)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.tables import (
     Body as Body,
 )
@@ -376,8 +377,8 @@ class Finish(Body, tag=44):
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
     the plan for all, and `leave` ends nothing: the client had given up its call. `abandon`: a
-    release by a client that ends while it holds the lease, which its peer logs. change: between
-    peers, as in Tag. inline: as in Put."""
+    release because the client ends, or has ended, while it holds the lease; its peer logs that.
+    change: between peers, as in Tag. inline: as in Put."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon"]
@@ -545,6 +546,7 @@ class Request(msgspec.Struct, array_like=True):
         | Withdraw
         | Advance
         | Stats
+        | Events
         | Asked
     )
     unpin: list[int] = []
@@ -565,6 +567,7 @@ class Reply(msgspec.Struct, array_like=True):
         | LossesDone
         | Admitted
         | StatsDone
+        | EventsDone
         | Answered
         | Done
         | Notice

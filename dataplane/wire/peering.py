@@ -16,6 +16,7 @@ import msgspec
 
 from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.frames import decoded
 from dataplane.wire.journal import Op, Settle
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
@@ -292,6 +293,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Stats
         | Sample
         | Identify
+        | Events
         | Asked
     )
     has: tuple[int, int] | None = None
@@ -320,6 +322,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | Settled
         | Sampled
         | Identified
+        | EventsDone
         | Answered
         | Done
         | Failed

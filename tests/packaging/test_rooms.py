@@ -12,6 +12,7 @@ ORDER = {
         "errors",
         "version",
         "wire",
+        "timeline",
         "memory",
         "transport",
         "metadata",

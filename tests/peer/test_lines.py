@@ -19,6 +19,7 @@ from dataplane.peer.host import Entry
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants
 from dataplane.peer.room.admission import Room
+from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U8, VALUE
 from dataplane.wire.tables import Column, Definition, Owner
@@ -38,7 +39,10 @@ async def settled() -> None:
 
 async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
     space = Space(16 * PAGE)
-    host: Any = SimpleNamespace(space=space, now=lambda: 0.0, notices=Notices())
+    host: Any = SimpleNamespace(
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        who=str,
+    )  # fmt: skip
     room = Room(host)
     held = [space.reserve(1, Admission.PULL, pages(4))[1] for _ in range(4)]
     order = []
@@ -67,6 +71,7 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
         put(entries[f"step-{n}"].store, list(range(n)))
     host: Any = SimpleNamespace(
         name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries, lent=Lent(),
+        events=Ring(),
         who=lambda holder: "pid 7",
     )  # fmt: skip
     room = Room(host)
@@ -83,7 +88,10 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
 
 async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
     space = Space(16 * PAGE)
-    host: Any = SimpleNamespace(space=space, now=lambda: 0.0, notices=Notices())
+    host: Any = SimpleNamespace(
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        who=str,
+    )  # fmt: skip
     room = Room(host)
     held = space.reserve(1, Admission.PULL, pages(16))[1]
     asked = [
@@ -99,7 +107,8 @@ async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
 async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None:
     space = Space(16 * PAGE)
     host: Any = SimpleNamespace(
-        space=space, now=lambda: 0.0, notices=Notices(), owner=Owner("tcp://10.0.0.1:7101", 1),
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), who=str,
+        owner=Owner("tcp://10.0.0.1:7101", 1),
         lent=Lent(), serves=lambda partition: True, entry=lambda *partition: None,
     )  # fmt: skip
     room, mesh = Room(host), SimpleNamespace(handlers={})

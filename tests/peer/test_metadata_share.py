@@ -17,6 +17,7 @@ from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.timeline.ring import Ring
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Definition, Owner, Rows
@@ -30,7 +31,7 @@ class Shard:
         self.store = Store("p", Definition(), 1)
         self.host: Any = SimpleNamespace(
             name="a", space=SimpleNamespace(size_bytes=0), now=time.monotonic,
-            entries={"p": Entry(self.store)},
+            entries={"p": Entry(self.store)}, events=Ring(),
         )  # fmt: skip
         self.share = MetadataShare(self.host)
         self.share.size_bytes = 0
@@ -45,7 +46,7 @@ async def test_names_that_are_remembered_are_not_waited_for() -> None:
 
 
 async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
-    shard, one = Shard(), SimpleNamespace(waiting=0)
+    shard, one = Shard(), SimpleNamespace(id=1, waiting=0)
     refused: list[None] = []
     shard.share.on_refused.append(lambda: refused.append(None))
     put(shard.store, [1])
@@ -78,7 +79,7 @@ async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_tim
         finally:
             changes.end("p", 1, change)
 
-    session: Any = SimpleNamespace(waiting=0)
+    session: Any = SimpleNamespace(id=1, waiting=0)
     assert await shard.share.until_taken(session, attempt) == "stored"
     assert floors == [1, 2, 3] and (session.waiting, shard.share.writers) == (0, 0)
 

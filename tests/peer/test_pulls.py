@@ -17,6 +17,7 @@ from dataplane.peer.host import call_deadline
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
+from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE, U8
@@ -36,6 +37,7 @@ def _pulls(space: Space, arena: memoryview, members: set[Owner], call: Any) -> A
         arena=SimpleNamespace(view=arena),
         roster=SimpleNamespace(has=lambda owner: owner in members),
         now=asyncio.get_running_loop().time,
+        events=Ring(),
     )
     mesh: Any = SimpleNamespace(
         handlers={}, call=call, others=SimpleNamespace(), spawn=lambda work: work.close()
@@ -53,6 +55,7 @@ def _asking(ask: Any, another_roster: Any, member: bool) -> Any:
         roster=SimpleNamespace(has=lambda owner: member),
         another_roster=another_roster,
         now=asyncio.get_running_loop().time,
+        events=Ring(),
     )
     return pulls
 

@@ -28,6 +28,7 @@ from dataplane.peer.shards import replication
 from dataplane.peer.shards.appends import ATTEMPT_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
+from dataplane.timeline.ring import Ring
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Begun, Op
@@ -85,6 +86,7 @@ class Peer:
             roster=made.roster,
             numbers=Numbers(),
             notices=Notices(),
+            events=Ring(),
             entries={},
             name="here",
             lent=(),

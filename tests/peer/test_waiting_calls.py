@@ -31,6 +31,7 @@ from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.retries import SWEEP_S, Retries
 from dataplane.peer.shards.waiting_calls import WaitingCalls
+from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
 from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import named, put
@@ -58,6 +59,7 @@ class Shard:
             silent=False,
             labels={},
             now=time.monotonic,
+            events=Ring(),
             label=lambda holder, label: None,
             who=lambda holder: "it",
             entry=lambda name, generation: self.host.entries.get(name),

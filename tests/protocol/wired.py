@@ -12,6 +12,7 @@ import msgspec
 from dataplane.transport import bulk_frames
 from dataplane.wire import (
     checkpoint,
+    events,
     frames,
     journal,
     messages,
@@ -51,7 +52,7 @@ def _defined_in(module: types.ModuleType) -> dict[str, type[msgspec.Struct]]:
     }
 
 
-LOCAL = _defined_in(messages) | _defined_in(checkpoint)
+LOCAL = _defined_in(messages) | _defined_in(checkpoint) | _defined_in(events)
 PEERS = _defined_in(peering)
 _BULK = _defined_in(bulk_frames)
 

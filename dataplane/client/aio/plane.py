@@ -20,6 +20,7 @@ from dataplane.client.ref import Ref
 from dataplane.client.session.devices import wish_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
+from dataplane.timeline.merge import Event
 
 
 def connect(
@@ -138,6 +139,17 @@ class Plane(Calls):
         """
         stats = await self.run(core.stats(None, timeout))
         return self._session.tally.take(stats)
+
+    async def events(
+        self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> list[Event]:
+        """Return what happened in the plane lately, the earliest first: puts, rows that became
+        ready, leases, waits, pulls. docs/observe.md lists the kinds.
+
+        Every peer keeps its last 16,384 events, one per call and group. `since`: only events after
+        this time, as in `Event.at`. An event of kind `missing` says where some are not there.
+        """
+        return await self.run(core.events(since, timeout))
 
     async def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None

@@ -23,6 +23,7 @@ from dataplane.client.sync.batch import Rows
 from dataplane.client.sync.calls import Calls
 from dataplane.client.sync.driver import Connecting, leave
 from dataplane.client.sync.partition import Partition
+from dataplane.timeline.merge import Event
 
 
 def connect(
@@ -141,6 +142,17 @@ class Plane(Calls):
         """
         stats = self.run(core.stats(None, timeout))
         return self._session.tally.take(stats)
+
+    def events(
+        self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> list[Event]:
+        """Return what happened in the plane lately, the earliest first: puts, rows that became
+        ready, leases, waits, pulls. docs/observe.md lists the kinds.
+
+        Every peer keeps its last 16,384 events, one per call and group. `since`: only events after
+        this time, as in `Event.at`. An event of kind `missing` says where some are not there.
+        """
+        return self.run(core.events(since, timeout))
 
     def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None

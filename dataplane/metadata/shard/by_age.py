@@ -43,6 +43,9 @@ class ByAge(Generic[C]):
     def oldest(self) -> C:
         return self._calls[self._order[0][1]]
 
+    def get(self, number: int) -> C | None:
+        return self._calls.get(number)
+
     def add(self, call: C) -> None:
         """Add a call, or replace the one of its number: the older of the two ages counts."""
         age = call.since, next(self._arrivals)

@@ -24,10 +24,12 @@ from dataplane.errors import (
     counted,
 )
 from dataplane.metadata.shard import plans, rows_out, takes
+from dataplane.metadata.shard.blocks import LEASED, PENDING
 from dataplane.metadata.shard.by_age import ByAge
 from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
+from dataplane.wire.events import Reason
 from dataplane.wire.messages import Claim, Claimed, Finish, Want
 
 NEAR_CLAIMS = 64
@@ -49,6 +51,7 @@ class WaitingClaim(msgspec.Struct, eq=False):
     since: float
     let_by: int = 0
     lane: Lane = ("", b"")
+    reason: Reason = Reason.NONE
 
     def __post_init__(self) -> None:
         where = self.want.where
@@ -144,6 +147,34 @@ class ClaimQueue:
         if claim is None or claim.asked.plan is not None:
             return 0
         return self._lanes[claim.lane].before(number)
+
+    def reason(self, number: int) -> Reason:
+        """Why a claim waits, as counts alone say it."""
+        claim = self._claims[number]
+        if claim.asked.plan is not None:
+            return Reason.PLAN
+        stage, want = self.store.stage(self.stage), claim.want
+        units = stage.units(want.unit)
+        ready, matching = units.ready(None), units.ready(want.where)
+        least = claim.least if want.budget_tag is None else 1
+        if matching >= least and (want.budget_tag is None or self.before(number)):
+            return Reason.BEHIND
+        if ready >= least > matching:
+            return Reason.FILTER
+        if stage.rows.counts[PENDING]:
+            return Reason.FIELD
+        if units.counts[PENDING]:
+            return Reason.OPEN_GROUP
+        if units.counts[LEASED] and self.store.sealed:
+            return Reason.LEASED
+        return Reason.TOO_FEW if matching else Reason.NO_ROWS
+
+    def note_reason(self, number: int) -> None:
+        """Remember why a claim waits now."""
+        self._claims[number].reason = self.reason(number)
+
+    def get(self, number: int) -> WaitingClaim | None:
+        return self._claims.get(number)
 
     def waits_for(self, number: int, now: float) -> str:
         """Why one that asks for a part in the plan waits, where rows are not the reason."""

@@ -11,10 +11,11 @@ from dataplane.errors import (
     RowsDropped,
     counted,
 )
-from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows, names_of
+from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, READY, Group, Rows, names_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
 from dataplane.metadata.tables.remembered import of_group
+from dataplane.wire.events import Kind
 from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
@@ -26,6 +27,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     state.tombstones.add(map(of_group, keys))
     still_open = [group for group in groups if not group.closed]
     rows = Rows([(block, block.live) for group in groups for block in group.blocks])
+    state.happened_to(rows.parts, Kind.DROP)
     many, nbytes = len(rows), state.remove(rows.parts, dropped=True)
     state.remove_groups(still_open)  # those that were closed went with their last row
     return many, nbytes
@@ -54,6 +56,8 @@ def lose(state: State, owner: Owner) -> int:
     state.forget_owner(owner)
     state.answers.forget(owner)
     state.tell(Lost(owner))
+    if hit.parts:
+        state.happened(Kind.LOST, rows=len(rows), by=owner.peer)
     return len(keys) // KEY_BYTES
 
 
@@ -91,7 +95,16 @@ def close(state: State, name: Name, size: int) -> int:
             rows=group.seen,
         )
     group.expected = size
-    return int(size == group.seen and state.close_group(group))
+    return int(size == group.seen and _close_now(state, group))
+
+
+def _close_now(state: State, group: Group) -> bool:
+    """As `State.close_group`, where no row completes it but the call itself."""
+    made = state.close_group(group)
+    for stage in state.stages.values():
+        if group.live and group.states[stage.number] == READY:
+            state.happened(Kind.READY, stage=stage.name, group=group.name)
+    return made
 
 
 def seal_if_full(state: State) -> None:
@@ -106,13 +119,14 @@ def seal(state: State, keep: bool = False) -> int:
     """Open groups close at the size they have, empty ones go. Where groups have a size these are
     short, and are dropped unless they are to be kept. Returns how many closed."""
     state.sealed = True
+    state.happened(Kind.SEAL)
     for stage in state.stages.values():
         stage.rows.changed = True  # what is left is all that comes
     groups = [group for group in state.groups.values() if not group.closed]
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]
     if state.definition.group_size is None or keep:
-        return sum([state.close_group(group) for group in rest])
+        return sum([_close_now(state, group) for group in rest])
     state.short_groups += len(rest)
     drop_groups(state, [group.key for group in rest])
     return 0

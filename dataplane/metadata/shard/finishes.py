@@ -15,10 +15,17 @@ from dataplane.metadata.shard.puts import add_fields, check_added, let_go
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.values import Values, values_in
+from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
 
-OUTCOMES = ("ack", "release", "drop", "keep")
+OUTCOMES = ("ack", "release", "drop", "keep", "abandon")
+_REASONS = {
+    "ack": Reason.ACK,
+    "release": Reason.RELEASE,
+    "drop": Reason.DROP,
+    "abandon": Reason.DIED,
+}
 
 
 def lease_of(state: State, number: int) -> Lease:
@@ -56,7 +63,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     values = Values(count)
     if columns or asked_for.inline:
         values = values_in(columns, count, asked_for.specs, asked_for.owners, asked_for.inline)
-        released = outcome == "release"
+        released = outcome in ("release", "abandon")
         state.check_fields(values.fields, lease.stage.name if released else None)
         added = _added(values, parts)
         check_added(None if released else lease.stage, added)
@@ -69,11 +76,11 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
             state.set_tags(part.block, part.rows, tagging.only(tags, part.at, count))
         state.retag([part.block for part in parts])
     kept: dict[str, int] = {}
-    if outcome == "release":
+    if outcome in ("release", "abandon"):
         for part, mine in added:
             state.note_progress(part.block, lease.stage.name, part.rows, mine)
     elif added:
-        kept = add_fields(state, lease.stage, added)
+        kept = add_fields(state, lease.stage, added, lease.holder)
     if state.progress and outcome in ("ack", "keep"):
         done = None if outcome == "ack" else [one.field for one in columns]
         for part in parts:
@@ -89,8 +96,9 @@ def _added(values: Values, parts: Sequence[Part]) -> list[tuple[Part, Values]]:
     return list(zip(parts, values.split([part.at for part in parts]), strict=True))
 
 
-def give_back(state: State, lease: Lease) -> int:
+def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
     """The lease ends without an outcome; returns the rows that came back."""
+    state.left(lease, lease.held.parts, reason)
     count = state.come_back(lease)
     state.leases.end(lease)
     return count
@@ -125,7 +133,9 @@ def _end(
     parts: Sequence[Part],
 ) -> None:
     rows = [(part.block, part.bits) for part in parts]
-    if outcome == "release":
+    if outcome in _REASONS:
+        state.left(lease, rows, _REASONS[outcome])
+    if outcome in ("release", "abandon"):
         state.come_back(lease, parts)
     elif outcome == "drop" and rows:
         state.remove(rows, dropped=True)

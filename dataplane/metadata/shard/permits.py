@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dataplane.errors import DataplaneError, InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard.blocks import ACKED, Group
 from dataplane.metadata.shard.by_age import ByAge
+from dataplane.wire.events import Reason
 from dataplane.wire.messages import Admit, Admitted
 
 if TYPE_CHECKING:
@@ -328,6 +329,7 @@ class WaitingAdmit:
     asked: Admit
     holder: int
     since: float
+    reason: Reason = Reason.LAG
 
     @property
     def number(self) -> int:
@@ -353,6 +355,9 @@ class AdmitQueue:
     def add(self, one: WaitingAdmit) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age."""
         self._waiting.add(one)
+
+    def get(self, number: int) -> WaitingAdmit | None:
+        return self._waiting.get(number)
 
     def withdraw(self, number: int) -> bool:
         """The call was given up. Whether it waited here."""

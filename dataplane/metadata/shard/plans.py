@@ -25,6 +25,7 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import weight
 from dataplane.wire import tables as wire
+from dataplane.wire.events import Reason
 from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Claimed, Finish
@@ -134,14 +135,14 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
         return {}
     if asked.outcome == "keep":
         return finishes.finish(state, plan.lease, asked)
-    whole = asked.outcome in ("ack", "release") and asked.index is None
+    whole = asked.outcome in ("ack", "release", "abandon") and asked.index is None
     if not whole or asked.columns or asked.tags:
         raise InvalidRows(
             "a plan is acked or released as a whole, and fields are added before that; to "
             "drop single rows use part.drop(keys=…)"
         )
-    if asked.outcome == "release":
-        end(state, member)
+    if asked.outcome != "ack":
+        end(state, member, Reason.RELEASE if asked.outcome == "release" else Reason.DIED)
         return {}
     member.acked = True
     return _finish_if_done(state, plan)
@@ -155,10 +156,10 @@ def _leave(state: State, member: Member) -> None:
         _finish_if_done(state, plan)
         return
     state.leases.end_plan(plan)
-    finishes.give_back(state, plan.lease)
+    finishes.give_back(state, plan.lease, Reason.RELEASE)
 
 
-def end(state: State, member: Member) -> int:
+def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
     """A member goes before it has acked: the plan is void for all. Returns the rows that are ready
     again."""
     plan = member.plan
@@ -168,7 +169,7 @@ def end(state: State, member: Member) -> int:
         "(its process ended, or released the plan), and all rows are back. Leave the loop on every "
         "rank and call part.plan(…) again",
     )
-    return finishes.give_back(state, plan.lease)
+    return finishes.give_back(state, plan.lease, reason)
 
 
 def laid(lease: Lease, shape: Shape) -> Laid:

@@ -31,15 +31,16 @@ from dataplane.metadata.shard.blocks import (
 from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import State
+from dataplane.metadata.shard.state import State, Written
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
+from dataplane.wire.events import Kind
 from dataplane.wire.messages import Put, PutDone
-from dataplane.wire.tables import Name, Scalar
+from dataplane.wire.tables import Name, Scalar, volume
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
@@ -143,6 +144,7 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
     rows = plan.rows
     if not rows.count:
         return 0
+    _note_put(state, rows, op)
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
@@ -159,21 +161,43 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
             state.set_tags(part.block, part.rows, tags)
         if part.block.group:  # it may be in a group that the message leaves out
             touched[part.block.group] = state.groups[part.block.group]
-    closed = state.written([*blocks, *known], touched.values())
+    by = Written(values.fields, op.holder)
+    closed = state.written([*blocks, *known], touched.values(), by)
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
     return closed
 
 
-def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:
-    """Write values that `check_added` let through; those that are there stay, and are counted."""
+def _note_put(state: State, rows: RowsIn, op: Put) -> None:
+    """Once for each group of the message. Bytes of the message are counted evenly by row."""
+    if state.note is None:
+        return
+    nbytes = volume(op.columns)
+    each: Mapping[int, int] = {-1: rows.count}
+    if rows.group is not None and rows.group_keys:
+        each = {0: rows.count} if rows.whole else Counter(rows.group)
+    for at, many in each.items():
+        name: Name = ""
+        if at >= 0:
+            names = rows.group_names
+            name = format_minted(rows.group_keys[at]) if names is None else names[at]
+        part = nbytes * many // rows.count
+        state.happened(Kind.PUT, group=name, rows=many, nbytes=part, worker=op.holder)
+
+
+def add_fields(
+    state: State, stage: Stage, parts: Sequence[tuple[Part, Values]], holder: int = 0
+) -> dict[str, int]:
+    """Write values that `check_added` let through; those that are there stay, and are counted.
+    holder: of the lease."""
     kept: dict[str, int] = {}
     for part, values in parts:
         for name, stayed in state.merge(part.block, part.rows, values, keep=True).items():
             kept[name] = kept.get(name, 0) + stayed
         note_added(part.block, stage.name, part, values)
     blocks = [(part.block, part.bits) for part, _ in parts]
-    state.written([block for block, _ in blocks], state.groups_of(blocks))
+    by = Written(parts[0][1].fields, holder, stage.name)
+    state.written([block for block, _ in blocks], state.groups_of(blocks), by)
     return kept
 
 

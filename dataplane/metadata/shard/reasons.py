@@ -52,6 +52,7 @@ class Facts:
     waiting_puts: puts that wait for room, in an arena or in a shard. before: claims of its kind
     that wait for longer. weightless: for a claim by budget, how many rows have no weight, its tag,
     one of these rows. plan: why a rank waits for its part in a plan, where rows are not the reason.
+    reason: all of that in one word, a `wire.events.Reason`.
     silent: the peer that should know all this, where it does not answer. near_partitions,
     elsewhere: partitions of a similar name in this run, and other runs of this host that have one
     of the same name.
@@ -78,6 +79,7 @@ class Facts:
     before: int = 0
     plan: str = ""
     weightless: list[Any] = field(default_factory=list)
+    reason: str = ""
     lost: int = 0
     silent: str = ""
     near_partitions: Sequence[str] = ()
@@ -87,6 +89,7 @@ class Facts:
     def details(self) -> dict[str, Any]:
         """The same in figures, for a program."""
         return {
+            "reason": self.reason,
             "ready": self.ready,
             "units": self.units,
             "excluded": self.excluded,
@@ -528,19 +531,21 @@ class Notices:
         known.due = now + known.gap_s
         return known.waiting
 
-    def said(self, subject: Subject, why: str) -> None:
-        """What the wait was found to be for."""
+    def said(self, subject: Subject, why: str, reason: str = "") -> None:
+        """What the wait was found to be for, in a sentence and in one word."""
         if subject in self._subjects:
             self._subjects[subject].why = why
+            self._subjects[subject].reason = reason
 
     def why(self, subject: Subject) -> str:
         """The last that was found; "" where nothing was looked for yet."""
         return self._subjects[subject].why
 
-    def waits(self, now: float) -> list[tuple[Subject, int, float, str]]:
-        """Every subject with how many wait, for how long somebody has, and why, where that was
-        looked for."""
-        return [(s, one.waiting, now - one.since, one.why) for s, one in self._subjects.items()]
+    def waits(self, now: float) -> list[tuple[Subject, int, float, str, str]]:
+        """Every subject with how many wait, for how long somebody has, and why, in a sentence and
+        in one word, where that was looked for."""
+        known = self._subjects.items()
+        return [(s, one.waiting, now - one.since, one.why, one.reason) for s, one in known]
 
     def __len__(self) -> int:
         return len(self._subjects)
@@ -553,3 +558,4 @@ class _Known:
     gap_s: float = FIRST_S
     waiting: int = 0
     why: str = ""
+    reason: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstone
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import test as holding
+from dataplane.wire.events import Kind, Reason, Record
 from dataplane.wire.journal import Leased, Op, Unit
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.records import VALUE, joined
@@ -44,6 +46,20 @@ from dataplane.wire.tables import INLINE, Body, Change, Definition, Name, Owner,
 _MANY_LAYOUTS = 1_024
 _NO_VALUES = Values(0)
 
+Note = Callable[[Record, float | None], None]
+"""Takes a record, and when what it is about began (monotonic), None where it took no time."""
+
+
+class Written(NamedTuple):
+    """Which fields were written, by which client, for which stage ("": by a put)."""
+
+    fields: Sequence[str] = ()
+    worker: int = 0
+    stage: str = ""
+
+
+NOBODY = Written()
+
 
 class State:
     """One partition. `definition`: with stages that were declared later. fields: all that rows have
@@ -51,6 +67,7 @@ class State:
 
     emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
     nothing is recorded. A record says what was decided; what follows from records is not recorded.
+    note: takes a record of each event, for people; it must not raise. None: as at a backup.
     numbers: give one to all stores of a peer.
     """
 
@@ -67,6 +84,7 @@ class State:
         self.generation = generation
         self.numbers = numbers or Numbers()
         self.emit = emit
+        self.note: Note | None = None
         self.index: dict[bytes, Block] = {}
         self.blocks: dict[int, Block] = {}
         """by number, in the order in which they came"""
@@ -105,6 +123,31 @@ class State:
         """It was done."""
         if self.emit is not None:
             self.emit(op)
+
+    def happened(self, kind: Kind, since: float | None = None, **more: Any) -> None:
+        """Note an event of this partition. more: other fields of its record."""
+        if self.note is not None:
+            self.note(
+                Record(kind, 0.0, partition=self.partition, generation=self.generation, **more),
+                since,
+            )
+
+    def happened_to(
+        self,
+        parts: Iterable[tuple[Block, int]],
+        kind: Kind,
+        since: float | None = None,
+        **more: Any,
+    ) -> None:
+        """Note one event of rows for each of their groups, and one for rows without a group."""
+        if self.note is None:
+            return
+        rows: dict[bytes, int] = {}
+        for block, bits in parts:
+            rows[block.group] = rows.get(block.group, 0) + bits.bit_count()
+        for key, many in rows.items():
+            name = self.groups[key].name if key else ""
+            self.happened(kind, since, group=name, rows=many, **more)
 
     def knows(self, change: Change | None) -> bool:
         """Whether the change was carried out, or settled."""
@@ -441,11 +484,24 @@ class State:
         rest = {name: one for name, one in block.progress.items() if name != stage}
         self.change(block, progress=rest | ({stage: left} if left.fields else {}))
 
-    def written(self, blocks: Sequence[Block], groups: Iterable[Group]) -> int:
+    def written(
+        self, blocks: Sequence[Block], groups: Iterable[Group], by: Written = NOBODY
+    ) -> int:
         """Rows were written, in these groups. Returns how many groups closed that count as made.
         What an open group is follows from what was leased and acked of it, and stays."""
-        stages = self.stages.values()
-        ready = [one for one in stages if any([one.complete(block) for block in blocks])]
+        ready = []
+        for one in self.stages.values():
+            if rows := [(block, bits) for block in blocks if (bits := one.complete(block))]:
+                ready.append(one)
+                last = next((field for field in one.fields if field in by.fields), "")
+                self.happened_to(
+                    rows,
+                    Kind.READY,
+                    stage=one.name,
+                    field=last,
+                    worker=by.worker,
+                    by=by.stage,
+                )
         made = 0
         for group in groups:
             if group.is_full:
@@ -597,6 +653,9 @@ class State:
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         stage.claimed_at = now
+        self.happened_to(
+            rows.parts, Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number
+        )
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
             self.emit(Leased(stage.name, unit, number, parts, holder, claim))
@@ -609,6 +668,13 @@ class State:
         for group in self.groups_of(parts):
             stage.move_group(group, SPLIT)
         return Rows(parts)
+
+    def left(self, lease: Lease, parts: Sequence[tuple[Block, int]], reason: Reason) -> None:
+        """Note that rows leave a lease."""
+        of = {"stage": lease.stage.name, "worker": lease.holder, "lease": lease.number}
+        self.happened_to(parts, Kind.LEASE_END, lease.started, reason=reason, **of)
+        if not parts:  # others dropped them
+            self.happened(Kind.LEASE_END, lease.started, reason=reason, **of)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
         """Rows of a lease are ready again, before all others. Returns how many there still are."""

@@ -19,7 +19,6 @@ from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import call_stage
 from dataplane.peer.pull.paths import STAGED, Path, Paths
 from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
 from dataplane.peer.room.admission import PULLER
@@ -187,14 +186,17 @@ class DevicePulls:
         if room is None:
             return np.zeros(len(remote), RANGE)
 
+        began = self.host.now()
+
         async def read(dest: Array) -> npt.NDArray[np.bool_]:
-            copies = copies_of(remote, sizes, dest)
+            nonlocal began
+            began, copies = self.host.now(), copies_of(remote, sizes, dest)
             return (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)
         fresh = await self.pulls.room.write(sizes, room[1], read, ones, Admission.PULL)
         here = fresh["generation"] != 0
-        self.pulls.brought[way].add(call_stage.get(), int(needed[here].sum()))
+        self.pulls.note(source.owner, way, int(needed[here].sum()), began)
         return fresh
 
     def gone(self, owner: Owner) -> None:

@@ -47,6 +47,7 @@ from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import Remote
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Pull, Pulled
@@ -270,6 +271,7 @@ class Pulls:
 
         async def write(dest: Array) -> None:
             async with self._turns[owner.incarnation]:
+                began = self.host.now()
                 reply, at = await self._exchange(owner, remote, sizes), 0
             if reply.gone:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
@@ -279,9 +281,16 @@ class Pulls:
                 view[start : start + size] = reply.data[at : at + size]
                 at += size
 
-        fresh = await self._fill(sizes, write)
-        self.brought[CONTROL].add(call_stage.get(), nbytes)
-        return fresh
+            self.note(owner, CONTROL, nbytes, began)
+
+        return await self._fill(sizes, write)
+
+    def note(self, owner: Owner, way: str, nbytes: int, began: float) -> None:
+        """Bytes of another peer are here, which were asked for then."""
+        stage = call_stage.get()
+        self.brought[way].add(stage, nbytes)
+        record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
+        self.host.events.add(record, began)
 
     async def _exchange(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Pulled:
         """So many bytes of each of these ranges, one behind the other, or which are gone."""
@@ -395,6 +404,7 @@ class Pulls:
         """Which of them have been freed there; the others have arrived."""
         assert self.engine is not None
         way = await self.paths.take(source, source)
+        began = self.host.now()
         try:
             outcome = await self.engine.read(source, copies, self.left_s(), way)
         except (TransferFailed, Unavailable, TransportMissing) as exc:
@@ -406,7 +416,7 @@ class Pulls:
         except DeadlineExceeded as exc:
             self.paths.failed(source.owner, way, exc)
             raise
-        self.brought[way].add(call_stage.get(), outcome.nbytes)
+        self.note(source.owner, way, outcome.nbytes, began)
         return outcome.gone
 
     async def _remote(self, owner: Owner) -> Remote:

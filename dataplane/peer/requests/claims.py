@@ -261,7 +261,7 @@ class Claims:
         try:
             with Telling(self.host, one, subject, lambda: self.room.why(needed_bytes)):
                 left_s = one.left_s(self.host.now())
-                if not await self.room.promised(one.number, needed_bytes, left_s):
+                if not await self.room.promised(one.number, one.session.id, needed_bytes, left_s):
                     why, details = self.room.why(needed_bytes)
                     raise ClaimTimeout(f"{one} timed out: {why}", **details)
         finally:

@@ -251,7 +251,7 @@ class Finishing:
         """The session ended: its rows go back to their stages, as they were claimed."""
         for number in list(session.leases):
             if (lease := self.leases.leave(session, number)) is not None:
-                self._tell(lease, "release").add_done_callback(partial(self._given_back, lease))
+                self._tell(lease, "abandon").add_done_callback(partial(self._given_back, lease))
 
     def _given_back(self, lease: Lease, told: asyncio.Task[bool]) -> None:
         if not told.cancelled() and told.exception() is None and told.result():
@@ -285,7 +285,9 @@ class Finishing:
         if lease is not None:
             self._tell(lease, "release" if heard or not lease.plan else "leave")
 
-    def _tell(self, lease: Lease, outcome: Literal["release", "leave"]) -> asyncio.Task[bool]:
+    def _tell(
+        self, lease: Lease, outcome: Literal["release", "leave", "abandon"]
+    ) -> asyncio.Task[bool]:
         of = lease.partition, lease.generation
         told = self.router.tell(Finish(lease.number, outcome, partition=of[0], generation=of[1]))
         if lease.plan:
@@ -304,7 +306,7 @@ def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
     """What a client asked for, as its shard is told."""
     return Finish(
         lease.number,
-        "release" if body.outcome == "abandon" else body.outcome,
+        body.outcome,
         body.index,
         committed.columns,
         body.specs,

@@ -67,7 +67,8 @@ class Waits:
             nonlocal told, told_at
             if isinstance(said, ClaimTimeout | Unavailable):
                 told, told_at = said, self.host.now()
-                self.host.notices.said(subject, why()[0])
+                sentence, details = why()
+                self.host.notices.said(subject, sentence, details.get("reason", ""))
                 if strangers := _producers(said):
                     self.router.mesh.spawn(self.directory.learn(strangers))
 

@@ -23,10 +23,11 @@ from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.references import Array, far_owners, pulled
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Entry, Host, call_stage
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
 from dataplane.peer.tasks import within
+from dataplane.wire.events import Kind, Reason, Record
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Table
 
@@ -34,6 +35,12 @@ _DOING = {
     Admission.OPEN: "a put of new rows",
     Admission.CONTINUE: "a put or add to groups that have begun",
     Admission.PULL: "a pull from other hosts or from the spill file",
+}
+
+REASONS = {
+    Admission.OPEN: Reason.OPEN,
+    Admission.CONTINUE: Reason.CONTINUE,
+    Admission.PULL: Reason.PULL,
 }
 
 PULLER = 0
@@ -47,6 +54,7 @@ class Waiter:
     admission: Admission
     units: Units
     granted: asyncio.Future[tuple[int, Array]]
+    since: float
 
 
 class Room:
@@ -109,13 +117,14 @@ class Room:
             return granted
         if line:
             space.check_units(admission, units)
-        waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
+        granted_later = asyncio.get_running_loop().create_future()
+        waiter = Waiter(holder, admission, units, granted_later, self._host.now())
         line.append(waiter)
 
         def look() -> Why:
-            return self._full(waiter, "").message, {}
+            return self._full(waiter, "").message, {"reason": REASONS[admission]}
 
-        began = self._host.now()
+        began, by = self._host.now(), self._most_by()
         self.waited[admission] += 1
         self._waits()
         try:
@@ -134,6 +143,7 @@ class Room:
             raise
         finally:
             self.waited_s[admission] += self._host.now() - began
+            self._waited(REASONS[admission], holder, began, by)
             if waiter in line:
                 line.remove(waiter)
                 self.pump()
@@ -262,6 +272,47 @@ class Room:
             held["pinned_bytes"] += pinned
         return sorted(by_who.values(), key=lambda one: -one["granted_bytes"] - one["pinned_bytes"])
 
+    def _waited(self, reason: Reason, holder: int, began: float, by: str, stage: str = "") -> None:
+        record = Record(Kind.ROOM_WAIT, reason=reason, stage=stage, worker=holder, by=by)
+        self._host.events.waited(record, began)
+
+    def going_on(self) -> list[Record]:
+        """Of each call that waits for room here, since when, as of the end of a wait."""
+        now, by, found = self._host.now(), self._most_by() if len(self) else "", list[Record]()
+        for line in self._by_rank:
+            for one in line:
+                record = Record(
+                    Kind.ROOM_WAIT, now, REASONS[one.admission], worker=one.holder, by=by
+                )
+                record.seconds = max(0.0, now - one.since)
+                found.append(record)
+        return found
+
+    def _most_by(self) -> str:
+        """Who holds most of this arena: a client, by what it has reserved or in view, or a
+        partition, by its rows, with who keeps them from being freed."""
+        holders = self._holders()
+        if holders:
+            most = holders[0]
+            if (
+                most["granted_bytes"] + most["pinned_bytes"]
+                > self.space.figures()["used_bytes"] // 2
+            ):
+                return f"{most['holder']}, with what it has reserved or in view"
+        entries = self._host.entries.values()
+        entry = max(entries, key=lambda one: len(one.store), default=None)
+        if entry is None or not len(entry.store):
+            return "rows of partitions that other peers keep" if len(self._host.lent) else ""
+        now, name = self._host.now(), f"rows of partition {entry.name!r}"
+        if entry.store.definition.free == "drop":
+            return f"{name}, which stay until they are dropped"
+        if idle := inspection.idle(entry.store, now):
+            return f"{name}, which stage {idle[0][0]!r} has not claimed"
+        if leases := inspection.holders(entry.store, now):
+            holder, stage, *_ = max(leases, key=lambda one: one[2])
+            return f"{name}, leased by {self._host.who(holder)} for stage {stage!r}"
+        return name
+
     def _kept(self, entry: Entry, now: float) -> reasons.Kept:
         store = entry.store
         held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
@@ -308,16 +359,18 @@ class Room:
             if not turn.done() and self.promise(claim, nbytes):
                 turn.set_result(None)
 
-    async def promised(self, claim: int, nbytes: int, timeout_s: float | None) -> bool:
+    async def promised(self, claim: int, holder: int, nbytes: int, timeout_s: float | None) -> bool:
         """Until it is; False when the time is up. To be given `back` either way."""
         turn = asyncio.get_running_loop().create_future()
         self._claims[claim] = nbytes, turn
+        began, by = self._host.now(), self._most_by()
         self._waits()
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.done()
         finally:
             del self._claims[claim]
+            self._waited(Reason.PULL, holder, began, by, call_stage.get())
 
     def why(self, needed_bytes: int) -> Why:
         """What a claim waits for that waits for room, and the figures."""
@@ -328,7 +381,12 @@ class Room:
             f"for {sized(may)} of them now ({sized(pinned)} are in view or being read, "
             f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): delete "
             "batches and arrays that you no longer read",
-            {"needed_bytes": needed_bytes, "credit_bytes": may, "pinned_bytes": pinned},
+            {
+                "reason": Reason.PULL,
+                "needed_bytes": needed_bytes,
+                "credit_bytes": may,
+                "pinned_bytes": pinned,
+            },
         )
 
     def needed(self, table: Table) -> int:

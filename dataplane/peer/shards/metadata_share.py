@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from dataplane.errors import BackPressure, ShardFull, sized
 from dataplane.peer.host import Host, call_deadline
 from dataplane.peer.sessions import Session
+from dataplane.wire.events import Kind, Reason, Record
 
 WITH_VALUES, IN_ALL = 20, 5
 """One part in so many of the arena's size: up to where small values are taken, and new rows. A
@@ -98,14 +99,26 @@ class MetadataShare:
         """What a shard answers to new rows, tried again while it has no room for them, or for their
         second copies. BackPressure where the call ends before, or nobody is left who could make
         room; and at once for small values, which their writer keeps."""
+        began = self._host.now()
         for tries in itertools.count(1):
             try:
-                return await attempt()
+                done = await attempt()
+                if tries > 1:
+                    self._waited(session, began)
+                return done
             except BackPressure as full:
                 if full.details.get("values"):
                     raise
-                await self._pause(session, full, tries)
+                try:
+                    await self._pause(session, full, tries)
+                except BackPressure:
+                    self._waited(session, began)
+                    raise
         raise AssertionError("it counts for ever")
+
+    def _waited(self, session: Session, began: float) -> None:
+        record = Record(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
+        self._host.events.waited(record, began)
 
     async def _pause(self, session: Session, full: BackPressure, tries: int) -> None:
         """Before they are tried again, so many times up to now."""

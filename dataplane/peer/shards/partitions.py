@@ -208,6 +208,7 @@ class Partitions:
     def serve(self, store: Store) -> Entry:
         """From now on this peer has its shard."""
         self.heard(store.partition, store.generation)
+        store.note = self.host.events.add
         entry = self.host.entries[store.partition] = Entry(store)
         return entry
 

@@ -38,6 +38,7 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
 from dataplane.peer.tasks import in_time
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import (
     Admit,
     Admitted,
@@ -185,6 +186,8 @@ class WaitingCalls:
             why = late()
             self._end(stage, body.number)
             raise why
+        if isinstance(stage.queue, ClaimQueue):
+            stage.queue.note_reason(body.number)
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
         in_time(answer, self.host.now() + waits_s(body.timeout_ms), late)
@@ -237,6 +240,8 @@ class WaitingCalls:
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
+        if (call := stage.queue.get(number)) is not None:
+            self._waited(stage, call)
         stage.queue.withdraw(number)
         self._answer(number, again(why) if why else StaleEpoch("the call was cancelled"))
 
@@ -301,6 +306,7 @@ class WaitingCalls:
         try:
             for claim, told in stage.queue.serve(now, keep):
                 self._remember(claim.number)
+                self._waited(stage, claim)
                 if claim.number == number:
                     mine = told
                 else:
@@ -308,6 +314,22 @@ class WaitingCalls:
         except Exception:
             self._failed(stage)
         return mine
+
+    def _waited(self, stage: _Stage, call: WaitingClaim | WaitingAdmit) -> None:
+        self.host.events.waited(_record(stage, call), call.since)
+
+    def going_on(self) -> list[Record]:
+        """Of each call that waits here, since when and for what, as of the end of a wait."""
+        found = []
+        for stage in self._stages.values():
+            for call in stage.queue:
+                if isinstance(stage.queue, ClaimQueue):
+                    stage.queue.note_reason(call.number)
+                record = _record(stage, call)
+                record.at = self.host.now()
+                record.seconds = max(0.0, record.at - call.since)
+                found.append(record)
+        return found
 
     def _failed(self, stage: _Stage) -> None:
         """Serving the calls that wait failed, which the command before that has no part in: serve
@@ -374,6 +396,8 @@ class WaitingCalls:
             stage.looked[key] = until, missing
         before = stage.queue.before(claim), stage.queue.waits_for(claim, now)
         told = missing | {"before": before[0], "plan": before[1]}
+        if claim in stage.queue:
+            told["reason"] = str(stage.queue.reason(claim))
         told["waiting_puts"] = self.producers()
         return ClaimTimeout(f"stage {stage.queue.stage!r} does not have that many yet", **told)
 
@@ -400,7 +424,7 @@ class WaitingCalls:
         leases = [(self.host.who(holder), of, rows, age) for holder, of, rows, age in held]
         idle = [] if slow else inspection.idle(store, now)
         why = reasons.of_admission(told, one.asked.count, who, me, slow, idle, leases)
-        return ClaimTimeout(why, **told)
+        return ClaimTimeout(why, **told, reason=str(one.reason))
 
     # whoever waits must go
 
@@ -443,6 +467,12 @@ class WaitingCalls:
                 self.host.lost_rows += lost
             self.settle(entry)
             self.changed(entry, set(entry.store.stages))
+
+
+def _record(stage: _Stage, call: WaitingClaim | WaitingAdmit) -> Record:
+    (partition, generation, name), reason = stage.key, call.reason
+    kind = Kind.ADMIT_WAIT if name is ADMISSION else Kind.CLAIM_WAIT
+    return Record(kind, 0.0, reason, partition, generation, name or "", worker=call.holder)
 
 
 def _give(answer: Answer, outcome: Body | DataplaneError) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dataplane.launch import runs
 from dataplane.launch.settings import LINGER_S
 from dataplane.memory.arena import Arena
+from dataplane.wire.events import Kind, Record
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+STALL_S = 0.25
+"""A peer that wakes up so late had no processor time, or was stopped."""
 PREFAULT_AHEAD_BYTES = 256 << 20
 ARRIVAL_S = 5.0
 """Whoever started this peer has so long to come, however short it is to linger."""
@@ -47,8 +50,12 @@ class Janitor:
         peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
         self._began = True
         faulting: asyncio.Future[None] | None = None
+        due = self.host.now() + TICK_S
         while not stop.is_set():
             now = self.host.now()
+            if now - due > STALL_S:
+                self.host.events.add(Record(Kind.STALL), due)
+            due = now + TICK_S
             self.expired_leases += peer.finishing.expire(now)
             if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):
                 peer.share.end_in_vain()

@@ -80,6 +80,8 @@ GROUPS = {
         "stage_acked_rows_total{stage}": "Rows acked by clients of this host.",
         "call_failures_total{error}": "Calls that ended in an error.",
         "waiting_claims": "Claims waiting for rows.",
+        "waits_total{kind,reason}": "Waits of a millisecond or more that have ended.",
+        "wait_seconds_total{kind,reason}": "Seconds that those waits took.",
     },
     "peer": {
         "info{plane,peer,address,version}": "Identity of the peer; always 1.",
@@ -342,6 +344,8 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "admission_lag": max((store.permits.lag(store) for store in stores), default=0),
         "lost_rows_total": peer.host.lost_rows,
         "waiting_claims": peer.claims.waiting,
+        "waits_total": {kind: many for kind, (many, _) in peer.host.events.waits.items()},
+        "wait_seconds_total": {kind: took for kind, (_, took) in peer.host.events.waits.items()},
         "starved_claims": peer.room.starved,
         "second_copies": sum(len(e.copies) for e in entries if e.copies is not None),
     }

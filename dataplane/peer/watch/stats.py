@@ -197,9 +197,10 @@ class Reporting:
                 "calls": calls,
                 "for_s": round(for_s, 1),
                 "why": seen_by_others(why),
+                "reason": reason,
                 "peer": self.host.name,
             }
-            for subject, calls, for_s, why in self.host.notices.waits(self.host.now())
+            for subject, calls, for_s, why, reason in self.host.notices.waits(self.host.now())
         ]
 
     def _holders(self) -> list[dict[str, Any]]:

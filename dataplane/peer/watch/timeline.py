@@ -1,0 +1,132 @@
+"""What happened at this peer, and at the others for a client of this host, with the offset of their
+clocks.
+
+A client asks the peer of its host for one peer's records after another, page by page, so no answer
+is larger than a page. An offset comes from the quickest of a few exchanges with that peer: it is
+wrong by half of the round trip at most.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from dataplane.errors import InvalidCall
+from dataplane.peer.host import Caller
+from dataplane.peer.sessions import Session
+from dataplane.wire.events import MAX_RECORDS_PER_MESSAGE, Events, EventsDone, Kind, Record
+from dataplane.wire.messages import Request
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
+
+EXCHANGES = 4
+"""How often a peer's clock is asked for before its records are."""
+FRESH_S = 60.0
+"""An offset that is older is measured again."""
+ASK_S = 2.0
+DRIFT = 1e-4
+"""By how much two clocks may differ in pace."""
+MAX_GOING_ON = 1_024
+"""Waits and leases that are told at once, those that last longest."""
+
+
+class _Clock(NamedTuple):
+    """Of another peer: by how much it was ahead when it was last asked, give or take."""
+
+    offset: float
+    uncertain: float
+    asked: float
+
+    def uncertain_at(self, now: float) -> float:
+        return self.uncertain + DRIFT * (now - self.asked)
+
+
+class Timeline:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.host, self.mesh = peer, peer.host, peer.mesh
+        self._clocks: dict[str, tuple[int, _Clock]] = {}
+        """by address, with the incarnation"""
+
+    async def events(self, session: Session, request: Request, body: Events) -> EventsDone:
+        """A page of one peer's records. InvalidCall for a stranger, Unavailable."""
+        address = body.address or self.host.address
+        if address == self.host.address:
+            return self.events_here(self.host.caller(), body)
+        if address not in self.host.roster.members:
+            raise InvalidCall(f"no peer of this plane has the address {address!r}")
+        known = self._clocks.get(address)
+        if known is None or self.host.now() - known[1].asked > FRESH_S:
+            for _ in range(EXCHANGES):
+                await self._asked(address, Events(limit=0))
+        since = body.since
+        if since > 0 and address in self._clocks:
+            _, clock = self._clocks[address]
+            since += clock.offset - clock.uncertain_at(self.host.now())
+        return await self._asked(address, Events(since=since, after=body.after, limit=body.limit))
+
+    async def _asked(self, address: str, body: Events) -> EventsDone:
+        asked = self.host.now()
+        done: EventsDone = await self.mesh.call(address, body, timeout_s=ASK_S)
+        now = self.host.now()
+        clock = _Clock(done.now - (asked + now) / 2, (now - asked) / 2, now)
+        incarnation, known = self._clocks.get(address, (0, clock))
+        if incarnation != done.incarnation or clock.uncertain <= known.uncertain_at(now):
+            known = clock
+        members = self.host.roster.members
+        self._clocks = {at: one for at, one in self._clocks.items() if at in members}
+        self._clocks[address] = done.incarnation, known
+        done.offset, done.uncertain = known.offset, known.uncertain_at(now)
+        return done
+
+    def events_here(self, caller: Caller, body: Events) -> EventsDone:
+        """A page of this peer's own records."""
+        host, ring = self.host, self.host.events
+        limit = min(max(0, body.limit), MAX_RECORDS_PER_MESSAGE)
+        first, records = ring.after(body.after, body.since, limit)
+        is_all = limit > 0 and first + len(records) > ring.last
+        going_on = self._going_on() if is_all else []
+        workers = {one.worker for one in (*records, *going_on)} - {0}
+        named = {worker: name for worker in workers if (name := self._name(worker))}
+        return EventsDone(
+            host.address,
+            self.peer.sessions.where,
+            host.incarnation,
+            host.now(),
+            ring.kept,
+            first,
+            ring.last,
+            records,
+            going_on,
+            named,
+            list(host.roster.members),
+        )
+
+    def _name(self, worker: int) -> str:
+        """What people call a client, as far as that is known here."""
+        if label := self.host.labels.get(worker):
+            return label
+        known = self.peer.sessions.identify(worker)
+        return known[0] if known is not None else ""
+
+    def _going_on(self) -> list[Record]:
+        """Waits and leases that have not ended, with `seconds` so far."""
+        found = self.peer.calls.going_on() + self.peer.room.going_on()
+        for entry in self.host.entries.values():
+            now = self.host.now()
+            found += [
+                Record(
+                    Kind.LEASE_BEGIN,
+                    now,
+                    partition=entry.name,
+                    generation=entry.generation,
+                    stage=one.stage.name,
+                    rows=one.many_left,
+                    seconds=max(0.0, now - one.started),
+                    worker=one.holder,
+                    lease=one.number,
+                )
+                for one in islice(entry.store.leases, MAX_GOING_ON)
+            ]
+        found.sort(key=lambda one: -one.seconds)
+        return found[:MAX_GOING_ON]

@@ -1,0 +1,132 @@
+"""The records of several peers as one list of events, on the clock of the peer that was asked.
+
+Records come from other processes, so what decides about order or length is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from dataplane.errors import ProtocolError
+from dataplane.wire.events import EventsDone, Kind, Reason, Record
+from dataplane.wire.tables import Name, Owner
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened in a plane. `kind` says what, and which of the other fields it has:
+    see `Kind`.
+
+    - `at`: seconds, when it happened or ended, on the monotonic clock of the asking client's host:
+      compare it with `time.monotonic()` there. `uncertain`: how far `at` may be off beside events
+      of other peers.
+    - `peer`: where it was noted. `number`: its place in that peer's ring; 0 for what is going on.
+    - `seconds`: how long it took, or has taken so far if it is `going_on`.
+    - `worker`: the process that did it or waited, "" if unknown. `host`: its peer.
+    """
+
+    kind: Kind
+    at: float
+    peer: str = ""
+    number: int = 0
+    uncertain: float = 0.0
+    going_on: bool = False
+    reason: Reason = Reason.NONE
+    partition: str = ""
+    generation: int = 0
+    stage: str = ""
+    group: Name = ""
+    rows: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    worker: str = ""
+    host: str = ""
+    lease: int = 0
+    field: str = ""
+    by: str = ""
+    transport: str = ""
+    version: int = 0
+
+    @property
+    def began(self) -> float:
+        """When it began, on the same clock as `at`."""
+        return self.at - self.seconds
+
+
+def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Event]:
+    """All events of these pages, the earliest first. silent: addresses of peers that did not
+    answer. What is missing is an event of its own, `Kind.MISSING`. ProtocolError."""
+    names = _names(pages)
+    workers = {worker: name for page in pages for worker, name in page.workers.items()}
+    hosts = _hosts(pages, names)
+    events, begun = list[Event](), set[str]()
+    for page in pages:
+        _check(page)
+        name = names[page.address]
+        if page.address not in begun and page.first == page.kept > 1 and page.records:
+            at = page.records[0].at - page.offset
+            lost = page.kept - 1
+            reason = Reason.OVERWRITTEN
+            events.append(Event(Kind.MISSING, at, name, reason=reason, rows=lost))
+        begun.add(page.address)
+        for number, record in enumerate(page.records, page.first):
+            events.append(_event(record, page, names, workers, hosts, number))
+        for record in page.going_on:
+            events.append(_event(record, page, names, workers, hosts, 0))
+    latest = max([event.at for event in events], default=0.0)
+    for address in silent:
+        name = names.get(address, address)
+        events.append(Event(Kind.MISSING, latest, name, reason=Reason.SILENT))
+    return sorted(events, key=lambda event: event.at)
+
+
+def _names(pages: Sequence[EventsDone]) -> dict[str, str]:
+    """What each peer is called, by address: embedded peers of one host have one name."""
+    names = {page.address: page.name for page in pages}
+    many = Counter(names.values())
+    return {a: name if many[name] == 1 else f"{name} at {a}" for a, name in names.items()}
+
+
+def _hosts(pages: Sequence[EventsDone], names: Mapping[str, str]) -> dict[int, str]:
+    """The peer of each client that a record names, as its session's number says."""
+    peers = {Owner(page.address, page.incarnation): names[page.address] for page in pages}
+    workers = {one.worker for page in pages for one in (*page.records, *page.going_on)} - {0}
+    return {w: name for w in workers for peer, name in peers.items() if peer.has_session(w)}
+
+
+def _event(
+    record: Record,
+    page: EventsDone,
+    names: Mapping[str, str],
+    workers: Mapping[int, str],
+    hosts: Mapping[int, str],
+    number: int,
+) -> Event:
+    more = {name: getattr(record, name) for name in _SAME}
+    return Event(
+        at=record.at - page.offset,
+        peer=names[page.address],
+        number=number,
+        uncertain=page.uncertain,
+        going_on=not number,
+        worker=workers.get(record.worker, ""),
+        by=names.get(record.by, record.by) if record.by else "",
+        host=hosts.get(record.worker, ""),
+        **more,
+    )
+
+
+_SAME = tuple(name for name in Record.__struct_fields__ if name not in ("at", "worker", "by"))
+
+
+def _check(page: EventsDone) -> None:
+    clocks = [page.now, page.offset, page.uncertain]
+    clocks += [time for one in (*page.records, *page.going_on) for time in (one.at, one.seconds)]
+    counted = 0 < page.kept <= page.first and page.first + len(page.records) <= page.last + 1
+    if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
+        raise ProtocolError(
+            f"peer {page.name!r} sent events that make no sense: update dataplane there"
+        )

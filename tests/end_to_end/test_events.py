@@ -1,0 +1,165 @@
+"""What happened in a plane, as a client is told it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import dataplane
+from dataplane.timeline.merge import Event
+from dataplane.timeline.why import Cause, explain
+from tests.end_to_end.conftest import Cluster, until
+
+
+def of(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def test_a_group_is_followed_from_its_put_to_the_last_ack_across_hosts(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        stages = {"reward": ["x"], "train": ["x", "reward"]}
+        part = here.partition("p", stages=stages, group_size=2, groups=1)
+        far = there.partition("p")
+        trained: list[int] = []
+
+        def train() -> None:
+            with far.claim("train", groups=1) as batch:
+                trained.append(len(batch["x"]))
+                batch.ack()
+
+        thread = threading.Thread(target=train)
+        began = time.monotonic()
+        thread.start()
+        until(lambda: there.stats()["waiting_claims"] == 1, "the trainer waits")
+        part.put({"x": [np.zeros(2_000)] * 2}, group="g")
+        with part.claim("reward", groups=1) as batch:
+            batch.add(reward=[0.5, 1.0])
+            batch.ack()
+        thread.join()
+        ended = time.monotonic()
+        for plane in (here, there):  # each on its own clock, which is the same clock here
+            events = plane.events()
+            told = [(e.kind, e.stage) for e in events if e.group == "g"]
+            assert told == [
+                ("put", ""),
+                ("ready", "reward"),
+                ("lease_begin", "reward"),
+                ("ready", "train"),
+                ("lease_end", "reward"),
+                ("lease_begin", "train"),
+                ("lease_end", "train"),
+            ]
+            (waited,) = [e for e in of(events, "claim_wait") if e.stage == "train"]
+            assert (waited.reason, waited.host) == ("no_rows", "b")
+            (pull,) = of(events, "pull")
+            assert (pull.peer, pull.by, pull.stage) == ("b", "a", "train")
+            assert pull.nbytes >= 32_000
+            slack = 1e-6 + max(event.uncertain for event in events)
+            assert all(began - slack <= e.at <= ended + slack for e in events if e.group == "g")
+            assert not of(events, "missing")
+        later = here.events(since=ended + 1e-3)
+        assert not [event for event in later if event.group == "g"]
+
+
+def test_a_wait_and_a_lease_that_go_on_are_told_with_how_long_they_do() -> None:
+    with dataplane.connect() as plane:
+        part = plane.partition("p", stages={"train": ["x"]})
+        part.put({"x": [1, 2]})
+        batch = part.claim("train", rows=2)
+        stop = threading.Event()
+
+        def wait() -> None:
+            while not stop.is_set():
+                try:
+                    part.claim("train", rows=1, timeout=0.2).release()
+                except dataplane.ClaimTimeout as late:
+                    assert late.details["reason"] == "no_rows"
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            going_on: list[Event] = []
+
+            def both() -> bool:
+                going_on[:] = [event for event in plane.events() if event.going_on]
+                return len(going_on) == 2
+
+            until(both, "both are told")
+            lease, wait_now = sorted(going_on, key=lambda event: -event.seconds)
+            assert (lease.kind, lease.rows) == ("lease_begin", 2)
+            assert (wait_now.kind, wait_now.reason) == ("claim_wait", "no_rows")
+        finally:
+            stop.set()
+            thread.join()
+            batch.ack()
+
+
+def test_why_names_a_reward_host_that_is_slow(cluster: Cluster) -> None:
+    """Of three hosts, one takes ten times as long for a group."""
+    cluster.start("a", "b", "c")
+    with contextlib.ExitStack() as stack:
+        planes = [stack.enter_context(cluster.connect(name)) for name in "abc"]
+        stages = {"reward": ["x"], "train": ["x", "reward"]}
+        planes[0].partition("step-1", stages=stages, group_size=2, groups=9)
+
+        def reward(plane: dataplane.Plane, took_s: float) -> None:
+            for batch in plane.partition("step-1").stream("reward", groups=1):
+                time.sleep(took_s)
+                batch.add(reward=[1.0, 2.0])
+
+        def train() -> None:
+            for _ in planes[0].partition("step-1").stream("train", groups=9):
+                pass
+
+        rewards = zip(planes, (0.1, 0.1, 1.0), strict=True)
+        works: list[tuple[Any, ...]] = [(train,), *((reward, *one) for one in rewards)]
+        threads = [threading.Thread(target=work, args=given) for work, *given in works]
+        for thread in threads:
+            thread.start()
+        part = planes[0].partition("step-1")
+        for group in range(9):
+            part.put({"x": [1, 2]}, group=group)
+        for thread in threads:
+            thread.join()
+        found = explain(planes[1].events(), "step-1")
+        assert found.cause is Cause.SLOW_WORKER, found.sentence
+        assert "lacked `reward`: reward on host c ran at 0." in found.sentence
+        assert found.finished
+
+
+def test_why_names_a_lease_that_is_never_acked() -> None:
+    with dataplane.connect() as plane:
+        stages = {"reward": ["x"], "train": ["x", "reward"]}
+        part = plane.partition("step-1", stages=stages, group_size=2, groups=4)
+        for group in range(4):
+            part.put({"x": [1, 2]}, group=group)
+        thread = threading.Thread(target=lambda: part.claim("train", groups=4).ack())
+        thread.start()
+        for _ in range(3):
+            with part.claim("reward", groups=1) as batch:
+                batch.add(reward=[1.0, 2.0])
+                batch.ack()
+        held = part.claim("reward", groups=1)
+        try:
+
+            def named() -> bool:
+                return explain(plane.events(), "step-1").cause is Cause.UNACKED_LEASE
+
+            until(named, "it is named")
+            asked = [sys.executable, "-m", "dataplane", "why", "--run", plane.name]
+            said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            assert said.startswith("step-1 has taken ")
+            assert f"pid {os.getpid()} on host" in said
+            assert "holds 1 group of stage reward" in said
+        finally:
+            held.add(reward=[1.0, 2.0])
+            held.ack()
+            thread.join()

@@ -1,0 +1,99 @@
+"""Why a step was slow: each planted cause is named, and none where nothing is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.timeline.merge import Event
+from dataplane.timeline.why import HEALTHY, Cause, Why, explain, steps
+from dataplane.wire.events import Kind, Reason
+from tests.timeline.steps import STEP, Steps
+
+SEEDS = range(10)
+PLANTED = {
+    "slow reward host": ({"slow_reward": 12.0}, Cause.SLOW_WORKER),
+    "slow rollout host": ({"slow_rollout": 4.0}, Cause.SLOW_WORKER),
+    "too few reward workers": (
+        {"reward_s": 3.0, "generate_s": 0.3, "train_s": 0.1, "batch": 16},
+        Cause.TOO_FEW_WORKERS,
+    ),
+    "slow link": ({"slow_link": 200.0, "pull_s": 0.02}, Cause.SLOW_LINK),
+    "full arena": ({"room_s": 4.0}, Cause.FULL_ARENA),
+    "forgotten lease": ({"forgotten": True}, Cause.UNACKED_LEASE),
+    "no seal": ({"sealed": False, "more": "too_few"}, Cause.NOT_SEALED),
+    "filter": ({"more": "filter"}, Cause.FILTER),
+    "admit": ({"admit_s": 3.0}, Cause.ADMIT),
+    "straggler": ({"straggler": 12.0, "batch": 16}, Cause.STRAGGLER),
+    "starved peer": ({"stall_s": 15.0, "batch": 16}, Cause.STARVED_PEER),
+}
+SOUND = {
+    "bound by generation": {},
+    "bound by the trainer": {"train_s": 5.0},
+    "one batch": {"batch": 16},
+    "reward as slow as rollout": {"reward_s": 0.8},
+    "many reward workers": {"rewarders": 3, "reward_s": 1.0},
+    "two hosts": {"hosts": 2, "groups": 8},
+    "one host": {"hosts": 1, "groups": 8},
+    "many groups": {"groups": 64},
+}
+
+
+def why(seed: int, **how: object) -> Why:
+    return explain(Steps(seed, **how).play(), STEP)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_named(name: str) -> None:
+    how, cause = PLANTED[name]
+    found = [why(seed, **how) for seed in SEEDS]
+    assert [one.cause for one in found] == [cause] * len(SEEDS), found[0].sentence
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_no_cause_is_named_where_nothing_is_wrong(name: str) -> None:
+    for seed in SEEDS:
+        found = why(seed, **SOUND[name])
+        named = {one.cause for one in found.shares if one.seconds >= 0.2 * found.idle_s}
+        assert named <= HEALTHY, found.sentence
+
+
+def test_the_sentence_says_how_long_for_what_and_where() -> None:
+    said = why(0, slow_reward=12.0).sentence
+    assert said.startswith("step-41 took ")
+    assert "train was idle " in said
+    assert " lacked `reward`: reward on host d ran at 0.08 × its peers" in said
+    assert "holds" not in said
+    assert why(0, train_s=5.0).sentence.endswith("so train itself bounds the step")
+
+
+def test_two_causes_at_once_are_both_named() -> None:
+    for seed in SEEDS:
+        found = why(seed, slow_link=200.0, room_s=4.0)
+        causes = {share.cause for share in found.shares[:2]}
+        assert causes == {Cause.SLOW_LINK, Cause.FULL_ARENA}, found.sentence
+
+
+def test_what_is_missing_is_said() -> None:
+    events = Steps().play()
+    gone = Event(Kind.MISSING, events[-1].at, "b", reason=Reason.SILENT)
+    assert "events of b are missing" in explain([*events, gone], STEP).sentence
+
+
+def test_without_evidence_nothing_is_named() -> None:
+    """Of a step of which only the trainer's waits are known."""
+    known = [e for e in Steps().play() if e.stage == "train" and e.kind is not Kind.READY]
+    found = explain(known, STEP)
+    assert found.cause is Cause.UNKNOWN
+    assert "the events do not show" in found.sentence
+
+
+@pytest.mark.parametrize("many", range(0, 80, 7))
+def test_any_beginning_of_a_step_is_explained_somehow(many: int) -> None:
+    for events in (Steps(slow_reward=5.0).play(), Steps(forgotten=True).play()):
+        assert explain(events[:many], STEP).sentence
+        assert explain(events[many:], STEP).sentence
+
+
+def test_steps_are_named_in_the_order_in_which_they_begin() -> None:
+    events = [Event(Kind.PUT, float(n), partition=f"step-{n % 3}") for n in range(6)]
+    assert steps(events) == ["step-0", "step-1", "step-2"]

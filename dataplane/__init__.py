@@ -4,12 +4,13 @@
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 if sys.platform != "linux":
     raise ImportError(
-        f"dataplane runs on Linux, and this is {sys.platform}, whose kernel lacks what it is built "
-        "on (memfd_create, pidfd_open): run it in a container or on a remote host"
+        "dataplane runs only on Linux, because it needs memfd_create and pidfd_open, and this is "
+        f"{sys.platform}: run it in a Linux container or on a remote host"
     )
 
 from dataplane import errors
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
     )
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> _Any:
         """Of the surface, when it is asked for: a peer and its bulk workers load this package too,
         and no client."""
         if name not in __all__:

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_peer(commands: Commands) -> None:
-    peer = commands.add_parser("peer", help="run a peer of this host until it is stopped")
+    peer = commands.add_parser("peer", help="run a peer on this host until it is stopped")
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
         if one.is_switch:
@@ -84,7 +84,7 @@ def _add_peer(commands: Commands) -> None:
 
 def _add_status(commands: Commands) -> None:
     status = commands.add_parser(
-        "status", help="show your runs on this host, their rows and what waits"
+        "status", help="show your runs on this host, their rows, and waiting calls"
     )
     status.add_argument("--peer", metavar="NAME", help="show only this peer")
     status.add_argument("--run", metavar="NAME", help="show only this run")
@@ -106,14 +106,14 @@ def _add_why(commands: Commands) -> None:
 
 def _add_rows(commands: Commands) -> None:
     rows = commands.add_parser("rows", help="list rows of a partition, without their values")
-    rows.add_argument("partition", help="its name; `dataplane status` lists partitions")
+    rows.add_argument("partition", help="name of the partition; `dataplane status` lists them")
     rows.add_argument("--stage", metavar="NAME", help="show the state for this stage only")
     rows.add_argument(
         "--where",
         metavar="TAG=VALUE",
         action="append",
         default=[],
-        help="only rows with this tag; may be repeated",
+        help="show only rows with this tag; may be repeated",
     )
     rows.add_argument(
         "--limit", metavar="N", type=int, default=20, help="how many rows to list (default: 20)"
@@ -123,21 +123,26 @@ def _add_rows(commands: Commands) -> None:
 
 
 def _add_get(commands: Commands) -> None:
-    get = commands.add_parser("get", help="show one row: dtype, shape and start of each field")
-    get.add_argument("partition", help="its name; `dataplane status` lists partitions")
-    get.add_argument("key", help="the row's key; `dataplane rows PARTITION` lists keys")
+    get = commands.add_parser(
+        "get", help="show one row: dtype, shape and first values of each field"
+    )
+    get.add_argument("partition", help="name of the partition; `dataplane status` lists them")
+    get.add_argument("key", help="key of the row; `dataplane rows PARTITION` lists them")
     get.add_argument(
         "--field",
         metavar="NAME",
         action="append",
-        help="only this field; may be repeated (default: all, which copies them to this host)",
+        help=(
+            "show only this field; may be repeated (default: all fields, which copies them to "
+            "this host)"
+        ),
     )
     _add_source(get)
     get.set_defaults(command=_get)
 
 
 def _add_clean(commands: Commands) -> None:
-    clean = commands.add_parser("clean", help="end runs on this host that nobody needs")
+    clean = commands.add_parser("clean", help="end unused runs on this host")
     clean.add_argument("--run", metavar="NAME", help="end only this run")
     clean.add_argument(
         "--force", action="store_true", help="also end runs with unread rows or clients"
@@ -151,7 +156,7 @@ def _add_probe(commands: Commands) -> None:
     probe.add_argument(
         "--require",
         metavar="NAME",
-        help="exit with 1 unless this transport works between all peers",
+        help="exit with status 1 unless this transport works between all peers",
     )
     probe.set_defaults(command=_probe)
 
@@ -163,7 +168,7 @@ def _add_token(commands: Commands) -> None:
 
 def _add_source(command: argparse.ArgumentParser) -> None:
     """Options of commands that ask one peer."""
-    command.add_argument("--peer", metavar="NAME", help="ask this peer of the host")
+    command.add_argument("--peer", metavar="NAME", help="query this peer on the host")
     command.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
     command.add_argument("--json", action="store_true", help=_JSON)
 
@@ -269,7 +274,7 @@ def _one_peer(arguments: argparse.Namespace) -> rundir.LivingPeer:
     found = _found(arguments.run, arguments.peer)
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
-        raise PeerAmbiguous(f"several runs have peers on this host: {names}; choose with --run")
+        raise PeerAmbiguous(f"several runs have peers on this host: {names}; choose one with --run")
     return next(one for one in found[0].peers if arguments.peer in (None, one.name))
 
 
@@ -287,9 +292,9 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
         if not running:
             raise PeerNotFound(
-                f"no run of yours is on this host: {rundir.run_dir()} has none. Start one with "
-                "connect() in a program, or with `dataplane peer`; if that had a "
-                "DATAPLANE_RUN_DIR, set it here too",
+                f"found no run of yours on this host, in {rundir.run_dir()}. Start one with "
+                "connect() in a program, or with `dataplane peer`; if it runs with "
+                "DATAPLANE_RUN_DIR set, set it here too",
                 running=running,
             )
         raise PeerNotFound(
@@ -358,7 +363,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
         some = True
         what = f"run {run.name!r}, {duration(run.age_s)} old: peer {peer.name!r}"
         if needed and not arguments.force:
-            bar.print(f"left {what}, because {needed}; --force ends it")
+            bar.print(f"kept {what}, because {needed}; --force ends it")
         elif ending.end(peer, who):
             bar.print(f"ended {what}{f', though {needed}' if needed else ''}")
         else:
@@ -369,7 +374,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
         named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
         if named and rundir.remove(folder):
             some = True
-            bar.print(f"removed files of run {folder.name!r} in {folder}")
+            bar.print(f"removed the files of run {folder.name!r} in {folder}")
     if not some:
         bar.print("no run to end")
     return code
@@ -398,4 +403,4 @@ def _heading(seen: dict[str, Any]) -> str:
     by = seen["begun_by"]
     who = f"`{by['command']}` (pid {by['pid']})" if by else "a peer that was started by hand"
     unnamed = "" if seen["named"] else " (unnamed)"
-    return f"run {seen['run']}{unnamed}, begun {duration(seen['age_s'])} ago by {who}"
+    return f"run {seen['run']}{unnamed}, started {duration(seen['age_s'])} ago by {who}"

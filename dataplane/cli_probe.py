@@ -60,7 +60,7 @@ def show(report: Report, require: str | None, as_json: bool) -> int:
     else:
         print("\n".join(lines(report)), flush=True)
         for what in missing:
-            print(f"{require} is required and does not work: {what}", flush=True)
+            print(f"required transport {require} does not work: {what}", flush=True)
     return 1 if missing else 0
 
 
@@ -73,17 +73,17 @@ def lines(report: Report) -> Iterator[str]:
         missing = f" ({peer['missing']})" if peer["missing"] else ""
         yield (
             f"peer {peer['peer']} at {peer['address']}: dataplane {peer['version']}, arena "
-            f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, asked for {peer['requested']}, runs "
-            f"{_carrier(peer['runs'], peer)}{missing}"
+            f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, requested transport {peer['requested']}, "
+            f"running {_carrier(peer['runs'], peer)}{missing}"
         )
         if runs := peer["devices"]["runs"]:
-            yield f"  between devices it runs {', '.join(runs)}"
+            yield f"  device transports: {', '.join(runs)}"
         for name, why in peer["devices"]["missing"].items():
-            yield f"  between devices it does not run {name}: {why}"
+            yield f"  device transport {name} is not available: {why}"
         for way in peer["from"]:
             yield from _way(way, peer)
         if not peer["from"]:
-            yield "  it is alone: nothing to try"
+            yield "  this plane has no other peers to test"
 
 
 def _way(way: Report, here: Report) -> Iterator[str]:
@@ -93,20 +93,23 @@ def _way(way: Report, here: Report) -> Iterator[str]:
     yield f"  from {way['peer']}: {_carrier(way['transport'], way)}, because {way['why']}"
     yield from _tried(way["tried"])
     if devices := way["devices"]:
-        yield f"    between devices: {devices['transport']}, because {devices['why']}"
+        yield f"    device values: {devices['transport']}, because {devices['why']}"
         yield from _tried(devices["tried"], "device ")
     if way["version"] != here["version"]:
-        yield f"    versions differ: {way['version']} there, {here['version']} here"
+        yield (
+            f"    versions differ: {way['version']} on {way['peer']}, {here['version']} on "
+            f"{here['peer']}"
+        )
 
 
 def _tried(trials: Report, kind: str = "") -> Iterator[str]:
     for name, tried in trials.items():
         if "error" in tried:
-            yield f"    {kind}{name}: fails: {tried['error']}"
+            yield f"    {kind}{name}: failed: {tried['error']}"
         else:
             yield (
                 f"    {kind}{name}: {tried['GBps']:.2f} GB/s, {tried['latency_us']:.0f} µs, "
-                f"self-test {'passed' if tried['exact'] else 'not passed'}"
+                f"self-test {('passed' if tried['exact'] else 'failed')}"
             )
 
 

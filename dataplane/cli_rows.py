@@ -99,7 +99,7 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
     meant = f"did you mean {', '.join(near)}? " if near else ""
     raise RowsGone(
         f"partition {partition!r} has no row {key!r}: it was never put, or was freed, dropped or "
-        f"lost; {meant}`dataplane rows {partition}` lists rows",
+        f"lost; {meant}`dataplane rows {partition}` lists the rows",
         keys=[key],
     )
 
@@ -154,7 +154,9 @@ def lines(report: Report) -> Iterator[str]:
     )
     shown, told = report["shown"], report["unknown_tags"]
     if not shown:
-        unknown = [f"no row has a tag {a!r} (there is {few(b, _NAMED)})" for a, b in told.items()]
+        unknown = [
+            f"no row has a tag {a!r} (existing tags: {few(b, _NAMED)})" for a, b in told.items()
+        ]
         yield f"  {'; '.join(['no rows match', *unknown])}"
         return
     stages = list(shown[0]["states"])
@@ -170,7 +172,7 @@ def lines(report: Report) -> Iterator[str]:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         yield f"  {'  '.join(cells)}".rstrip()
     if report["more"]:
-        yield f"  the first {len(shown)}; --limit shows more, --where TAG=VALUE fewer"
+        yield f"  first {len(shown)} rows; use --limit to show more, --where TAG=VALUE to filter"
 
 
 def show_row(report: Report, as_json: bool) -> int:

@@ -134,7 +134,7 @@ def _partition(name: str, partition: Stats, seen: Stats) -> Iterator[str]:
     )
     if lost := partition["lost_rows"]:
         one, many = "row was", "rows were"
-        yield f"    ! {counted(lost, one, many)} lost with a peer: part.lost() names them"
+        yield f"    ! {counted(lost, one, many)} lost with a peer: part.lost() lists them"
     if told := partition.get("admission"):
         taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
         yield (

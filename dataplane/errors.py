@@ -30,7 +30,7 @@ no: the call fails again until something else changes; `next_step` says what.
 
 
 class DataplaneError(Exception):
-    """Base class of every error of this package. `details` holds what the message names."""
+    """Base class of every error of this package. `details` has the values in the message."""
 
     next_step: ClassVar[str] = "Read the message."
     retry: ClassVar[Retry] = "no"
@@ -123,7 +123,7 @@ class PeerNameTaken(ConnectError):
 
 
 class AddressInUse(ConnectError):
-    """Another process listens on this address."""
+    """Another process is already listening on this address."""
 
     next_step = "Choose another address, or stop that process."
     retry: ClassVar[Retry] = "no"
@@ -207,7 +207,7 @@ class InvalidCall(DataplaneError, ValueError):
 
 
 class ProtocolError(DataplaneError):
-    """A message is not part of this protocol, or breaks one of its limits."""
+    """A message is not part of this protocol, or exceeds one of its limits."""
 
     next_step = "Install one release everywhere, or report a bug."
 
@@ -295,7 +295,7 @@ class FieldExists(DataplaneError):
 
 
 class InvalidRows(DataplaneError, ValueError):
-    """Lengths, keys, groups or tags of the rows of a call do not fit together."""
+    """The lengths, keys, groups or tags of a call's rows do not match."""
 
     next_step = "Correct the call; nothing was stored."
 
@@ -332,7 +332,7 @@ class GroupClosed(DataplaneError):
 class RowsDropped(DataplaneError):
     """The call names rows or groups that were dropped."""
 
-    next_step = "Leave them out. To use the names again: `reuse=True`."
+    next_step = "Leave them out. To reuse the names: `reuse=True`."
 
 
 class RowsGone(DataplaneError, LookupError):
@@ -344,7 +344,7 @@ class RowsGone(DataplaneError, LookupError):
 class RowsLost(DataplaneError):
     """The only copy of these rows was on a host that died."""
 
-    next_step = "`part.lost()` names them. Put them again, or go on without."
+    next_step = "`part.lost()` lists them. Put them again, or continue without them."
 
 
 class TagConflict(DataplaneError):
@@ -371,9 +371,9 @@ class ClaimTimeout(DataplaneError, TimeoutError):
 
 
 class StreamEnd(DataplaneError):
-    """The partition is sealed, and nothing is left for the stage."""
+    """The partition is sealed, and no rows are left for the stage."""
 
-    next_step = "Leave the loop; nothing is wrong."
+    next_step = "Leave the loop; this is not a failure."
 
 
 class LeaseExpired(DataplaneError):
@@ -383,7 +383,7 @@ class LeaseExpired(DataplaneError):
 
 
 class NotFetched(DataplaneError, LookupError):
-    """The batch or rows do not have this field in memory."""
+    """The field was not fetched with this batch or these rows."""
 
     next_step = "Name it in `fields=`, or call `fetch(…)`."
 
@@ -407,7 +407,7 @@ class ShardFull(BackPressure):
 class SpillFull(BackPressure):
     """The arena and the spill directory are both full."""
 
-    next_step = "Free rows, or make room on the disk."
+    next_step = "Free rows, or free space on the disk."
 
 
 class ValueTooLarge(DataplaneError):
@@ -417,13 +417,13 @@ class ValueTooLarge(DataplaneError):
 
 
 class DeviceMissing(DataplaneError):
-    """A GPU, or software that its memory needs, is not available."""
+    """A GPU, or software that is needed to use its memory, is not available."""
 
     next_step = "Install or enable what the message names."
 
 
 class DeadlineExceeded(DataplaneError, TimeoutError):
-    """The call did not end within its deadline. It may have taken effect."""
+    """The call did not finish within its deadline. It may have taken effect."""
 
     next_step = "Repeat it, perhaps with a longer `timeout=`."
     retry: ClassVar[Retry] = "with keys"

@@ -32,7 +32,7 @@ def text(value: object, what: str) -> str:
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"the name of {what} has at most {MAX_NAME_BYTES} bytes, {value!r:.40}… has more",
+            f"the name of {what} has more than {MAX_NAME_BYTES} bytes: {value!r:.40}…",
             limit=MAX_NAME_BYTES,
         )
     # numpy's own texts are of a class that no encoder takes

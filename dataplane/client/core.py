@@ -91,7 +91,7 @@ class Deadline:
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(
-                f"{doing} did not end within {self.timeout_s} s; give a longer timeout=",
+                f"{doing} did not finish within {self.timeout_s} s; pass a longer timeout=",
                 limit_s=self.timeout_s,
             )
         return left
@@ -111,8 +111,8 @@ def wait_for(body: Body, expected: type[B], timeout_s: float | None) -> Operatio
 def expect(reply: object, expected: type[B], body: Body) -> B:
     if not isinstance(reply, expected):
         raise ProtocolError(
-            f"the peer answered {type(body).__name__} with {type(reply).__name__}, "
-            f"not {expected.__name__}"
+            f"the peer replied to {type(body).__name__} with {type(reply).__name__}, not "
+            f"{expected.__name__}"
         )
     return reply
 
@@ -288,7 +288,7 @@ def wait(
         return
     if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
         raise InvalidCall(
-            "wait takes either a stage and exactly one of rows=, groups=, below=, or key= alone"
+            "wait takes either a stage and exactly one of rows=, groups= and below=, or key= alone"
         )
     if unit not in (None, "rows", "groups"):
         raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
@@ -368,8 +368,8 @@ def stats(handle: Handle | None, timeout: float | None) -> Operation[dict[str, A
     done = yield from ask(body, StatsDone, deadline)
     if handle is not None and done.stats.get("generation") != (yield from handle.attach(deadline)):
         raise PartitionGone(
-            f"partition {handle.name!r} was dropped since this handle was opened; get a new one "
-            f"with plane.partition({handle.name!r}, …)",
+            f"partition {handle.name!r} was dropped after this handle was opened; get a new "
+            f"handle with plane.partition({handle.name!r}, …)",
             partition=handle.name,
         )
     return done.stats

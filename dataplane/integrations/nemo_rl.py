@@ -129,7 +129,7 @@ class DataPlaneClient:
         """The samples of a meta: these fields, else the meta's. ValueError where neither says."""
         fields = select_fields if select_fields is not None else meta.fields
         if fields is None:
-            raise ValueError("no fields to read: pass select_fields, or a meta that has some")
+            raise ValueError("no fields to read: pass select_fields, or a meta with fields")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
@@ -214,7 +214,10 @@ class DataPlaneClient:
         """Go on from a checkpoint, and return its metadata. RuntimeError where this client has
         been used already: what it wrote would be gone."""
         if self._used:
-            raise RuntimeError("load a checkpoint before this client's first other call")
+            raise RuntimeError(
+                "load_checkpoint must come before every other call of this client: create a "
+                "new client, and load the checkpoint first"
+            )
         transfer_queue.load_checkpoint(checkpoint_dir)
         told: dict[str, Any] = json.loads((Path(checkpoint_dir) / "metadata.json").read_text())
         return dict(told["user_metadata"])

@@ -44,7 +44,7 @@ class Queue:
         self, maxsize: int = 0, *, name: str | None = None, run: str | None = None
     ) -> None:
         if maxsize < 0:
-            raise ValueError(f"maxsize={maxsize}: expected 0 for no bound, or a positive number")
+            raise ValueError(f"maxsize={maxsize}: expected 0 for no limit, or a positive number")
         self.maxsize = maxsize
         self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
         self._plane = dataplane.connect(run=run)
@@ -65,7 +65,7 @@ class Queue:
             try:
                 self._part.wait(_GET, below=self.maxsize, timeout=timeout if block else 0)
             except TimeoutError:
-                raise Full(f"{self.maxsize} items wait in {self.name}") from None
+                raise Full(f"queue {self.name} is full: it holds {self.maxsize} items") from None
         self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -74,7 +74,7 @@ class Queue:
         try:
             batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)
         except TimeoutError:
-            raise Empty(f"no item in {self.name}") from None
+            raise Empty(f"queue {self.name} is empty") from None
         with batch:
             return _unpacked(batch[_ITEM][0][_ITEM])
 

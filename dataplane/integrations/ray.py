@@ -205,8 +205,8 @@ class Peers:
         joins = bool(self._setup.seeds)
         if not joins and len(self._attendants) > len(attendants):
             raise InvalidConfig(
-                "this plane was started on one host, where its peer has no address for others: "
-                "stop() it and call start() again now that there are several"
+                "this plane was started on one host, so its peer has no address that other hosts "
+                "can reach: call stop(), then start() again now that there are several hosts"
             )
         if not joins and len(addresses) > 1:
             self._setup = _with_seeds(self._setup, addresses)
@@ -235,8 +235,9 @@ def _answers(calls: list[Any], timeout: float) -> list[Any]:
         raise exc.cause from exc
     except ray.exceptions.RayError as exc:
         raise ConnectError(
-            f"not every Ray node started a peer within {timeout:g} s ({type(exc).__name__}): is "
-            "dataplane installed on all of them, and can they reach each other's addresses?"
+            f"not every Ray node started a peer within {timeout:g} s ({type(exc).__name__}): "
+            "check that dataplane is installed on all nodes, and that they can reach each other's "
+            "addresses"
         ) from exc
 
 
@@ -245,7 +246,7 @@ def _let_go(attendants: list[Any]) -> None:
         told = [one.stop.remote() for one in attendants]
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
-            log.warning("ray: %d nodes did not stop their peers", len(told) - len(done))
+            log.warning("ray: %d nodes failed to stop their peers", len(told) - len(done))
     for attendant in attendants:
         ray.kill(attendant)
 
@@ -339,4 +340,4 @@ def _free_port(host: str, ports: Sequence[int]) -> int:
     for port in ports:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
-    raise AddressInUse(f"none of {len(ports)} ports from {ports[0]} on is free at {host}")
+    raise AddressInUse(f"none of the {len(ports)} ports from {ports[0]} on is free on {host}")

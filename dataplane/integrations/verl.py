@@ -81,8 +81,8 @@ def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
             continue
         if len(shapes := {np.shape(one) for one in column}) > 1:
             raise ValueError(
-                f"rows of field {name!r} have the shapes {sorted(shapes)}: a DataProto is dense; "
-                "pad them before the put, or read the field by `torch(...)`"
+                f"rows of field {name!r} have the shapes {sorted(shapes)}, but a DataProto needs "
+                "equal shapes: pad them before the put, or read the field with `torch(...)`"
             )
         tensors[name] = rows.torch(name)
     meta_info = _joined([unpacked_object(one) for one in _meta_infos(rows)])

@@ -56,9 +56,9 @@ def seeds_of(
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
-                f"{name} had {len(found)} addresses after {duration(wait_s)}, and {setting} "
-                f"expects {count}: check that all hosts run, and no others. On Kubernetes "
-                "the headless Service needs publishNotReadyAddresses: true",
+                f"{name} had {len(found)} addresses after {duration(wait_s)}, but {setting} "
+                f"expects {count}: check that exactly these hosts are running. On Kubernetes the "
+                "headless Service needs publishNotReadyAddresses: true",
                 name=name,
                 found=sorted(found),
                 expected=count,

@@ -92,19 +92,19 @@ class Attached:
         if card is not None:
             peer += f", pid {card.pid}, dataplane {card.version}"
         if self.began:
-            of_its_own = f" of its own (`{self.me.command}`)" if self.run.unnamed else ""
-            said = f"began run {self.run.name!r}{of_its_own}: {peer}"
+            of_its_own = f" (unnamed, for `{self.me.command}`)" if self.run.unnamed else ""
+            said = f"started run {self.run.name!r}{of_its_own}: {peer}"
         else:
             by = f"by `{starter.command}` (pid {starter.pid})" if starter else "by hand"
             age = duration(self.living.age_s)
-            said = f"joined run {self.run.name!r}, begun {by} {age} ago: {peer}"
+            said = f"joined run {self.run.name!r}, started {by} {age} ago: {peer}"
         remarks = self._of_beginning() if self.began else self._of_joining(found)
         if card is not None and card.version != __version__:
             remarks.append(f"this process has dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
             remarks.append(
-                "ray is not initialised yet, so this is a run of its own: connect() after "
-                "ray.init() to be in the run of its job"
+                "ray is not initialised yet, so this process has its own run: call connect() "
+                "after ray.init() to join the run of the Ray job"
             )
         return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
 
@@ -123,7 +123,7 @@ class Attached:
             return [f"{said}. If this process should not use the rows, {fresh}" if fresh else said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if named and starter is not None and not runs.is_of_launch(starter):
-            return [f"another launch began it and has no clients any more. To start over, {fresh}"]
+            return [f"another launch started it and has no clients left. To start over, {fresh}"]
         return []
 
     def _of_beginning(self) -> list[str]:
@@ -135,15 +135,15 @@ class Attached:
             remarks += [_ended(min(left, key=lambda one: one.age_s))] if left else []
         if self.run.over:
             remarks.append(
-                f"DATAPLANE_RUN is {self.run.over!r}, an unnamed run whose processes have ended or "
-                "are on another host; for one run on several hosts set a name of your own"
+                f"DATAPLANE_RUN is {self.run.over!r}, an unnamed run whose processes have ended "
+                "or are on another host; to share one run between hosts, set a run name"
             )
         if self.run.said_by in ("hand", "variable"):
             named = {one.name: one for one in rundir.living_runs(self.living.folder.parent)}
             if near := nearest(self.run.name, named):
                 remarks.append(
                     f"this host also has {_introduced(named[near])}, whose name is similar: if "
-                    f"that run was meant, connect(run={near!r}) joins it"
+                    f"you meant that run, join it with connect(run={near!r})"
                 )
         if self.run.said_by != "launch":
             return remarks
@@ -160,8 +160,8 @@ class Attached:
         if others:
             remarks.append(
                 f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs in "
-                "several terminals, or started by several lines of a script, give them one run "
-                "name with connect(run=…) or DATAPLANE_RUN"
+                "several terminals, or started by separate lines of a script, give them the same "
+                "run name with connect(run=…) or DATAPLANE_RUN"
             )
         return remarks
 
@@ -172,8 +172,9 @@ class Attached:
 
 
 _SHARE = (
-    "no rows are shared with this process. To share them, call connect() in the common parent "
-    "before it starts the processes, or give all one run name, connect(run=…) or DATAPLANE_RUN"
+    "their rows are not shared with this process. To share rows, call connect() in the common "
+    "parent before it starts the processes, or give all of them the same run name with "
+    "connect(run=…) or DATAPLANE_RUN"
 )
 
 
@@ -195,8 +196,8 @@ def _ended(dead: rundir.DeadPeer) -> str:
     card = dead.card
     who = f" of `{card.starter.command}`, which has the same parent," if card.starter else ""
     return (
-        f"an unnamed run{who} ended {duration(dead.age_s)} ago, and {counted(card.rows, 'row')} "
-        "with it: to hand rows from one program to the next, give both one run name, "
+        f"an unnamed run{who} ended {duration(dead.age_s)} ago with {counted(card.rows, 'row')}: "
+        "to pass rows from one program to the next, give both the same run name with "
         "connect(run=…) or DATAPLANE_RUN"
     )
 
@@ -389,9 +390,8 @@ def _choose(
             return next((peer for peer in living.values() if is_embedded(peer.name)), None)
         if name not in living:
             raise PeerNotFound(
-                f"no peer named {name!r} of run {run!r} runs on this host (running: "
-                f"{names}): start it with dataplane peer --name {name} --run {run}, or name "
-                "another",
+                f"run {run!r} has no peer named {name!r} on this host (running: {names}): start "
+                f"it with dataplane peer --name {name} --run {run}, or name another peer",
                 name=name,
                 running=list(living),
             )
@@ -420,9 +420,9 @@ def _start_once(
             if time.monotonic() > deadline:
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
-                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but "
-                    f"its files in {folder} were removed and it does not restore them: it "
-                    "may be stopped. End it, or use another run name",
+                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
+                    f"files in {folder} were removed and it has not restored them: it may be "
+                    "stopped. End it, or use another run name",
                     run=config.run,
                     pid=pid,
                 )
@@ -449,8 +449,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "another process has not finished starting the embedded peer in time; "
-                f"check its log, {log_path(folder)}",
+                "another process is starting the embedded peer and did not finish in time; check "
+                f"the log, {log_path(folder)}",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)
@@ -531,14 +531,14 @@ def _answers_in_time(
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:
             log = log_path(folder, peer.name)
-            what = "ended at once" if ended else "does not answer in time"
+            what = "ended immediately" if ended else "did not answer in time"
             if peer.card is not None and not peer.socket.exists():
                 what = (
-                    f"(pid {peer.card.pid}) lives, but its socket {peer.socket} is missing: end "
-                    "it and start it again"
+                    f"(pid {peer.card.pid}) is alive, but its socket {peer.socket} is missing: "
+                    "end it and start it again"
                 )
             ours = alive is not None or is_embedded(peer.name)
-            hint = f"; its log, {log}, ends: {_tail(log)}" if ours else ""
+            hint = f"; the end of its log, {log}: {_tail(log)}" if ours else ""
             raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
         time.sleep(_POLL_S)
     return True

@@ -68,10 +68,10 @@ class FreshStart:
         several = bool(discovery.find_seeds(run, environ))
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
-                f"fresh=True cannot tell this launch of run {run!r} from the one before on other "
-                "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id that "
-                "all hosts share and that each launch changes; give the new launch another run "
-                "name (DATAPLANE_RUN)"
+                f"fresh=True cannot tell this launch of run {run!r} from the previous one on "
+                "other hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id "
+                "that all hosts share and that changes with each launch; give the new launch "
+                "another run name (DATAPLANE_RUN)"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -84,7 +84,7 @@ class FreshStart:
             raise RunInUse(
                 f"run {run!r} has {counted(len(clients), 'client')}, {shown}: connect(fresh=True) "
                 "does not end a run in use. End them first, give this launch another run name, or "
-                'call connect(fresh="force"), which ends the run and its rows under them',
+                'call connect(fresh="force"), which ends the run and its rows anyway',
                 run=run,
                 clients=[
                     {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
@@ -99,7 +99,7 @@ class FreshStart:
             )
         level = logging.WARNING if clients else logging.INFO
         under = f" under {shown}" if clients else ""
-        log.log(level, "ended run %r, begun %s ago%s", run, age, under)
+        log.log(level, "ended run %r, started %s ago%s", run, age, under)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         """Return the clients that use a run. Clients that connected only to look get PASSING_S to

@@ -120,7 +120,7 @@ TABLE = (
     Setting(
         "tracebacks",
         "short or full",
-        "short: they end at the public call",
+        "short: tracebacks end at the public call",
         "whether tracebacks of dataplane errors show internal frames",
         _tracebacks,
         of="connect()",
@@ -231,7 +231,7 @@ TABLE = (
         "device-arena",
         "SIZE",
         "none",
-        "GPU memory for rows, on each GPU that the peer sees",
+        "GPU memory for rows on each GPU that is visible to the peer",
         values.parse_device_arena,
         field="device_arena",
     ),
@@ -305,7 +305,7 @@ def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, S
         one.name: Said(text, one.env)
         for one in TABLE
         if one.variable
-        and not (by_hand and one.of == "peers of connect()")
+        and not (by_hand and one.of == "peers that connect() starts")
         and (text := environ.get(one.env))
     }
 

@@ -76,9 +76,10 @@ def _check_private(path: Path, found: os.stat_result) -> None:
     private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
     if not private or found.st_uid not in (os.getuid(), 0):
         raise InvalidConfig(
-            f"the token file {path} must be a file of uid {os.getuid()} or root that nobody else "
-            f"can read (mode 0600, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
-            f"chmod 600 {path}, and make another token if others may have read this one",
+            f"the token file {path} must be a file of uid {os.getuid()} or root that only its "
+            f"owner can read (mode 0600; it has {stat.filemode(found.st_mode)} and uid "
+            f"{found.st_uid}): run chmod 600 {path}, and make a new token if others may have "
+            "read this one",
             path=str(path),
         )
 

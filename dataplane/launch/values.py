@@ -146,7 +146,7 @@ def check_peer_name(name: str) -> str:
     """The name, if it can be one; InvalidConfig otherwise."""
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
-            f"{name!r} cannot name a peer: use up to 32 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid peer name: use up to 32 letters, digits, '.', '_' and '-'"
         )
     return name
 
@@ -155,7 +155,7 @@ def check_run(name: str) -> str:
     """The name, if it can be one; InvalidConfig otherwise."""
     named = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200
     if not named:
-        raise InvalidConfig(f"{name!r} cannot name a run: use 1 to 200 printable characters")
+        raise InvalidConfig(f"{name!r} is not a valid run name: use 1 to 200 printable characters")
     return name
 
 
@@ -396,9 +396,9 @@ def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise InvalidConfig(
-            f"{path} must be a directory of uid {os.getuid()} that nobody else can enter "
-            f"(mode 0700, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
-            f"remove it, chmod it, or set {setting}",
+            f"{path} must be a directory of uid {os.getuid()} that only its owner can access "
+            f"(mode 0700; it has {stat.filemode(found.st_mode)} and uid {found.st_uid}): remove "
+            f"it, chmod it, or set {setting}",
             path=str(path),
         )
     return path

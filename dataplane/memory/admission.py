@@ -89,10 +89,10 @@ class Shares:
         needed, cap = page_up(nbytes), self.caps[admission]
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or one group's part, needs {sized(needed)} at once; "
-                f"{_PURPOSE[admission]} may use {sized(cap)} of this host's arena of "
-                f"{sized(self.size_bytes)}: make the arena larger"
-                " (--arena, DATAPLANE_ARENA) or put less at once",
+                f"one row, or one group's part, needs {sized(needed)} at once, but "
+                f"{_PURPOSE[admission]} may use only {sized(cap)} of this host's arena of "
+                f"{sized(self.size_bytes)}: make the arena larger (--arena, DATAPLANE_ARENA), or "
+                "put less at once",
                 needed_bytes=needed,
                 cap_bytes=cap,
                 arena_bytes=self.size_bytes,

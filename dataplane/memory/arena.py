@@ -135,7 +135,7 @@ def map_to_write(fd: int, length: int) -> int:
     `let_write`. Forks do not inherit it."""
     address = _shared(fd, length, _PROT_NONE)
     if _libc.madvise(address, length, _MADV_DONTFORK):
-        error = _os_error("cannot keep a mapping from forks")
+        error = _os_error("cannot exclude a mapping from forked children")
         _libc.munmap(address, length)
         raise error
     return address
@@ -188,7 +188,9 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
     while (mapped := still_mapped_bytes(name)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     if mapped:
-        log.warning("arena: %d bytes smaller, a dead peer's arena is still mapped", mapped)
+        log.warning(
+            "arena: reduced by %d bytes, because a dead peer's arena is still mapped", mapped
+        )
     return Arena.create(max(least_bytes, size_bytes - mapped), name)
 
 

@@ -302,7 +302,7 @@ class _CudaEvent(Event):
         with self._device._current():
             status = self._device._runtime.eventQuery(self.number)
         if status not in (_SUCCESS, _NOT_READY):
-            raise DeviceMissing(f"an event failed with CUDA's status {status}", status=status)
+            raise DeviceMissing(f"a CUDA event failed with status {status}", status=status)
         return bool(status == _SUCCESS)
 
     def close(self) -> None:

@@ -206,7 +206,7 @@ class TwinDevice(Device):
             raise DeviceMissing(f"host memory at {address:#x} is already pinned")
         if not read_only and not _writable(address):
             raise DeviceMissing(
-                f"host memory at {address:#x} is mapped read-only, which CUDA refuses too"
+                f"host memory at {address:#x} is mapped read-only, so it cannot be pinned"
             )
         self.pinned[address] = nbytes
 

@@ -181,10 +181,10 @@ class Space:
         starts, ends = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(starts):
             raise ProtocolError(
-                f"the message has {len(starts)} written ranges and {len(refs)} counts"
+                f"the message has {len(starts)} written ranges but {len(refs)} reference counts"
             )
         if np.count_nonzero(np.less(refs, 1)):
-            raise ProtocolError("a written range is referenced by no value")
+            raise ProtocolError("no value references a written range")
         taken = self._holder(holder).carve(starts, ends, admission)
         return self._born(starts, ends - starts, refs, admission, taken)
 

@@ -53,6 +53,6 @@ def for_clients(members: int) -> int:
 def short() -> str:
     """What to say where one cannot be had."""
     return (
-        f"this peer may open {limit()} file descriptors, and needs more: raise its limit "
-        "(ulimit -n) and start it again"
+        f"this peer has reached its limit of {limit()} file descriptors: raise the limit (ulimit "
+        "-n) and restart the peer"
     )

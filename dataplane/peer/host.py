@@ -266,7 +266,8 @@ class Host:
         """StaleEpoch while the shards of this peer are about to become another's."""
         if self.silent:
             raise StaleEpoch(
-                f"the peer at {self.address} is leaving and its shards are moving: repeat the call",
+                f"the peer at {self.address} is leaving, and its shards are moving to other "
+                "peers: repeat the call",
                 address=self.address,
             )
 
@@ -304,7 +305,8 @@ class Host:
         ):
             return
         raise StaleEpoch(
-            f"the roster changed while a change of partition {entry.name!r} waited: repeat the call"
+            f"the roster changed while a write to partition {entry.name!r} was pending: repeat "
+            "the call"
         )
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
@@ -313,11 +315,15 @@ class Host:
         is_later = generation in self.generations
         lost = self.roster.bucket(partition) in self.lost_shards and not is_later
         why = (
-            "was lost with the two hosts that had its metadata: declare it again with "
-            f"plane.partition({partition!r}, stages=…) and put its rows again"
+            (
+                "was lost because both hosts with its metadata died: declare it again with "
+                f"plane.partition({partition!r}, stages=…) and put its rows again"
+            )
             if lost
-            else "was dropped since this handle was opened: get a new one with "
-            f"plane.partition({partition!r}, …)"
+            else (
+                "was dropped after this handle was opened: get a new handle with "
+                f"plane.partition({partition!r}, …)"
+            )
         )
         reason = "lost" if lost else "dropped"
         return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
@@ -434,9 +440,9 @@ class Serving:
             await within(until - self.host.now(), self._become_sure())
         except TimeoutError as exc:
             raise Unavailable(
-                f"peer {self.host.name!r} must not answer now: {self._why()}, so another peer may "
-                "already serve its partitions. Repeat the call; if this persists, check the "
-                "network between the two"
+                f"peer {self.host.name!r} cannot serve requests now: {self._why()}, so another "
+                "peer may already have taken over its partitions. Repeat the call; if this "
+                "persists, check the network between the two"
             ) from exc
         finally:
             self.waiting -= 1
@@ -449,8 +455,8 @@ class Serving:
     def _why(self) -> str:
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
-            return f"the backup of its partitions at {backup} does not confirm"
+            return f"the backup of its partitions, {backup}, does not respond"
         return (
             f"its partitions have no backup in sync, and the roster keeper{self.authority} does "
-            "not answer"
+            "not respond"
         )

@@ -134,11 +134,15 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
             lock.note(peer.host.rows, peer.directory.declared())
         except (OSError, DataplaneError) as exc:
             if str(exc) != failed:
-                log.warning("peer %r: could not restore its removed files: %s", lock.name, exc)
+                log.warning(
+                    "peer %r: could not restore its deleted runtime files: %s", lock.name, exc
+                )
             failed = str(exc)
             continue
         if missing:
-            log.warning("peer %r: restored its removed files: %s", lock.name, ", ".join(missing))
+            log.warning(
+                "peer %r: restored its deleted runtime files: %s", lock.name, ", ".join(missing)
+            )
         failed = ""
 
 

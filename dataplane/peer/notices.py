@@ -62,7 +62,7 @@ class Telling:
             self.host.notices.said(self.subject, why, details.get("reason", ""))
             if many or details.get("only_own"):
                 waited_s = self.host.now() - self._began
-                others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
+                others = f" (and {counted(many - 1, 'other')} on this host)" if many > 1 else ""
                 self._notice(f"{self.what}{others} has waited {duration(waited_s)}: {why}")
         self.soon = False
         self._arm()

@@ -175,9 +175,8 @@ class Repeats:
             op < self._given.floor or (forgotten is not None and op in forgotten)
         ):
             raise ProtocolError(
-                f"operation {op} of this session was already answered, and the answer "
-                "is no longer stored: read the rows to see whether it took effect, then "
-                "make a new call",
+                f"operation {op} of this session was already answered, but the reply is no "
+                "longer stored: read the rows to see whether it took effect, then make a new call",
                 op=op,
                 floor=self._given.floor,
             )

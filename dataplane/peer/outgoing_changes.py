@@ -46,9 +46,9 @@ class OutgoingChanges:
             left_s = max(0.0, until - time.monotonic())
             if not (await asyncio.wait([self._room[of]], timeout=left_s))[0]:
                 raise Unavailable(
-                    f"partition {partition!r}: {MAX_CHANGES_ABOVE_FLOOR} changes from this "
-                    "host are waiting for the oldest one, which the shard has not "
-                    "answered: check the peers (dataplane status), then repeat the call",
+                    f"partition {partition!r}: {MAX_CHANGES_ABOVE_FLOOR} changes from this host "
+                    "are pending, and the shard has not answered the oldest: check the peers "
+                    "(dataplane status), then repeat the call",
                     partition=partition,
                 )
         number = next(self._numbers)

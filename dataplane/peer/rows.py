@@ -17,7 +17,9 @@ from dataplane.wire.tables import INLINE, Column, Owner, Rows
 
 def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
-        raise ProtocolError(f"a column of keys has {len(rows.keys)} bytes, not a multiple of 16")
+        raise ProtocolError(
+            f"a column of keys has {len(rows.keys)} bytes, which is not a multiple of 16"
+        )
     return len(rows.keys) // KEY.itemsize
 
 

@@ -80,7 +80,7 @@ class Session:
         """ClientClosed where its process exited before this request was read: what it were handed
         now would never come back."""
         if self.ended:
-            raise ClientClosed("this session has ended at the peer: connect again")
+            raise ClientClosed("the peer has ended this session: connect again")
 
 
 class Sessions:
@@ -149,7 +149,7 @@ class Sessions:
         if pid:
             return f"pid {pid} on host {self.where}"
         nth = number - self._host.owner.first_session
-        return f"pid {own_pid} of another container on host {self.where} (client {nth})"
+        return f"pid {own_pid} in another container on host {self.where} (client {nth})"
 
     def _number(self) -> int:
         while True:
@@ -170,7 +170,7 @@ class Sessions:
         """The session, for one more connection of its process."""
         session = self._live.get(session_id)
         if session is None or (session.pid, session.own_pid) != (pid, own_pid):
-            raise ClientClosed("this session has ended at the peer: connect again")
+            raise ClientClosed("the peer has ended this session: connect again")
         return session
 
     def connection_lost(self, session: Session) -> None:
@@ -206,7 +206,9 @@ class Sessions:
 
     def _exited(self, session: Session) -> None:
         if session.id in self._live:
-            log.info("client %s: exited with %d leases", session.label, len(session.leases))
+            log.info(
+                "client %s: exited while holding %d leases", session.label, len(session.leases)
+            )
             self._end(session)
         self._prove(session)
 

@@ -67,7 +67,10 @@ class Communicator(ABC):
         pair is broken."""
         done = self._idle.wait(timeout_s)
         if self._failure is not None or self.aborted:
-            raise TransferFailed(f"the pair of ranks broke: {self._failure!r}; it may be retried")
+            raise TransferFailed(
+                f"the communicator of the two ranks failed: {self._failure!r}; the transfer "
+                "can be retried"
+            )
         return done
 
     def abort(self) -> None:
@@ -170,7 +173,10 @@ class _Attempt:
             return self._made
         if isinstance(self._error, DataplaneError):
             raise self._error
-        raise TransferFailed(f"the ranks could not join: {self._error!r}; it may be retried")
+        raise TransferFailed(
+            f"the two ranks could not form a communicator: {self._error!r}; the transfer can "
+            "be retried"
+        )
 
 
 class HostRanks:
@@ -191,7 +197,7 @@ class HostRanks:
         try:
             sock = _connected(unique_id) if rank else self._doors[unique_id].accept()[0]
         except (OSError, KeyError) as exc:
-            why = f"the other rank does not join: {exc!r}; it may be retried"
+            why = f"the other rank did not join: {exc!r}; the transfer can be retried"
             raise TransferFailed(why) from exc
         finally:
             self.forget(unique_id)
@@ -228,7 +234,7 @@ class _SocketRank(Communicator):
             while len(left):
                 moved = self._sock.send(left) if sends else self._sock.recv_into(left)
                 if not moved:
-                    raise ConnectionResetError("the other rank is gone")
+                    raise ConnectionResetError("the other rank disconnected")
                 left = left[moved:]
 
     def _break(self) -> None:
@@ -338,6 +344,6 @@ def _nccl() -> Any:
         ) from exc
     if not nccl.available:
         raise TransportMissing(
-            "cupy finds no NCCL here: pip install 'dataplane-rl[nccl]'", transport="nccl"
+            "cupy found no NCCL library: pip install 'dataplane-rl[nccl]'", transport="nccl"
         )
     return nccl

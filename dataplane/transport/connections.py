@@ -147,7 +147,7 @@ class Connections:
             if not self._changed.wait(deadline - time.monotonic()):
                 raise TimeoutError(f"no connection to {remote.address} became free in time")
         if user.stopped:
-            raise ConnectionAbortedError("told to stop")
+            raise ConnectionAbortedError("the transfer was cancelled")
 
     def _leave(self, remote: Remote) -> None:
         with self._changed:
@@ -169,5 +169,5 @@ def _opening(stream: BulkStream, deadline: float) -> FromOwner:
     """One of the owner's first two frames."""
     frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     if frame is None:
-        raise ConnectionResetError("the owner's worker closed the connection at once")
+        raise ConnectionResetError("the owner's worker closed the connection immediately")
     return answer_of(frame)

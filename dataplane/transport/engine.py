@@ -227,7 +227,7 @@ class BulkEngine:
                 logger.error("bulk: %r missed its deadline, killing it", link)
                 link.kill()
                 await _uninterrupted(asyncio.wait({future}))
-                raise DeadlineExceeded("the bulk worker did not end the transfer in time")
+                raise DeadlineExceeded("the bulk worker did not finish the transfer in time")
             return future.result()
 
     async def _usable_link(self, deadline: float) -> WorkerLink:
@@ -240,8 +240,10 @@ class BulkEngine:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                raise Unavailable("this peer's bulk worker does not run; see its log") from None
-        raise TransferFailed("bulk transfer is stopping")
+                raise Unavailable(
+                    "this peer's bulk worker is not running; see the peer's log"
+                ) from None
+        raise TransferFailed("the bulk engine is shutting down")
 
     async def _open(self) -> None:
         assert self._listener is not None
@@ -282,9 +284,7 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
         async with asyncio.timeout_at(deadline):
             await limit.acquire(nbytes)
     except TimeoutError:
-        raise DeadlineExceeded(
-            f"other transfers used all of {limit!r} until the deadline"
-        ) from None
+        raise DeadlineExceeded(f"timed out because other transfers used all of {limit!r}") from None
     try:
         yield
     finally:

@@ -300,7 +300,9 @@ class UcpLine:
         )
         if _LAST_ERROR <= request < 0:
             told = self._worker.text(request)
-            raise TransferFailed(f"UCX cannot read: {told}; it may be retried", status=request)
+            raise TransferFailed(
+                f"a UCX read failed: {told}; the transfer can be retried", status=request
+            )
         return request
 
     def _lanes(self) -> tuple[str, ...]:

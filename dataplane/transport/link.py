@@ -276,7 +276,7 @@ class WorkerLink(asyncio.Protocol):
             self._transport.abort()
         error = TransferFailed(
             f"the bulk worker (pid {self.pid}) ended with {code} during the transfer, which "
-            "may be retried",
+            "can be retried",
             pid=self.pid,
             exit_code=code,
         )

@@ -206,7 +206,10 @@ class NcclTransport(Transport):
             if idle is not None:
                 idle.pair.abort()
         if card.joined:
-            raise TransferFailed("this worker has left the reader's pair; it may be retried")
+            raise TransferFailed(
+                "this worker has left the communicator that it shared with the reader; the "
+                "transfer can be retried"
+            )
         sending = _Sending(card, joined(self._open()[1], card.unique_id, 1, check))
         with self._lock:
             self._sending[card.session] = sending
@@ -217,8 +220,8 @@ class NcclTransport(Transport):
     def _check_apart(self, other: Card) -> None:
         if (other.host, other.gpu) == (self._card.host, self._card.gpu) and not self._shares:
             raise TransportMissing(
-                f"both ranks are on GPU {other.gpu} of one host, and NCCL allows one rank "
-                "per GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1",
+                f"both ranks are on GPU {other.gpu} of one host, but NCCL allows one rank per "
+                "GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1",
                 transport=NAME,
             )
 

@@ -436,8 +436,8 @@ class NixlReads(threading.Thread):
         self._unload(owner, read.generation)
         logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
-            f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; it "
-            "may be retried",
+            f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; it can be "
+            "retried",
             peer=owner.peer,
         )
 

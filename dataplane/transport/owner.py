@@ -175,7 +175,7 @@ class RangeServer:
         try:
             thread.start()
         except RuntimeError as exc:
-            self._refusals.count(f"no thread for one more connection: {exc}")
+            self._refusals.count(f"could not start a thread for another connection: {exc}")
             with self._changed:
                 self._inbound.discard(inbound)
                 inbound.stream.close()
@@ -281,7 +281,7 @@ class RangeServer:
         verify(self._key, asked.ticket, self._owner, nonce, bound)
         expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
         if expiry_ms <= 0:
-            raise DeadlineExceeded("the ticket had already expired when it arrived")
+            raise DeadlineExceeded("the ticket had expired before it arrived")
         deadline = time.monotonic() + expiry_ms / 1000
         try:
             if isinstance(asked, Pull):
@@ -294,8 +294,9 @@ class RangeServer:
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
             raise TicketRefused(
-                f"this is incarnation {self._owner.incarnation} of peer {self._owner.peer!r}, not "
-                f"incarnation {asked.owner.incarnation} of peer {asked.owner.peer!r}",
+                f"this is incarnation {self._owner.incarnation} of peer {self._owner.peer!r}, but "
+                f"the request is for incarnation {asked.owner.incarnation} of peer "
+                f"{asked.owner.peer!r}",
                 peer=self._owner.peer,
                 incarnation=self._owner.incarnation,
             )
@@ -365,7 +366,7 @@ class Holds:
         """From a request whose ticket holds to the confirmation."""
         if len(hold.card) > MAX_CARD_BYTES:
             raise ProtocolError(
-                f"the card has {len(hold.card)} bytes, and the limit is {MAX_CARD_BYTES}"
+                f"the card has {len(hold.card)} bytes, over the limit of {MAX_CARD_BYTES}"
             )
         pinned = self._desk.pin(ranges_of(pieces), deadline)
         nbytes = 0
@@ -441,7 +442,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_PULL_ITEMS:
         raise LimitExceeded(
-            f"one {what} has {len(pieces)} pieces, and the limit is {MAX_PULL_ITEMS}",
+            f"one {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}",
             size=len(pieces),
             limit=MAX_PULL_ITEMS,
         )
@@ -450,11 +451,11 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"one {what} asks for {nbytes} bytes, and the limit is {most}", size=nbytes, limit=most
+            f"one {what} asks for {nbytes} bytes, over the limit of {most}", size=nbytes, limit=most
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
-            f"a {what} announces {asked.nbytes} bytes, and its pieces have {nbytes}"
+            f"a {what} announces {asked.nbytes} bytes, but its pieces have {nbytes}"
         )
     return pieces
 

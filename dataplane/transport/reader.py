@@ -272,14 +272,13 @@ class TcpReads(Reads):
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
-                f"the owner answered for {len(answer.gone)} pieces, and {count} were requested"
+                f"the owner answered for {len(answer.gone)} pieces instead of the {count} requested"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
-        if answer.nbytes != int(copies["nbytes"].sum()):
-            raise ProtocolError(
-                f"the owner announces {answer.nbytes} bytes, not the number requested"
-            )
+        asked = int(copies["nbytes"].sum())
+        if answer.nbytes != asked:
+            raise ProtocolError(f"the owner announced {answer.nbytes} bytes instead of {asked}")
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
         reading.arrived(part, gone, answer.nbytes)
@@ -423,7 +422,9 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
             said = None if frame is None else decode_from_owner(frame)
             if isinstance(said, Refused):
                 raise said.error()
-            raise _broken(reading, "it ended" if said is None else f"it said {said!r}")
+            raise _broken(
+                reading, "the connection ended" if said is None else f"the owner sent {said!r}"
+            )
 
     return check
 
@@ -442,7 +443,7 @@ def _broken(reading: Reading, why: object) -> DataplaneError:
     remote = reading.request.remote
     return TransferFailed(
         f"the transfer from peer {remote.owner.peer!r} at {remote.address} was interrupted: "
-        f"{why}; it may be retried",
+        f"{why}; it can be retried",
         peer=remote.owner.peer,
     )
 
@@ -460,4 +461,4 @@ def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
     if isinstance(exc, (OSError, EOFError)):
         return _broken(reading, exc)
     logger.error("bulk: transfer from peer %r failed", peer, exc_info=exc)
-    return InternalError(f"the reading bulk worker failed: {exc!r}; the peer's log has more")
+    return InternalError(f"the reading bulk worker failed: {exc!r}; see the peer's log")

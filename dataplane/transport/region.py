@@ -54,7 +54,7 @@ class Stretches:
         outside = (offsets < self._starts[at]) | (inside > sizes)
         outside |= nbytes > sizes - np.minimum(inside, sizes)
         if outside.any():
-            raise ProtocolError(f"{int(outside.sum())} pieces lie outside a region's memory")
+            raise ProtocolError(f"{int(outside.sum())} pieces are outside the region's memory")
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
 
 

@@ -55,7 +55,7 @@ def missing(name: str) -> str:
     ):
         return ""
     known = ", ".join([TCP, *names(), *DEVICE_ONLY])
-    return f"no installed package brings a transport {name!r} (there are: {known})"
+    return f"no installed package provides a transport {name!r} (available: {known})"
 
 
 def load(name: str) -> type[Transport]:

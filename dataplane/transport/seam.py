@@ -127,7 +127,7 @@ class ReadRequest:
         if self.cancelled.is_set():
             raise TransferFailed("the read was cancelled")
         if time.monotonic() >= self.deadline:
-            raise DeadlineExceeded("other transfers used up the time until the deadline")
+            raise DeadlineExceeded("the transfer timed out while other transfers were running")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +210,7 @@ class Transport(ABC):
 
     def send(self, request: SendRequest) -> None:
         """The owner's part of a two-sided transfer; blocks until the bytes may be reused."""
-        raise NotImplementedError(f"{self.capabilities.name} is one-sided")
+        raise NotImplementedError(f"transport {self.capabilities.name} is one-sided")
 
     def holding(self, count: int) -> None:  # noqa: B027
         """So many reads of this worker's region are under way; for engines that must poll then."""

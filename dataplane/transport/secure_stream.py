@@ -78,8 +78,8 @@ class SecureStream(BulkStream):
         if not hmac.compare_digest(shown.encode(), expected.encode()):
             host, port = self._tls.getpeername()[:2]
             raise TicketRefused(
-                f"the process at {host}:{port} shows a different certificate than the one "
-                "its peer announced: somebody may be intercepting the connection",
+                f"the process at {host}:{port} presented a different certificate from the one its "
+                "peer announced: the connection may be intercepted",
                 address=f"{host}:{port}",
             )
 
@@ -135,7 +135,7 @@ class SecureStream(BulkStream):
         """One call of OpenSSL's, which ends in time, with the errors of a plain socket."""
         left = deadline - time.monotonic()
         if left <= 0:
-            late = "the deadline of the transfer passed"
+            late = "the transfer deadline passed"
             raise TimeoutError(late) if begun else Expired(late)
         self._tls.settimeout(left)
         try:
@@ -201,7 +201,7 @@ class _Staging:
             moved = call(self._fd, vectors.ctypes.data, min(len(vectors), IOV_MAX), at)
             if moved <= 0:
                 code = ctypes.get_errno()
-                raise OSError(code, f"ranges could not be staged: {os.strerror(code)}")
+                raise OSError(code, f"could not stage the ranges: {os.strerror(code)}")
             at += moved
             vectors = advance(vectors, moved)
 

@@ -43,7 +43,7 @@ class _MessageHeader(ctypes.Structure):
     ]
 
 
-_LATE = "the deadline of the transfer passed"
+_LATE = "the transfer deadline passed"
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.argtypes = [ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int]

@@ -80,9 +80,9 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):
         raise TicketRefused(
-            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, "
-            f"and this is incarnation {owner.incarnation} of peer {owner.peer!r}; ask the "
-            "shard where the bytes are now",
+            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but "
+            f"this is incarnation {owner.incarnation} of peer {owner.peer!r}; ask the shard where "
+            "the bytes are now",
             peer=owner.peer,
             incarnation=owner.incarnation,
         )

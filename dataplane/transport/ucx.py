@@ -334,8 +334,8 @@ class UcxReads(threading.Thread):
             came += under_way.popleft()[1]
             if status:
                 raise TransferFailed(
-                    f"a read from peer {fetch.owner.peer!r} was interrupted: "
-                    f"{ucp.text(status)}; it may be retried",
+                    f"a read from peer {fetch.owner.peer!r} was interrupted: {ucp.text(status)}; "
+                    "the transfer can be retried",
                     status=status,
                 )
         if came:
@@ -374,7 +374,7 @@ class UcxReads(threading.Thread):
                 return line
             line.close()
         line = ucp.connect(target.worker, target.key, target.into)
-        logger.info("ucx: reads peer %r over %s", fetch.owner.peer, ", ".join(line.lanes))
+        logger.info("ucx: reading from peer %r over %s", fetch.owner.peer, ", ".join(line.lanes))
         return line
 
     def _end(self, ucp: UcpWorker, fetch: Fetch, error: DataplaneError | None) -> None:

@@ -238,7 +238,10 @@ async def _opened(
     shown = fingerprint_of(tls.getpeercert(binary_form=True) or b"")
     if not hmac.compare_digest(shown.encode(), process.fingerprint.encode()):
         writer.transport.abort()
-        raise ProtocolError(f"{process.bulk} has another certificate than its peer announced")
+        raise ProtocolError(
+            f"the process at {process.bulk} presented a different certificate from the one its "
+            "peer announced"
+        )
     return reader, writer
 
 

@@ -184,14 +184,14 @@ class Worker:
         try:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
-                raise TransportMissing(f"this bulk worker does not run {transport}")
+                raise TransportMissing(f"this bulk worker does not run transport {transport}")
             gone = self._reads[transport].read(request)
             finished = _finished(request, gone, time.monotonic() - began)
         except DataplaneError as exc:
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(exc))
         except BaseException as exc:
             logger.exception("bulk: job %d failed", request.job)
-            bug = InternalError(f"the bulk worker failed: {exc!r}; the peer's log has more")
+            bug = InternalError(f"the bulk worker failed: {exc!r}; see the peer's log")
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(bug))
         del self._live[request.job]
         self._control.send(finished)
@@ -210,7 +210,7 @@ def check_destinations(region: Region, copies: Records) -> None:
     """LimitExceeded for a copy that would go outside the region: addresses are raw."""
     dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
-        raise LimitExceeded("a destination lies outside the arena", limit=int(size))
+        raise LimitExceeded("a destination is outside the arena", limit=int(size))
 
 
 def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> None:

@@ -145,7 +145,7 @@ def as_array(value: object) -> Array | None:
         array = _native(array)
     if array.ndim > MAX_RANK:
         raise InvalidValue(
-            f"the array has {array.ndim} dimensions, and the limit is {MAX_RANK}: reshape it"
+            f"the array has {array.ndim} dimensions, over the limit of {MAX_RANK}: reshape it"
         )
     # not ascontiguousarray, which would turn 0-d into 1-d
     return array if array.flags.c_contiguous else np.array(array, order="C")
@@ -219,11 +219,11 @@ def _native(array: Array) -> Array:
         return array.astype(swapped)
     dtype = array.dtype
     if dtype.hasobject:
-        hint = "it holds Python objects; give .tolist()"
+        hint = "it holds Python objects; pass .tolist()"
     elif dtype.kind in "UST":
-        hint = "it holds text; give .tolist()"
+        hint = "it holds text; pass .tolist()"
     else:
-        hint = "it has a structure; give its parts as several fields"
+        hint = "it is structured; pass its parts as separate fields"
     raise InvalidValue(f"an array of dtype {dtype} cannot be stored: {hint}")
 
 
@@ -258,12 +258,12 @@ def _check_columnar(column: Any) -> None:
     if nulls() if callable(nulls) else nulls:
         raise InvalidValue(
             f"{kind_of(column)} has nulls, which an array cannot hold: pass .to_pylist() or "
-            ".to_list(), in which they are None"
+            ".to_list(), which turn them into None"
         )
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
         raise InvalidValue(
-            f"{kind_of(column)} has times in the zone {zone!r}, which an array cannot hold: "
+            f"{kind_of(column)} has times in the time zone {zone!r}, which an array cannot hold: "
             "cast it to times without a zone, and store the zone as a tag"
         )
 
@@ -271,7 +271,7 @@ def _check_columnar(column: Any) -> None:
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot be stored; pass .unbind() as a list"
+            "a nested tensor with strided layout cannot be stored; pass the list .unbind()"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise InvalidValue("a sparse, quantized or meta tensor cannot be stored; make it dense")

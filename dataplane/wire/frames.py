@@ -46,7 +46,7 @@ def body_length(
     length: int = _header.unpack_from(data, at)[0]
     if length > limit_bytes:
         raise FrameTooLarge(
-            f"a frame announces {length} bytes, and the limit is {limit_bytes}",
+            f"a frame announces {length} bytes, over the limit of {limit_bytes}",
             size=length,
             limit=limit_bytes,
         )
@@ -60,7 +60,7 @@ def decoded(
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"expected {what} of this protocol: {exc}") from exc
+        raise ProtocolError(f"could not decode {what}: {exc}") from exc
 
 
 decode_request = functools.partial(decoded, msgspec.msgpack.Decoder(Request), what="a request")

@@ -252,7 +252,7 @@ class _Walk:
                 value.encode()
             except UnicodeEncodeError as exc:
                 raise self._refusal(
-                    f"{value!r:.60} is not valid text ({exc.reason}); give bytes, or "
+                    f"{value!r:.60} is not valid text ({exc.reason}); pass bytes, or "
                     "text.encode(errors='replace').decode()"
                 ) from exc
         return value
@@ -394,7 +394,7 @@ def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
     dtype = dtype_of(bytes(data[1:end]).decode("ascii"))
     if len(data) - end != dtype.itemsize:
-        raise ProtocolError(f"a scalar of {dtype} has {len(data) - end} bytes")
+        raise ProtocolError(f"a scalar of {dtype} cannot have {len(data) - end} bytes")
     return np.frombuffer(data[end:], dtype)[0]
 
 
@@ -419,8 +419,8 @@ def _why_refused(value: object) -> str:
     for base in (dict, list, tuple, int, float, str, bytes):
         if isinstance(value, base):
             kind = base.__name__
-            return f"{kind_of(value)} would come back as a plain {kind}; give {kind}(…)"
+            return f"{kind_of(value)} would come back as a plain {kind}; pass {kind}(…)"
     return (
-        f"{kind_of(value)} has no form on the wire; give None, bool, int, float, str, bytes, list, "
+        f"{kind_of(value)} cannot be stored; pass None, bool, int, float, str, bytes, list, "
         "tuple, dict, an array, a dataclass or a pydantic model"
     )

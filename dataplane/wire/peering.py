@@ -341,9 +341,8 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
     if len(message) > MAX_FRAME_BYTES:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
-            f"{what} between peers would need a message of {len(message)} bytes, and the "
-            f"limit is {MAX_FRAME_BYTES}: use fewer rows per call, or fewer fields with "
-            "fields=",
+            f"{what} between peers would need a message of {len(message)} bytes, over the limit "
+            f"of {MAX_FRAME_BYTES}: use fewer rows per call, or select fewer fields with fields=",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -215,4 +215,4 @@ def test_one_client_serves_several_loops_of_either_kind(peer: ScriptedPeer) -> N
 async def test_repr_shows_the_state(plane: aio.Plane, part: aio.Partition) -> None:
     assert repr(plane) == "<aio.Plane 'p' at peer 'scripted'>"
     assert repr(part) == "<aio.Partition 'x' of plane 'p', generation 4>"
-    assert repr(part.stream("s", rows=1)) == "<aio.Stream of 'x' for 's': no batch in hand>"
+    assert repr(part.stream("s", rows=1)) == "<aio.Stream of 'x' for 's': holds no batch>"

@@ -59,7 +59,7 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
         (
             Manifest(FORMAT, 1, "p", "now", [], {"../secret": FileNote(0, "")}),
             CheckpointCorrupt,
-            "not those of its partitions",
+            "do not match its partitions",
         ),
     ],
 )

@@ -130,7 +130,7 @@ BIG = np.zeros((3, 100_000))
     ("columns", "arguments", "error", "says"),
     [
         (BIG, {"key": ["a", "b", "a"]}, dataplane.InvalidRows, "'a' occurs twice"),
-        (BIG, {"tags": {"t": [1, 2, 1 << 70]}}, dataplane.InvalidValue, "64 bits"),
+        (BIG, {"tags": {"t": [1, 2, 1 << 70]}}, dataplane.InvalidValue, "64-bit int"),
         (
             BIG,
             {"tags": {"t": ["", "", "\ud800"]}},
@@ -311,7 +311,7 @@ def test_a_failed_put_releases_what_was_pinned_for_comparison(
 def test_a_scalar_that_no_message_can_hold_is_an_invalid_value(
     peer: ScriptedPeer, part: Partition
 ) -> None:
-    with pytest.raises(dataplane.InvalidValue, match="64 bits"):
+    with pytest.raises(dataplane.InvalidValue, match="64-bit int"):
         part.put({"a": [1]}, tags={"t": 1 << 70})
     part.put({"a": [1]})
 
@@ -365,6 +365,6 @@ def test_a_put_gives_up_in_time_while_it_encodes(peer: ScriptedPeer, part: Parti
 
     part.put({"a": [1]})
     sent, began = len(peer.bodies(Put)), time.monotonic()
-    with pytest.raises(dataplane.DeadlineExceeded, match="put did not end within 0.2 s"):
+    with pytest.raises(dataplane.DeadlineExceeded, match="put did not finish within 0.2 s"):
         part.put({"b": [{"of": Slow()} for _ in range(20_000)]}, timeout=0.2)
     assert time.monotonic() - began < 15 and len(peer.bodies(Put)) == sent

@@ -48,32 +48,32 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "columns of different lengths": (
         lambda p: p.put({"x": [1, 2], "y": [1]}),
         dataplane.InvalidRows,
-        "x: 2, y: 1; give each field one entry per row",
+        "x: 2, y: 1; pass one entry per row for each field",
     ),
     "keys of another length": (
         lambda p: p.put({"x": [1, 2]}, key=["c"]),
         dataplane.InvalidRows,
-        "x: 2; key= names 1 row; give each field one entry per row",
+        "x: 2; key= names 1 row; pass one entry per row for each field",
     ),
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
         dataplane.InvalidRows,
-        "1 group id for 2 rows: give one per row, or a single one",
+        "1 group id for 2 rows: pass one per row, or a single one",
     ),
     "tags of another length": (
         lambda p: p.put({"x": [1, 2]}, tags={"n": [1, 2, 3]}),
         dataplane.InvalidRows,
-        "tag 'n' has 3 values for 2 rows: give one per row",
+        "tag 'n' has 3 values for 2 rows: pass one per row",
     ),
     "no column": (
         lambda p: p.put({}),
         dataplane.InvalidRows,
-        "nothing to write.*at least one field",
+        "no fields to write: pass at least one",
     ),
     "no row": (
         lambda p: p.put({"x": []}),
         dataplane.InvalidRows,
-        "nothing to write: the columns have no rows",
+        "the columns have no rows to write",
     ),
     "neither yes nor no": (
         lambda p: p.put({"x": [1]}, replace="no"),  # type: ignore[arg-type]
@@ -101,13 +101,13 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a set inside": (
         lambda p: p.put({"x": [1, {"a": [{1}]}]}),
         dataplane.InvalidValue,
-        r'x\[1\]\["a"\]\[0\]: a set has no form on the wire; give None, bool',
+        r'x\[1\]\["a"\]\[0\]: a set cannot be stored; pass None, bool',
     ),
     "a dtype of text": (lambda p: p.put({"x": np.array(["a"])}), dataplane.InvalidValue, "tolist"),
     "a dtype with fields": (
         lambda p: p.put({"x": np.zeros(2, [("a", "i4")])}),
         dataplane.InvalidValue,
-        "give its parts as several fields",
+        "pass its parts as separate fields",
     ),
     "a sparse tensor": (
         lambda p: p.put({"x": torch.eye(3).to_sparse()}),
@@ -118,7 +118,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "too many fields": (
         lambda p: p.put({f"f{i}": [1] for i in range(65)}),
         dataplane.LimitExceeded,
-        "65 fields, and the limit is 64",
+        "65 fields, over the limit of 64",
     ),
     "a field twice": (
         lambda p: p.put({"x": [1]}, key=["a"]),
@@ -150,7 +150,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a large tag": (
         lambda p: p.put({"x": [1]}, tags={"n": 2**70}),
         dataplane.InvalidValue,
-        "an int of 64 bits",
+        "a 64-bit int",
     ),
     "a tag's name": (
         lambda p: p.put({"x": [1]}, tags={5: 1}),

@@ -84,8 +84,8 @@ def test_other_engines_are_left_out_and_that_is_said(
         check(b, "to b", put(a, "to b"))
         paths = bulk(b)["paths"]
         assert (paths["runs"], paths["tls"]) == ("tcp", True)
-        assert paths["missing"] == "values move unencrypted over shelf, and --bulk-tls is set"
-    assert "only tcp with TLS is used" in cluster.log("b")
+        assert paths["missing"] == "--bulk-tls is set, and shelf cannot encrypt values"
+    assert "using only tcp with TLS" in cluster.log("b")
 
 
 def test_a_required_engine_and_tls_exclude_each_other(cluster: Cluster) -> None:

@@ -309,9 +309,9 @@ def test_a_directory_that_is_there_is_not_written_over(
         with pytest.raises(CheckpointFailed):
             call(tmp_path / ("x" * 70_000))
     for no_path in (None, 7, b"bytes", "a\0b", "\ud800"):
-        with pytest.raises(dataplane.InvalidCall, match="is not a path"):
+        with pytest.raises(dataplane.InvalidCall, match="expected a path"):
             plane.checkpoint(no_path)
-        with pytest.raises(dataplane.InvalidCall, match="is not a path"):
+        with pytest.raises(dataplane.InvalidCall, match="expected a path"):
             plane.restore(no_path)
     (tmp_path / "empty").mkdir()
     plane.checkpoint(tmp_path / "empty")

@@ -123,5 +123,5 @@ def test_who_waits_hears_of_the_producers_of_all_hosts_and_whether_they_live(hos
             with pytest.raises(dataplane.ClaimTimeout) as caught:
                 part.claim("train", rows=1, timeout=0.3)
             said = caught.value.message
-            assert "2 rows were put so far" in said and said.count("(connected)") == 2
+            assert "2 rows have been put so far" in said and said.count("(connected)") == 2
             assert "on host a, `" in said and "on host b, `" in said

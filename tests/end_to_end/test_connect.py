@@ -299,7 +299,7 @@ def test_a_run_whose_files_are_removed_is_still_one_run(
         (peer,) = rundir.living_peers(folder)
         assert peer.card is not None and peer.card.pid == plane.stats()["pid"]
         log = (folder / "embedded.log").read_text()
-        assert "restored its removed files" in log and "embedded.lock" in log
+        assert "restored its deleted runtime files" in log and "embedded.lock" in log
 
 
 def test_a_stopped_peer_whose_files_are_removed_is_not_replaced(
@@ -452,7 +452,7 @@ def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
 
 def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:
     done = status()
-    assert done.returncode == 2 and "no run of yours is on this host" in done.stderr
+    assert done.returncode == 2 and "found no run of yours on this host" in done.stderr
     assert rundir.living_peers(folder) == []
 
 
@@ -460,7 +460,7 @@ def test_names_of_planes_and_settings_that_are_none_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wrong in (5, "a\nb", "x" * 300):
-        with pytest.raises(dataplane.InvalidConfig, match="cannot name a run"):
+        with pytest.raises(dataplane.InvalidConfig, match="is not a valid run name"):
             dataplane.connect(run=wrong)  # type: ignore[arg-type]
     for variable, value, says in (
         ("ARENA", "lots", "8GiB"),

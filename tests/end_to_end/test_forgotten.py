@@ -60,7 +60,7 @@ def test_a_stream_that_is_left_is_told_and_one_in_a_with_is_not(
         break
     until(lambda: bool(told(caplog)), "the stream was told")
     (one,) = told(caplog)
-    assert one.startswith("partition 'p', stage 'train': a batch of 2 rows was in hand when its")
+    assert one.startswith("partition 'p', stage 'train': a loop ended and left a batch of 2 rows")
 
 
 def test_a_loader_that_is_left_is_told_of_its_batch_and_not_of_what_it_prefetched(
@@ -69,7 +69,7 @@ def test_a_loader_that_is_left_is_told_of_its_batch_and_not_of_what_it_prefetche
     for _ in part.loader("train", rows=1, prefetch=2, timeout=10):
         break
     until(lambda: bool(told(caplog)), "the loader was told")
-    assert ["a batch of 1 row was in hand" in one for one in told(caplog)] == [True]
+    assert ["left a batch of 1 row" in one for one in told(caplog)] == [True]
 
 
 def test_a_plan_that_is_left_is_told_and_one_at_its_end_or_in_a_with_is_not(
@@ -87,7 +87,9 @@ def test_a_plan_that_is_left_is_told_and_one_at_its_end_or_in_a_with_is_not(
     del plan
     until(lambda: bool(told(caplog)), "the plan was told")
     (one,) = told(caplog)
-    assert one.startswith("partition 'p', stage 'train': a plan of 4 rows was left before its loop")
+    assert one.startswith(
+        "partition 'p', stage 'train': a loop ended early and left a plan of 4 rows"
+    )
 
 
 def test_what_was_finished_or_dropped_is_not_told(
@@ -141,7 +143,7 @@ def test_the_log_of_one_cause_does_not_hide_another(
             break
     until(lambda: part.stats()["stages"]["train"]["released_rows"] == 6, "all rows are back")
     assert ["was garbage-collected" in one for one in told(caplog)] == [True, False]
-    assert "was in hand when its loop was left" in told(caplog)[1]
+    assert "a loop ended and left a batch" in told(caplog)[1]
 
 
 KILLED = """
@@ -174,7 +176,7 @@ def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
     log = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
     for stage in ("train", "log"):
         (one,) = [one for one in log if f"stage '{stage}'" in one]
-        assert "partition 'p'" in one and "closed its client with 2 rows in hand" in one
+        assert "partition 'p'" in one and "closed its client while holding 2 rows" in one
         assert "on host a, `" in one and "call batch.ack() when rows are done" in one
 
 
@@ -187,7 +189,7 @@ def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(
         worker.kill()
         until(lambda n=n: part.stats()["stages"]["train"]["released_rows"] == 2 * n, "all are back")
     (one,) = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
-    assert "exited without closing its client with 2 rows in hand" in one
+    assert "exited without closing its client while holding 2 rows" in one
 
 
 def test_a_batch_that_was_handed_back_is_not_logged_by_the_peer(

@@ -157,7 +157,7 @@ def test_new_rows_that_wait_for_room_which_nobody_is_left_to_make_are_told(
     home = members[Roster.from_seeds(list(members)).home("p")]
     writer = next(name for name in "ab" if name != home)
     part = planes[writer].partition("p", {"s": ["x"]}, free="acked")
-    with pytest.raises(dataplane.BackPressure, match="all of them wait"):
+    with pytest.raises(dataplane.BackPressure, match="all of them are waiting"):
         for _ in range(400):
             part.put({"y": np.zeros(10_000, np.uint8)}, timeout=600)
     assert metadata(planes[home])["used_bytes"] > metadata(planes[home])["size_bytes"]

@@ -91,5 +91,5 @@ def test_an_unsupported_system_is_one_clear_import_error() -> None:
     code = "import sys; sys.platform = 'darwin'; import dataplane"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: dataplane runs on Linux, and this")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: dataplane runs only on Linux")
     assert dataplane.TransportMissing.__mro__[1] is dataplane.DataplaneError

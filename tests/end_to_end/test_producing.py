@@ -102,7 +102,7 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
     part = plane.partition("weights", free="drop")
     waits = threading.Thread(target=part.wait, kwargs={"key": "version-7", "timeout": 30})
     waits.start()
-    with pytest.raises(dataplane.ClaimTimeout, match="no row was ever put into the partition"):
+    with pytest.raises(dataplane.ClaimTimeout, match="no rows have been put into the partition"):
         part.wait(key="version-7", timeout=0.2)
     assert waits.is_alive()
     part.put({"path": ["/checkpoints/7"]}, key="version-7")
@@ -112,9 +112,9 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
     with pytest.raises(dataplane.ClaimTimeout) as caught:
         part.wait(key="verison-7", timeout=0.2)
     assert re.fullmatch(
-        "wait for row 'verison-7' of partition 'weights' was not met within 0.2 s: no row has the "
-        "key 'verison-7', but one has 'version-7': is one of the keys misspelt[?]; 1 row was put "
-        rf"so far, the last .+ ago, by pid {os.getpid()} on host a, `.+` \(connected\)",
+        "wait for row 'verison-7' of partition 'weights' timed out after 0.2 s: no row has the "
+        "key 'verison-7', but one has 'version-7': is one of the keys misspelt[?]; 1 row has "
+        rf"been put so far, the last .+ ago, by pid {os.getpid()} on host a, `.+` \(connected\)",
         caught.value.message,
     )
     part.put({"path": ["/checkpoints/8"]}, key=8)

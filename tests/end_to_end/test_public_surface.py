@@ -283,10 +283,8 @@ def test_a_filtered_stream_ends_where_what_is_left_can_never_match(
     fresh = tag("version") >= 2
     assert [rows_of(batch) for batch in there.stream("s", groups=1, where=fresh)] == [[2]]
     assert list(here.loader("s", groups=1, where=fresh)) == []
-    assert caplog.text.count("every row that matches; 2 groups that do not are left") == 2
-    with pytest.raises(
-        dataplane.StreamEnd, match="that matches; 2 groups that do not are left"
-    ) as e:
+    assert caplog.text.count("every row that matches; 2 other groups remain") == 2
+    with pytest.raises(dataplane.StreamEnd, match="that matches; 2 other groups remain") as e:
         there.claim("s", groups=1, where=fresh)
     assert e.value.details["remaining"] == 2
     stale = there.claim("t", rows=2, where=~fresh, timeout=20)
@@ -319,7 +317,9 @@ def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> 
     here.put({"y": [7]}, key=["a"])
     batch = there.claim("s", rows=2, timeout=20)
     batch.add(y=[1, 2])
-    with pytest.raises(dataplane.FieldExists, match=r"'y' already.*another writer than stage 's'"):
+    with pytest.raises(
+        dataplane.FieldExists, match=r"already has a field 'y'.*a writer other than stage 's'"
+    ):
         batch.ack()
     with pytest.raises(dataplane.FieldExists, match="use another name for the added field"):
         batch.ack()  # with the same values
@@ -541,8 +541,11 @@ def test_a_waiting_claim_says_whom_it_waits_for(hosts: Hosts) -> None:
     began = time.monotonic()
     message, details = timed_out(here, "t")
     assert time.monotonic() - began < 5
-    assert "2 rows lack `y`, a field of 't'" in message
-    assert "2 rows are leased by this process" in message or "2 rows are leased by pid" in message
+    assert "2 rows lack `y`, which stage 't' needs" in message
+    assert (
+        "2 rows have been leased by this process" in message
+        or "2 rows have been leased by pid" in message
+    )
     assert details["missing"] == {"y": 2}
     batch.release()
 

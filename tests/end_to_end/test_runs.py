@@ -84,7 +84,7 @@ def test_two_launches_at_once_never_meet(launch: Launch) -> None:
     steps = [launch(), launch()]
     said = [(line(step), line(step)) for step in steps]
     for began, rows in said:
-        assert began.startswith("began run 'launch-") and rows.endswith(" 2")
+        assert began.startswith("started run 'launch-") and rows.endswith(" 2")
     names = {rows.split()[0] for _, rows in said}
     assert len(names) == 2 and names == set(living())
     assert all(rows.split()[0] == rows.split()[1] for _, rows in said)  # for what they start
@@ -134,14 +134,14 @@ def test_experiments_of_one_script_never_train_on_each_others_rows(
     until(lambda: not living(), "all peers left")
     if "&" not in script:  # whoever comes after a run with rows hears of it, and whoever does not
         told = [one for one in lines if one.startswith("warning")]
-        assert "ended" in told[0] and "and 1 row with it: to hand rows from" in told[0]
+        assert "ended" in told[0] and "with 1 row: to pass rows from" in told[0]
 
 
 def test_a_script_runs_the_same_step_twice(launch: Launch, run_dir: Path) -> None:
     script = f"{sys.executable} -c '{PUT}' < /dev/null && {sys.executable} -c '{PUT}' < /dev/null"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
         said = shell.communicate()[0]
-    assert said.count("read [1, 2]") == 2 and said.count("began run") == 2
+    assert said.count("read [1, 2]") == 2 and said.count("started run") == 2
     until(lambda: list(run_dir.iterdir()) == [], "nothing is left of it")
 
 
@@ -209,7 +209,7 @@ def test_processes_that_one_program_started_and_that_do_not_meet_are_told(launch
     name = line(first).split()[0]
     said = line(launch())
     assert f"(pid {os.getpid()}) also started, is in run {name!r}" in said
-    assert "or give all one run name, connect(run=…) or DATAPLANE_RUN" in said
+    assert "or give all of them the same run name with connect(run=…)" in said
 
 
 @pytest.mark.usefixtures("launch")
@@ -250,8 +250,8 @@ def test_processes_of_one_launch_meet(launch: Launch) -> None:
     first = launch()
     began, name = line(first), line(first).split()[0]
     second = launch("leave=1", of=name)
-    assert line(second).startswith(f"joined run {name!r}, begun by `")
-    assert line(second).split() == [name, name, "2"] and began.startswith(f"began run {name!r}")
+    assert line(second).startswith(f"joined run {name!r}, started by `")
+    assert line(second).split() == [name, name, "2"] and began.startswith(f"started run {name!r}")
     assert "read [1, 2]" in first.communicate("\n")[0] + second.communicate("\n")[0]
 
 
@@ -297,10 +297,10 @@ def test_an_unnamed_run_lives_as_long_as_one_of_its_processes(launch: Launch) ->
 
 def test_a_name_that_is_launched_again_joins_and_says_what_is_there(launch: Launch) -> None:
     step = launch("run=grpo")
-    assert line(step).startswith("began run 'grpo': peer 'embedded', pid ")
+    assert line(step).startswith("started run 'grpo': peer 'embedded', pid ")
     assert line(step).endswith(" 2")
     joined = line(launch("run=grpo", "leave=1"))
-    assert joined.startswith("joined run 'grpo', begun by `python")
+    assert joined.startswith("joined run 'grpo', started by `python")
     assert "no client" not in joined and "fresh" not in joined  # it would end it under the other
 
 
@@ -312,7 +312,7 @@ def test_rows_that_nobody_is_there_for_are_told_to_whoever_joins(launch: Launch)
     step.communicate()
     again = launch("run=grpo", "leave=1")
     said = line(again)
-    assert said.startswith("joined run 'grpo', begun by `python") and " s ago: " in said
+    assert said.startswith("joined run 'grpo', started by `python") and " s ago: " in said
     assert "it has 2 rows and no clients: the last one (`python" in said
     assert "connect(fresh=True) ends it first" in said
     assert line(again).endswith(" 2")
@@ -326,8 +326,8 @@ def test_fresh_ends_what_another_launch_left_and_once(launch: Launch) -> None:
     old.communicate()
     before = living()["grpo"]
     first = launch("run=grpo", "fresh=1")
-    assert line(first).startswith("ended run 'grpo', begun ")
-    assert line(first).startswith("began run 'grpo'") and line(first).endswith(" 2")
+    assert line(first).startswith("ended run 'grpo', started ")
+    assert line(first).startswith("started run 'grpo'") and line(first).endswith(" 2")
     after = living()["grpo"]
     assert after != before
     # A process that it had started would be of its launch. This one is not, and it lives.
@@ -355,7 +355,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
         assert "step-0" not in plane.partitions()
         who = f'(pid {os.getpid()}) by connect(fresh="force"), with 2 rows and 1 client'
         assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
-        assert "ended run 'grpo', begun " in caplog.text and f"(pid {step.pid}, " in caplog.text
+        assert "ended run 'grpo', started " in caplog.text and f"(pid {step.pid}, " in caplog.text
         assert "it starts empty" not in caplog.text  # as it was asked to
         told = step.communicate("\n")[0]
         assert not told.startswith("read")
@@ -502,7 +502,7 @@ def test_ranks_of_mpirun_are_of_one_run(launch: Launch, monkeypatch: pytest.Monk
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-vm-1297@1")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     first = launch()
-    assert line(first).startswith("began run 'openmpi-prterun-vm-1297@1'")
+    assert line(first).startswith("started run 'openmpi-prterun-vm-1297@1'")
     assert line(first).endswith(" 2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     second = launch("leave=1")
@@ -522,7 +522,7 @@ def test_peers_by_hand_are_met_by_name_and_never_by_chance(
         assert "this host also has run 'test' (a, " in warning and "connect(run=…)" in warning
         with dataplane.connect("a") as by_hand:
             assert by_hand.name == "test"
-        assert "joined run 'test', begun by hand" in caplog.text
+        assert "joined run 'test', started by hand" in caplog.text
         with pytest.raises(dataplane.PeerNotFound):
             dataplane.connect("a", run="other")
     with pytest.raises(dataplane.InvalidCall, match="was started by hand"):
@@ -536,7 +536,7 @@ def test_connecting_before_ray_is_initialised_says_what_it_is(
     monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     with dataplane.connect():
-        assert "ray is not initialised yet, so this is a run of its own" in caplog.text
+        assert "ray is not initialised yet, so this process has its own run" in caplog.text
 
 
 def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(
@@ -583,7 +583,7 @@ def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Clust
     assert {run["run"]: run["named"] for run in told} == {"test": True, name: False}
     by = next(run["begun_by"] for run in told if run["run"] == name)
     assert by["pid"] == step.pid and "python" in by["command"]
-    assert f"run {name} (unnamed), begun " in command("status").stdout
+    assert f"run {name} (unnamed), started " in command("status").stdout
     only = json.loads(command("status", "--json", "--peer", "a").stdout)["runs"]
     assert [run["run"] for run in only] == ["test"]
     assert "run 'nobody'" in command("status", "--run", "nobody").stderr
@@ -603,7 +603,7 @@ def test_a_killed_peer_is_replaced_within_its_run(launch: Launch) -> None:
     name = line(step).split()[0]
     os.kill(living()[name], signal.SIGKILL)
     again = launch(of=name)
-    assert line(again).startswith(f"began run {name!r}") and line(again).split()[0] == name
+    assert line(again).startswith(f"started run {name!r}") and line(again).split()[0] == name
 
 
 def test_a_run_whose_name_is_near_another_ones_says_so(
@@ -613,7 +613,9 @@ def test_a_run_whose_name_is_near_another_ones_says_so(
         with dataplane.connect(run="grpo-maths"):
             pass
         (said,) = [one.message for one in caplog.records if "whose name is similar" in one.message]
-        assert "began run 'grpo-maths'" in said and "connect(run='grpo-math') joins it" in said
+        assert ("started run 'grpo-maths'") in said and (
+            "join it with connect(run='grpo-math')"
+        ) in said
         caplog.clear()
         with dataplane.connect(run="grpo-math-2"), dataplane.connect(run="grpo-math-3"):
             pass

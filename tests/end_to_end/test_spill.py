@@ -150,7 +150,7 @@ def test_a_wait_that_nothing_can_end_is_told_at_once_when_nothing_more_can_be_sp
     with cluster.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x", "late"]})
         began = 0.0
-        with pytest.raises(dataplane.BackPressure, match="all of them wait"):
+        with pytest.raises(dataplane.BackPressure, match="all of them are waiting"):
             for n in range(60):
                 began = time.monotonic()
                 part.put(rows(n, 1), timeout=60)

@@ -50,7 +50,7 @@ def test_a_put_ends_at_once_when_the_only_claim_at_another_host_wants_more_than_
     )
     claim.start()
     start = time.monotonic()
-    with pytest.raises(dataplane.BackPressure, match="all of them wait"):
+    with pytest.raises(dataplane.BackPressure, match="all of them are waiting"):
         fill(ends.near)
     assert time.monotonic() - start < 40  # of the 60 s that each put may wait
     ends.near.drop()

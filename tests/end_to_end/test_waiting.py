@@ -46,7 +46,7 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
         part.claim("s", rows=1, timeout=SOON_S + 1)
     (line,) = lines(caplog, "claim of 1 row for stage 's' of partition 'p'")
     for text in (line, caught.value.message):
-        assert f"2 rows are leased by this process (pid {os.getpid()} on host " in text
+        assert f"2 rows have been leased by this process (pid {os.getpid()} on host " in text
         assert "only this process can end this wait: ack, release or drop" in text
     assert caught.value.details["only_own"] is True
     plane.partition("q", stages={"s": ["x"]}).put({"x": [1, 2]})
@@ -95,9 +95,9 @@ def test_after_ten_seconds_one_of_all_waiting_calls_of_a_host_says_why(
     for thread in threads:
         thread.join()
     (one,) = lines(caplog, "claim of 1 group for stage 't'")
-    assert "and 3 others of this host" in one and "3 rows lack `y`, a field of 't'" in one
+    assert "and 3 others on this host" in one and "3 rows lack `y`, which stage 't' needs" in one
     assert "1 group is still open: 'h' has 1 of 2 rows" in one
-    assert f"3 rows were put so far, the last 10 s ago, by pid {os.getpid()} on host" in one
+    assert f"3 rows have been put so far, the last 10 s ago, by pid {os.getpid()} on host" in one
     (other,) = lines(caplog, "claim of 1 group for stage 's'")
     assert "the filter excludes 1 ready group" in other
     (waits,) = lines(caplog, "wait for stage 't'")
@@ -115,8 +115,8 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
         return caught.value.message.partition(": ")[2].partition("; the partition is not")[0]
 
     assert said(part.claim, budget={"n": 50}) == (
-        "2 of 2 rows ready, and a budget of 50 of `n` waits until the next one would not fit, or "
-        "for the seal"
+        "2 of 2 rows ready, and the claim returns once its budget of 50 of `n` is full or the "
+        "partition is sealed"
     )
     assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 wanted")
     stale = said(part.wait, below=1, where=tag("n") > 5)
@@ -134,7 +134,9 @@ def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
         "    except dataplane.DataplaneError: pass\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "attaching to partition 'step-1' has waited 10 s: nobody has declared it" in done.stderr
+    assert (
+        "attaching to partition 'step-1' has waited 10 s: no process has declared it" in done.stderr
+    )
 
 
 def test_status_has_a_line_a_stage_and_folds_what_is_drained(
@@ -266,7 +268,7 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
                 part.claim("s", rows=1, timeout=0.2)
             return caught.value.message
 
-        assert "no row was ever put into it: start its producer" in why()
+        assert "no rows have been put into it: start its producer" in why()
         piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         other = subprocess.Popen([sys.executable, "-c", producer, PLANE], **piped)  # type: ignore[call-overload]
         assert other.stdout.readline() == b"put\n"
@@ -281,5 +283,5 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
         with dataplane.connect(run=run.name) as elsewhere:
             elsewhere.partition("q", stages={"s": ["x"]})
             part = plane.partition("q", stages={"s": ["x"]})
-            until(lambda: "is also in run 'other'" in why(), "its card names the partition")
+            until(lambda: "also exists in run 'other'" in why(), "its card names the partition")
             assert "connect both sides to the same run" in why()

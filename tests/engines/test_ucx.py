@@ -43,7 +43,7 @@ def test_peers_that_require_it_carry_values_over_it(monkeypatch: pytest.MonkeyPa
             assert all(map(np.array_equal, batch["x"], values))
         assert there.stats()["bulk"]["bytes_in_over"]["ucx"] >= 8 * MIB
         # With error handling on UCX would leave it out, silently, unless it is told otherwise.
-        assert re.search(r"ucx: reads peer '.*' over .*\bposix/memory", cluster.log("b"))
+        assert re.search(r"ucx: reading from peer '.*' over .*\bposix/memory", cluster.log("b"))
 
 
 async def test_over_its_tcp_a_stopped_owner_is_noticed_and_one_started_anew_is_read(

@@ -180,7 +180,7 @@ def test_a_checkpoint_has_the_samples_and_who_claimed_them(
     client.put_samples(["a", "b", "c"], "train", batch(x=torch.arange(3)))
     first = client.claim_meta("train", "train", ["x"], 1)
     client.save_checkpoint(tmp_path / "step-7", metadata={"step": 7})
-    with pytest.raises(RuntimeError, match="before this client's first"):
+    with pytest.raises(RuntimeError, match="before every other call of this client"):
         client.load_checkpoint(tmp_path / "step-7")
     client.close()
     again = DataPlaneClient()

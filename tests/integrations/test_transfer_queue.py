@@ -371,7 +371,7 @@ def test_who_began_the_queue_ends_it(plane: None) -> None:
 @pytest.mark.parametrize(
     ("conf", "why"),
     [
-        ({"controller": {"sampler": "NoSuchSampler"}}, "NoSuchSampler is no sampler"),
+        ({"controller": {"sampler": "NoSuchSampler"}}, "NoSuchSampler is not a sampler"),
         ({"controller": {"sampler": 5}}, "controller.sampler must be the name"),
     ],
 )

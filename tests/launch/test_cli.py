@@ -16,7 +16,7 @@ from dataplane.launch import rundir
     ("arguments", "hint"),
     [
         (["--arena", "much"], "8GiB"),
-        (["--name", "a/b"], "cannot name a peer"),
+        (["--name", "a/b"], "is not a valid peer name"),
         (["--listen", "nowhere"], "tcp://host:port"),
         (["--seeds", "nowhere"], "tcp://host:port"),
         (["--linger", "soon"], "number of seconds"),
@@ -43,7 +43,7 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
 ) -> None:
     assert cli.main(["status", "--run", "p"]) == 2
     told = capsys.readouterr().err
-    assert f"no run of yours is on this host: {run_dir} has none. Start one with connect()" in told
+    assert f"found no run of yours on this host, in {run_dir}. Start one with connect()" in told
     assert not list(run_dir.iterdir())
 
 

@@ -39,14 +39,14 @@ def test_rows_are_a_table_with_a_state_for_each_stage() -> None:
         *("prompt-7-0", "prompt-7", "version=3", "tokens,", "video", "acked", "ready")
     ]
     assert second.split()[1:3] == ["–", "–"] and len(second) < 140
-    assert more == "  the first 2; --limit shows more, --where TAG=VALUE fewer"
+    assert more == "  first 2 rows; use --limit to show more, --where TAG=VALUE to filter"
 
 
 def test_rows_that_no_filter_leaves_are_said_to_be_none() -> None:
     assert list(cli_rows.lines({**REPORT, "shown": []}))[1:] == ["  no rows match"]
     unknown = {**REPORT, "shown": [], "unknown_tags": {"versoin": ["version"]}}
     assert list(cli_rows.lines(unknown))[1:] == [
-        "  no rows match; no row has a tag 'versoin' (there is version)"
+        "  no rows match; no row has a tag 'versoin' (existing tags: version)"
     ]
 
 

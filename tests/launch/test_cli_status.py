@@ -118,7 +118,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "
         "2, not come: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 calls wait, the oldest 95 s",
         "  partition step-11  sealed, 0 rows, 0 B",
-        "    ! 5 rows were lost with a peer: part.lost() names them",
+        "    ! 5 rows were lost with a peer: part.lost() lists them",
         "  2 drained partitions: step-2, step-10",
     ]
 

@@ -169,7 +169,7 @@ def test_the_run_directory_is_private(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_directory_of_another_user_is_refused(run_dir: Path) -> None:
     (run_dir / "p").mkdir(mode=0o700)
     os.chown(run_dir / "p", 65534, 65534)
-    with pytest.raises(InvalidConfig, match="of uid 65534"):
+    with pytest.raises(InvalidConfig, match="and uid 65534"):
         rundir.plane_dir("p")
 
 

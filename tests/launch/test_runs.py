@@ -70,7 +70,7 @@ def test_what_is_said_wins_over_a_variable_and_that_over_a_launcher() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "a\nb", "x" * 300, 5])
 def test_what_cannot_name_a_run_is_refused(wrong: str) -> None:
-    with pytest.raises(InvalidConfig, match="cannot name a run"):
+    with pytest.raises(InvalidConfig, match="is not a valid run name"):
         runs.find_run(wrong, {})
 
 

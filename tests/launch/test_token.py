@@ -62,7 +62,7 @@ def test_a_file_that_others_can_touch_is_refused(file: Path, mode: int) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
     os.chown(file, 65534, 65534)
-    with pytest.raises(InvalidConfig, match="of uid 65534"):
+    with pytest.raises(InvalidConfig, match="and uid 65534"):
         read_token(file)
 
 

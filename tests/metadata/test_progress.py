@@ -97,7 +97,9 @@ def test_it_ends_with_the_ack_and_with_the_row(how: str) -> None:
 def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> None:
     s = holding("a")
     taken = claim(s, 1)
-    with pytest.raises(FieldExists, match="'prompt' already.*another name for the progress"):
+    with pytest.raises(
+        FieldExists, match="already has a field 'prompt'.*another name for the progress"
+    ):
         finish(s, taken, "release", columns=so_far(1, 70, "prompt"))
     with pytest.raises(InvalidRows, match="a drop cannot add fields"):
         finish(s, taken, "drop", columns=so_far(1, 70))

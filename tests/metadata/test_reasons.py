@@ -40,33 +40,33 @@ ALIVE = Producer("pid 7 on host b, `python rollout.py`", 4, 300.0, 0.0)
 GONE = Producer("pid 8 on host b, `python rollout.py`", 4, 300.0, 290.0)
 PUT = {"put_rows": 4, "producers": [ALIVE]}
 FROM = (
-    "the partition is not sealed; 4 rows were put so far, the last 5 min ago, by pid 7 on host b, "
-    "`python rollout.py` (connected)"
+    "the partition is not sealed; 4 rows have been put so far, the last 5 min ago, by pid 7 on "
+    "host b, `python rollout.py` (connected)"
 )
 
 WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing was ever put": (
         {},
-        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it: start "
+        "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it: start "
         "its producer, in this run and with this partition name",
     ),
     "the partition's name is misspelt": (
         {"near_partitions": ["step1"]},
-        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it; this "
-        "run also has the partition 'step1': is one of the names misspelt?",
+        "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it; this "
+        "run also has a partition 'step1': is one of the names misspelt?",
     ),
     "the run's name is misspelt": (
         {"elsewhere": ["run 'grpo-7' (`python rollout.py`, 3 min old)"]},
-        "no row ready, 4 wanted; the partition is not sealed; no row was ever put into it; a "
-        "partition of this name is also in run 'grpo-7' (`python rollout.py`, 3 min old): "
-        "connect both sides to the same run, connect(run=…)",
+        "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it; a "
+        "partition with this name also exists in run 'grpo-7' (`python rollout.py`, 3 min old): "
+        "connect both sides to the same run with connect(run=…)",
     ),
     "nobody sealed": (PUT, f"no row ready, 4 wanted; {FROM}: {SEAL}"),
     "every producer died": (
         {"put_rows": 4, "producers": [GONE]},
-        "no row ready, 4 wanted; the partition is not sealed; 4 rows were put so far, the last "
-        "5 min ago, by pid 8 on host b, `python rollout.py` (disconnected 5 min ago): no producer "
-        f"is connected, so restart one, or {SEAL}",
+        "no row ready, 4 wanted; the partition is not sealed; 4 rows have been put so far, the "
+        "last 5 min ago, by pid 8 on host b, `python rollout.py` (disconnected 5 min ago): no "
+        f"producer is connected, so restart one, or {SEAL}",
     ),
     "the producer's host died with its rows": (
         {
@@ -74,15 +74,14 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
             "lost": 3,
             "producers": [Producer("a client of a peer that is gone", 4, 300.0, math.inf)],
         },
-        "no row ready, 4 wanted; 3 rows were lost with a peer: part.lost() names them; the "
-        "partition is not sealed; 4 rows were put so far, the last 5 min ago, by a client of a "
-        "peer that is gone (disconnected): no producer is connected, so restart one, or "
-        f"{SEAL}",
+        "no row ready, 4 wanted; 3 rows were lost with a peer: part.lost() lists them; the "
+        "partition is not sealed; 4 rows have been put so far, the last 5 min ago, by a client of "
+        f"a peer that is gone (disconnected): no producer is connected, so restart one, or {SEAL}",
     ),
     "some producers are forgotten": (
         {"put_rows": 9, "producers": [Producer("a client of peer 'b'", 4, None)]},
-        "no row ready, 4 wanted; the partition is not sealed; 9 rows were put so far, by a client "
-        f"of peer 'b', and by clients that are no longer known: {SEAL}",
+        "no row ready, 4 wanted; the partition is not sealed; 9 rows have been put so far, by a "
+        f"client of peer 'b', and by clients that are no longer known: {SEAL}",
     ),
     "a group is short, and its producer died": (
         {
@@ -94,25 +93,25 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
             "producers": [GONE],
         },
         "0 of 2 groups ready, 4 wanted; 2 groups are still open: 'p7' has 3 of 4 rows, 'p9' has 1 "
-        "row, and part.close() has not said how many it gets; the partition is not sealed; 4 rows "
-        "were put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
+        "row, and part.close() has not been called for it; the partition is not sealed; 4 rows "
+        "have been put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
         "(disconnected 5 min ago): no producer is connected, so restart one to complete the open "
         "groups",
     ),
     "rows are leased": (
         {"leased": 4, "leases": [(OTHER, "s", 4, 90.2)], **PUT},
-        f"no row ready, 4 leased, 4 wanted; 4 rows are leased by {OTHER} for 90 s; {FROM}",
+        f"no row ready, 4 leased, 4 wanted; 4 rows have been leased by {OTHER} for 90 s; {FROM}",
     ),
     "this process holds them": (
         {"leased": 4, "leases": [(ME, "s", 4, 1.0)], "sealed": True},
-        f"no row ready, 4 leased, 4 wanted; 4 rows are leased by this process ({ME}) for 1 s; the "
-        "partition is sealed, so no new row comes",
+        f"no row ready, 4 leased, 4 wanted; 4 rows have been leased by this process ({ME}) for 1 "
+        "s; the partition is sealed, so no new rows can arrive",
     ),
     "many hold some": (
         {"leases": [(OTHER, "s", 1, float(n)) for n in range(5)], "sealed": True},
-        f"no row ready, 4 wanted; 1 row is leased by {OTHER} for 4 s; 1 row is leased by {OTHER} "
-        f"for 3 s; 1 row is leased by {OTHER} for 2 s; 2 more clients have leased some; the "
-        "partition is sealed, so no new row comes",
+        f"no row ready, 4 wanted; 1 row has been leased by {OTHER} for 4 s; 1 row has been leased "
+        f"by {OTHER} for 3 s; 1 row has been leased by {OTHER} for 2 s; 2 more clients hold "
+        "leases; the partition is sealed, so no new rows can arrive",
     ),
     "the stage before lags": (
         {
@@ -122,23 +121,23 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
             "leases": [(OTHER, "judge", 3, 90.2)],
             **PUT,
         },
-        "0 of 4 rows ready, 4 wanted; 3 rows lack `reward`, a field of 's' that stage 'judge' "
-        f"adds; 3 rows are leased by {OTHER} for stage 'judge' for 90 s; {FROM}",
+        "0 of 4 rows ready, 4 wanted; 3 rows lack `reward`, which stage 's' needs and stage "
+        f"'judge' adds; 3 rows have been leased by {OTHER} for stage 'judge' for 90 s; {FROM}",
     ),
     "nobody runs the stage before": (
         {"units": 4, "missing": {"reward": 4}, "idle": [("judge", 4, None)], **PUT},
-        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, a field of 's'; 4 rows are ready for "
-        f"stage 'judge', which nobody has ever claimed; {FROM}",
+        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; 4 rows are "
+        f"ready for stage 'judge', which no client has ever claimed; {FROM}",
     ),
     "the stage before has stopped": (
         {"units": 4, "missing": {"reward": 1}, "idle": [("judge", 1, 240.0)], **PUT},
-        "0 of 4 rows ready, 4 wanted; 1 row lacks `reward`, a field of 's'; 1 row is ready for "
-        f"stage 'judge', which nobody has claimed for 4 min; {FROM}",
+        "0 of 4 rows ready, 4 wanted; 1 row lacks `reward`, which stage 's' needs; 1 row is ready "
+        f"for stage 'judge', which no client has claimed for 4 min; {FROM}",
     ),
     "a field is misspelt": (
         {"units": 4, "missing": {"reward": 4}, "near_fields": {"reward": "rewrad"}, **PUT},
-        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, a field of 's'; rows have `rewrad`, "
-        f"which no stage needs: is it a misspelt `reward`?; {FROM}",
+        "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; rows have "
+        f"`rewrad`, which no stage needs: is it a misspelt `reward`?; {FROM}",
     ),
     "a tag of the filter is misspelt": (
         {"units": 4, "excluded": 4, "unknown_tags": {"verison": "version"}, **PUT},
@@ -152,7 +151,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
         "2 of 2 rows ready, 4 wanted; 1 claim of the same kind waits ahead of it; 2 puts wait for "
-        f"room; {FROM}: {SEAL}",
+        f"space; {FROM}: {SEAL}",
     ),
     "nothing that is left matches": (
         {"sealed": True, "units": 1},
@@ -161,12 +160,12 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a plan waits for the seal": (
         {"plan": "the partition is not sealed yet", "units": 4, "ready": 4, **PUT},
-        "4 of 4 rows ready, 4 wanted; the partition is not sealed yet; 4 rows were put so far, the "
-        f"last 5 min ago, by pid 7 on host b, `python rollout.py` (connected): {SEAL}",
+        "4 of 4 rows ready, 4 wanted; the partition is not sealed yet; 4 rows have been put so "
+        f"far, the last 5 min ago, by pid 7 on host b, `python rollout.py` (connected): {SEAL}",
     ),
     "its shard's peer does not answer": (
         {"silent": "b at tcp://b:1"},
-        "peer b at tcp://b:1, which keeps this partition, does not answer",
+        "peer b at tcp://b:1, which serves this partition, does not answer",
     ),
 }
 """What a claim that waits says, by what keeps it waiting."""
@@ -203,7 +202,7 @@ def test_misspelt_names_are_seen_by_the_shard() -> None:
     one = store()
     put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
     assert "`rewrad`, which no stage needs: is it a misspelt `reward`?" in told(one, "train")
-    assert "2 rows are ready for stage 'reward', which nobody has ever claimed" in told(
+    assert "2 rows are ready for stage 'reward', which no client has ever claimed" in told(
         one, "train"
     )
     assert "no row has the tag 'verison' of the filter: did you mean 'version'?" in told(
@@ -231,7 +230,7 @@ def test_a_stage_that_is_claimed_is_not_called_idle() -> None:
     assert "nobody" not in told(one, "train")  # it has leased some
     finish(one, taken)
     assert "nobody" not in told(one, "train", now=29.0)  # it is at work elsewhere, perhaps
-    assert "1 row is ready for stage 'reward', which nobody has claimed for 60 s" in told(
+    assert "1 row is ready for stage 'reward', which no client has claimed for 60 s" in told(
         one, "train", now=60.0
     )
 
@@ -274,7 +273,7 @@ ADMISSION = {
     "before": 0,
 }
 HELD = (
-    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups begun "
+    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups started "
     "at version 2 are not complete yet; "
 )
 
@@ -284,12 +283,13 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     put(one, ["a", "b"], ["g", "g"])
     slow = unfinished(one, next(iter(one.groups.values())), 100.0)
     assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
-        "group 'g' has all its rows and lacks `reward`, a field of 'train'; 2 rows are ready for "
-        "stage 'reward', which nobody has ever claimed"
+        "group 'g' has all its rows and lacks `reward`, which stage 'train' needs; 2 rows are "
+        "ready for stage 'reward', which no client has ever claimed"
     )
     slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
-        "group 'g' has all its rows and lacks `reward`, a field of 'train' that stage 'reward' adds"
+        "group 'g' has all its rows and lacks `reward`, which stage 'train' needs and stage "
+        "'reward' adds"
     )
     put(one, ["c"], ["h"])
     slow = unfinished(one, list(one.groups.values())[-1], 100.0)
@@ -303,8 +303,8 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
     leases = [(ME, "train", 2, 5.0)]
     assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
         "1 of 4 places wanted; taken: 4 groups unfinished; 6 rows are ready for stage 'train', "
-        f"which nobody has ever claimed; 2 rows are leased by this process ({ME}) for stage "
-        "'train' for 5 s"
+        f"which no client has ever claimed; 2 rows have been leased by this process ({ME}) for "
+        "stage 'train' for 5 s"
     )
 
 
@@ -321,8 +321,8 @@ def test_admit_says_that_the_trainer_has_to_go_on() -> None:
 
 FULL = FullArena("a", "a put of new rows", 6 << 20, 2 << 20, 60 << 20, 64 << 20)
 NEEDS = (
-    "a put of new rows needs 6.0 MiB, and the arena of peer 'a' has 2.0 MiB left for it (60.0 "
-    "MiB of 64.0 MiB are used); "
+    "a put of new rows needs 6.0 MiB, but the arena of peer 'a' has only 2.0 MiB available for it "
+    "(60.0 MiB of 64.0 MiB are used); "
 )
 LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE"
 
@@ -333,15 +333,15 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
         ({}, "", "Consume or drop rows"),
         (
             {"kept": [Kept("step-1", 5, [("judge", 5, None)])]},
-            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which nobody has "
-            "ever claimed",
+            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which no client "
+            "has ever claimed",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (
             {"kept": [Kept("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
-            f"partition 'step-1' has 5 rows: 5 rows are leased by {OTHER} for stage 'train' for "
-            "90 s",
-            "Lower the count of claims that wait for more rows than fit, or give them min=",
+            f"partition 'step-1' has 5 rows: 5 rows have been leased by {OTHER} for stage 'train' "
+            "for 90 s",
+            "Claim fewer rows at a time, or pass min=, where claims wait for more rows than fit",
         ),
         (
             {
@@ -352,18 +352,18 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
             },
             "partition 'w' has 5 rows and keeps them until they are dropped; partition 'p0' has 1 "
             "row; partition 'p1' has 1 row; 1 more partition has rows",
-            "Drop rows that nobody needs any more (part.drop)",
+            "Drop rows that are no longer needed (part.drop)",
         ),
         (
             {"kept": [Kept("step-1", 5, lacks=[("train", "reward", 5)])]},
-            "partition 'step-1' has 5 rows: 5 rows lack `reward`, a field of 'train'",
+            "partition 'step-1' has 5 rows: 5 rows lack `reward`, which stage 'train' needs",
             "Add `reward`",
         ),
         (
             {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},
-            f"3 values here belong to partitions that other peers keep; {OTHER} has 40.0 MiB "
+            f"3 values here belong to partitions that other peers serve; {OTHER} has 40.0 MiB "
             "reserved or in view",
-            "Delete batches and arrays that you no longer read",
+            "Delete batches and arrays that you no longer need",
         ),
     ],
 )
@@ -371,8 +371,8 @@ def test_a_full_arena_says_who_has_the_room_and_what_to_do(
     changes: dict[str, Any], says: str, do: str
 ) -> None:
     full = dataclasses.replace(FULL, **changes)
-    clauses = "; ".join(filter(None, ("none was freed within 30 s", says)))
-    assert of_full_arena(full, "none was freed within 30 s") == (
+    clauses = "; ".join(filter(None, ("no space was freed within 30 s", says)))
+    assert of_full_arena(full, "no space was freed within 30 s") == (
         f"{NEEDS}{clauses}. {do}; or {LARGER}"
     )
 
@@ -458,18 +458,18 @@ def test_durations_are_rounded_to_two_digits(seconds: float, shown: str) -> None
 @pytest.mark.parametrize(
     ("near", "told", "says"),
     [
-        ("", {}, "; no row was ever put into the partition: start its producer, in this run and"),
+        ("", {}, "; no rows have been put into the partition: start its producer, in this run and"),
         (
             "version-7",
             {"put_rows": 4, "producers": [ALIVE]},
-            ", but one has 'version-7': is one of the keys misspelt?; 4 rows were put so far, the "
-            "last 5 min ago, by pid 7 on host b, `python rollout.py` (connected)",
+            ", but one has 'version-7': is one of the keys misspelt?; 4 rows have been put so "
+            "far, the last 5 min ago, by pid 7 on host b, `python rollout.py` (connected)",
         ),
         (
             "",
             {"put_rows": 4, "producers": [GONE]},
-            "; 4 rows were put so far, the last 5 min ago, by pid 8 on host b, `python rollout.py` "
-            "(disconnected 5 min ago): no producer is connected, so restart one",
+            "; 4 rows have been put so far, the last 5 min ago, by pid 8 on host b, `python "
+            "rollout.py` (disconnected 5 min ago): no producer is connected, so restart one",
         ),
     ],
 )

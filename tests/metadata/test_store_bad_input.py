@@ -98,7 +98,7 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        (["full"], r"'full' has all its 2 rows already; a restarted producer continues"),
+        (["full"], r"'full' already has all its 2 rows; a restarted producer should continue"),
         (["short", "short"], r"'short' closes with 2 rows and has 1, and this put adds 2; "),
         (["new"] * 3, r"'new' closes with 2 rows and has 0, and this put adds 3; "),
     ],

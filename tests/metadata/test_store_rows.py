@@ -123,7 +123,7 @@ def test_a_value_of_another_writer_is_not_silently_kept() -> None:
     put(s, [1, 2])
     put(s, [1], fields=("reward",))
     lease = take(s, "reward", Want("rows", 2, 2))
-    with pytest.raises(FieldExists, match="another writer than stage 'reward'"):
+    with pytest.raises(FieldExists, match="a writer other than stage 'reward'"):
         finish(s, lease, columns=[Column("reward", values(2, 4, first=9))])
     finish(s, lease)  # nothing of it was stored, and the lease goes on
     finish(s, take(s, "train", Want("rows", 1, 1)))

@@ -36,9 +36,7 @@ from dataplane.wire.tables import Owner, Rows, Shape, Table
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 REQUEST = Request(1, 7, 1, 1, (0, 0), 0, Unpin([]))
 GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
-NOT_YET = ClaimTimeout(
-    "not have that many yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)]
-)
+NOT_YET = ClaimTimeout("not have enough yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)])
 """What a shard says at the end of a turn."""
 
 
@@ -163,7 +161,7 @@ async def test_a_claim_whose_shard_moves_asks_there_and_keeps_its_number(
     claiming = asker.claim()
     asked = await asker.until_asked(1)
     asker.turn(ELSEWHERE)
-    asked.set_exception(StaleEpoch("the partition is served by another peer now"))
+    asked.set_exception(StaleEpoch("the partition is now served by another peer"))
     (await asker.until_asked(2)).set_result(GRANTED)
     await claiming
     (first, one, _), (then, other, _) = asker.asked
@@ -245,11 +243,13 @@ async def test_a_claim_that_is_out_of_time_says_why_and_is_withdrawn(
     asker.later(60.0)
     answer.set_exception(NOT_YET)
     (await asker.until_asked(2)).set_exception(NOT_YET)
-    with pytest.raises(ClaimTimeout, match="within 60 s: 0 of 2 rows ready, 1 wanted") as told:
+    with pytest.raises(
+        ClaimTimeout, match="timed out after 60 s: 0 of 2 rows ready, 1 wanted"
+    ) as told:
         await claiming
     await asyncio.sleep(0)
     assert told.value.details["ready"] == 0 and len(asker.told) == 1
-    assert "2 rows were put so far, the last 1 s ago, by pid 7 on host a (connected)" in str(
+    assert "2 rows have been put so far, the last 1 s ago, by pid 7 on host a (connected)" in str(
         told.value
     )
     assert asker.asked[1][1].waited_ms >= 60_000
@@ -267,7 +267,9 @@ async def test_a_claim_whose_time_is_up_before_its_first_turn_is_awaited_is_with
     claiming = asker.claim(timeout_ms=1)
     asker.later(0.002)
     begun.set_exception(NOT_YET)
-    with pytest.raises(ClaimTimeout, match="within [0-9.]+ m?s: 0 of 2 rows ready, 1 wanted"):
+    with pytest.raises(
+        ClaimTimeout, match="timed out after [0-9.]+ m?s: 0 of 2 rows ready, 1 wanted"
+    ):
         await claiming
     await asyncio.sleep(0)
     assert len(asker.told) == 1
@@ -359,7 +361,7 @@ async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_i
     asker.later(60.0)
     for times in (11, 12):
         (await asker.until_asked(times)).set_result(GRANTED)
-    with pytest.raises(ClaimTimeout, match="dropped before they arrived"):
+    with pytest.raises(ClaimTimeout, match="dropped before their values arrived"):
         await limited
     last = await asker.until_asked(13)
     asker.reading.resolve = there

@@ -182,7 +182,7 @@ async def test_it_waits_for_no_keeper_for_ever_nor_where_all_end(
     else:
         plane.now += FATE_S
     await asyncio.wait_for(leaves, 10)
-    assert not plane.said and "7 bytes are left" in caplog.text
+    assert not plane.said and "7 bytes were not moved" in caplog.text
 
 
 async def test_where_all_end_it_does_not_wait_for_a_backup_that_has_ended() -> None:

@@ -59,7 +59,7 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 2)
     shard.share.end_in_vain()
     for wait in waits:
-        with pytest.raises(ShardFull, match="all of them wait"):
+        with pytest.raises(ShardFull, match="all of them are waiting"):
             await wait
     assert (one.waiting, shard.share.writers) == (0, 0)
 

@@ -43,7 +43,7 @@ async def test_a_change_waits_while_too_many_are_above_the_floor(
     waiting = asyncio.ensure_future(begun(changes))
     await asyncio.sleep(0)
     assert not waiting.done() and (await begun(changes, "q")).number == 4
-    with pytest.raises(Unavailable, match="partition 'p': 3 changes from this host are waiting"):
+    with pytest.raises(Unavailable, match="partition 'p': 3 changes from this host are pending"):
         await begun(changes, wait_s=0.01)
     changes.end("p", 1, first)
     assert await waiting == Change(ME, 5, 5)

@@ -36,7 +36,7 @@ def test_required_tcp_and_off_are_tcp_alone() -> None:
 def test_a_required_transport_that_is_not_there_says_what_is_missing_before_anything_starts() -> (
     None
 ):
-    with pytest.raises(TransportMissing, match="no installed package brings"):
+    with pytest.raises(TransportMissing, match="no installed package provides"):
         candidates(parse_transport("required:carrier-pigeon"))
     assert candidates(AUTO)[-1] == "tcp"
 
@@ -92,8 +92,8 @@ class FakeSampling:
 @pytest.mark.parametrize(
     ("peer", "why", "settled"),
     [
-        ("ucx", "this peer runs nixl, the other one ucx", True),
-        ("full", "one of the two has no room to try it", False),
+        ("ucx", "this peer runs nixl, but the other peer runs ucx", True),
+        ("full", "one of the two peers has no arena space for the test", False),
     ],
 )
 async def test_what_cannot_be_tried_is_said(

@@ -48,7 +48,7 @@ async def test_clients_of_other_pid_namespaces_are_told_apart(sessions: Sessions
     """The kernel shows the pid of each as 0, and two containers may use one pid."""
     one, other = (sessions.open(0, Hello(1, pid=7, command="python train.py")) for _ in range(2))
     assert one.label != other.label and not one.is_of(other) and one.is_of(one)
-    assert one.label == "pid 7 of another container on host a (client 1)"
+    assert one.label == "pid 7 in another container on host a (client 1)"
     assert sessions.join(one.id, 0, 7) is one
     with pytest.raises(ClientClosed, match="connect again"):
         sessions.join(one.id, 0, 8)

@@ -197,7 +197,7 @@ async def test_a_frame_that_cannot_be_taken_does_not_hold_up_the_next(
     stream = await Dialler().dial(door)
     stream.post(b"0")
     stream.post(b"1")
-    assert (await door.next())[1] == b"1" and "could not be handled" in caplog.text
+    assert (await door.next())[1] == b"1" and "could not handle a message" in caplog.text
     stream.close()
 
 

@@ -129,20 +129,20 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({1, 2}, "set has no form"),
-        (object(), "object has no form"),
-        (1j, "complex has no form"),
-        (Color.RED, r"Color would come back as a plain int; give int\("),
+        ({1, 2}, "a set cannot be stored"),
+        (object(), "an object cannot be stored"),
+        (1j, "a complex cannot be stored"),
+        (Color.RED, r"Color would come back as a plain int; pass int\("),
         (Point(1, 2), "would come back as a plain tuple"),
         (OrderedDict(a=1), "would come back as a plain dict"),
         (np.str_("a"), "str_ cannot be stored"),
         (np.array(["a"]), "it holds text"),
-        (np.zeros(2, "i4,f4"), "it has a structure"),
+        (np.zeros(2, "i4,f4"), "it is structured"),
         (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),
         (Image.new("P", (2, 2)), "would lose its palette"),
         (np.zeros((1,) * 17), "17 dimensions"),
         ("\ud800", "not valid text"),
-        (np.float32, "type has no form"),
+        (np.float32, "a type cannot be stored"),
     ],
 )
 def test_what_cannot_travel_is_refused_with_its_place(bad: object, reason: str) -> None:

@@ -196,7 +196,7 @@ def test_rows_are_padded_as_asked(arena: Any) -> None:
 
 def test_a_mask_is_of_fields_of_equal_lengths(arena: Any) -> None:
     columns = {"prompt": [[1], [2, 3]], "response": [[1, 2], [3]]}
-    with pytest.raises(InvalidCall, match="mask='m' is of 'prompt' and of 'response'"):
+    with pytest.raises(InvalidCall, match="mask='m' covers fields 'prompt' and 'response'"):
         tensordict(arena, columns, layout="padded", mask="m")
     made = tensordict(arena, columns, layout="padded", mask={"prompt": "pm", "response": "rm"})
     assert made["pm"].tolist() == [[True, False], [True, True]]

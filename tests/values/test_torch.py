@@ -155,9 +155,11 @@ def test_numbers_and_objects(arena: Any) -> None:
     assert [int(t) for t in to_torch(arena.view([1, 2]), "list")] == [1, 2]
     chat = to_torch(arena.view([{"image": (np.ones(2),), "text": "a"}, {"text": "b"}]))
     assert chat[0]["image"][0].tolist() == [1, 1] and chat[1] == {"text": "b"}
-    with pytest.raises(InvalidValue, match=r"row 0 is a str \('a'\), so the rows make no tensor"):
+    with pytest.raises(
+        InvalidValue, match=r"row 0 is a str \('a'\), so the rows do not form a tensor"
+    ):
         to_torch(arena.view(["a", "b"]))
-    with pytest.raises(InvalidValue, match="row 0 is a list .* make no padded tensor"):
+    with pytest.raises(InvalidValue, match="row 0 is a list .* do not form a padded tensor"):
         to_torch(arena.view([[np.ones(2)]]), "padded")
 
 

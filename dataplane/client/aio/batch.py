@@ -158,7 +158,8 @@ class Batch(LeasedRows, Converting):
 
     As a context manager, a batch acks at the end of the body, and releases if the body raises.
     Fetched values stay readable after either. `batch[0:16]` and `batch.rows([…])` are parts with
-    the same methods; the batch then acks what is left. Use a batch in one thread or task at a time.
+    the same methods; the batch then acks the other rows. Use a batch in one thread or task at a
+    time.
     """
 
     def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
@@ -218,7 +219,7 @@ class Batch(LeasedRows, Converting):
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Drop rows for every stage, and free them: those of `groups`, those at the positions
-        `rows` in the batch, or all. The lease continues for the others."""
+        `rows` in the batch, or all. The lease of the other rows continues."""
         await self._run(self._drop(rows, groups, timeout))
 
     async def __aenter__(self) -> Batch:
@@ -235,8 +236,8 @@ class Batch(LeasedRows, Converting):
         except DataplaneError as failure:
             # The body's own exception is the one to see.
             log.warning(
-                "partition %r, stage %r: a batch of %d rows was not released, its rows return "
-                "when the session ends: %s",
+                "partition %r, stage %r: could not release a batch of %d rows, which return to "
+                "the stage when the session ends: %s",
                 self.partition,
                 self.stage,
                 len(self),

@@ -86,7 +86,7 @@ class Connecting(Generic[P]):
             if name.startswith("_"):  # asked whether it can do what it cannot
                 raise AttributeError(name)
             raise _NotConnected(
-                f"{name!r} of a plane that is not connected yet: plane = await "
+                f"{name!r} was used before the plane was connected: write plane = await "
                 "dataplane.aio.connect(), or async with dataplane.aio.connect() as plane"
             )
 

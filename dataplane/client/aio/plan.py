@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class Micro(PlannedRows, Converting):
-    """The rows of one forward and backward pass. `mask`, bool[n], is False for padding: rows that
-    keep the ranks in step. They repeat values of another row, and must not count.
+    """The rows of one forward and backward pass. `mask`, bool[n], is False for padding
+    rows, which keep the ranks in step. They repeat the values of another row: leave them out of
+    the loss.
     """
 
     def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
@@ -109,7 +110,7 @@ class Plan(Planned[Micro]):
         return Minis(self)
 
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Ack the part of this rank. A no-op if it has been acked already."""
+        """Ack this rank's part of the plan. A no-op if it has been acked already."""
         await self._stop()
         part = self._joined.part
         if part.state == "acked":
@@ -173,5 +174,8 @@ class Plan(Planned[Micro]):
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
                 log.warning(
-                    "%r: not released, its rows return when the session ends: %s", self, failure
+                    "%r: could not be released; its rows return to the stage when the session "
+                    "ends: %s",
+                    self,
+                    failure,
                 )

@@ -173,7 +173,7 @@ def verified(directory: Path, bar: Bar) -> Manifest:
     manifest = _manifest(directory)
     names = [MANIFEST, *_names(len(manifest.partitions))]
     if set(manifest.files) != set(names[1:]):
-        raise corrupt(directory / MANIFEST, "the files it lists are not those of its partitions")
+        raise corrupt(directory / MANIFEST, "the files it lists do not match its partitions")
     bar.expect(2 * sum(note.bytes for note in manifest.files.values()))
     for name in names[1:]:
         note = manifest.files[name]
@@ -181,8 +181,8 @@ def verified(directory: Path, bar: Bar) -> Manifest:
         if found != note:
             raise corrupt(
                 directory / name,
-                f"it has {found.bytes} bytes with checksum {found.xxh3_128}, not {note.bytes} "
-                f"with {note.xxh3_128}",
+                f"it has {found.bytes} bytes with checksum {found.xxh3_128}, but the manifest "
+                f"says {note.bytes} bytes with {note.xxh3_128}",
             )
     return manifest
 
@@ -202,8 +202,8 @@ def failing(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise CheckpointFailed(
-            f"could not write the checkpoint {path}: {exc.strerror or exc}. No files are "
-            "left; check the disk, or choose another directory",
+            f"could not write the checkpoint {path}: {exc.strerror or exc}. Its files were "
+            "removed; check the disk, or choose another directory",
             path=str(path),
         ) from exc
 

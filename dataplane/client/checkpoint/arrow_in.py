@@ -79,7 +79,7 @@ class PartReader:
                 groups, rows, values = (table.get_batch(number) for table in tables)
                 yield from _Batch(groups, rows, values, self.nbytes).portions(most_bytes)
         except (pa.ArrowException, msgspec.MsgspecError, ValueError, IndexError) as exc:
-            raise corrupt(self._directory, f"its files do not fit together: {exc}") from exc
+            raise corrupt(self._directory, f"its files do not match each other: {exc}") from exc
 
     def read(self, block: Records, into: memoryview) -> None:
         """The bytes of a block."""

@@ -39,7 +39,7 @@ PORTION_BYTES = 32 << 20
 """Values that go with one message; no more than a quarter of what may be put at once."""
 UNDO_S = 10.0
 """How long a restore that failed, or was cancelled, takes to drop what it has brought."""
-_WAITING = "waiting for room in the arena"
+_WAITING = "waiting for space in the arena"
 _RESTORING = "the restore"
 
 
@@ -88,7 +88,7 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
             body = Drop(handle.name, handle.generation)
             yield from ask(body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r} is left partly restored: {exc}; drop it"
+            said = f"partition {handle.name!r} remains partly restored: {exc}; drop it"
             failure.add_note(said)
             log.warning("restore: %s", said)
 

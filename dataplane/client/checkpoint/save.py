@@ -61,7 +61,7 @@ def path_of(directory: Any) -> Path:
     except UnicodeEncodeError:
         names_one = False
     if not isinstance(given, str) or not names_one:
-        raise InvalidCall(f"{directory!r:.80} is not a path")
+        raise InvalidCall(f"directory={directory!r:.80}: expected a path")
     return Path(os.path.abspath(given))
 
 

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Dropped(NamedTuple):
-    """What a drop freed."""
+    """How many rows and bytes a drop freed."""
 
     rows: int
     bytes: int
@@ -88,8 +88,8 @@ def drop(
     """One message, but for very long lists of keys or groups."""
     if sum(a is not None for a in (keys, groups, where)) > 1:
         raise InvalidCall(
-            "drop takes one of keys=, groups= and where=, or none of them to drop the "
-            "whole partition"
+            "drop takes at most one of keys=, groups= and where=; without any it drops the whole "
+            "partition"
         )
     deadline = Deadline(timeout)
     generation = yield from handle.attach(deadline)
@@ -168,7 +168,7 @@ class Admitting:
         yield from ask(held, Done, Deadline(limit_beside(self._timeout)))
 
     def __repr__(self) -> str:
-        state = "not admitted" if self._held is None else f"begun at version {self.version}"
+        state = "not admitted" if self._held is None else f"started at version {self.version}"
         return f"<Permits for {counted(self.n, 'group')} of {self._handle.name!r}: {state}>"
 
 

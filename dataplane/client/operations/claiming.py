@@ -33,7 +33,7 @@ class Demand(msgspec.Struct, eq=False):
     def want(self, default_unit: str) -> Want:
         """The demand as it travels. InvalidCall unless it is exactly one of the three."""
         if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
-            raise InvalidCall("a claim takes exactly one of rows=, groups=, budget={tag: sum}")
+            raise InvalidCall("a claim takes exactly one of rows=, groups= and budget={tag: sum}")
         where = arguments.filter_of(self.where)
         if self.budget is not None:
             return self._budget(self.budget, self.unit or default_unit, where)

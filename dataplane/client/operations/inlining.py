@@ -48,7 +48,7 @@ def landed(
     np.maximum.at(lasts, block, ends)
     sizes = (lasts - firsts).astype(U8)
     body = Reserve(handle.name, generation, [sizes.tobytes()], continuing())
-    reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
+    reserved = yield from ask(body, Reserved, deadline, "waiting for space in the arena")
     extents = column(reserved.extents, EXTENT)
     try:
         offsets = place(sizes, extents)

@@ -66,8 +66,8 @@ _COLLECTED = (
     "Call batch.ack() when its rows are done, or claim it with `with part.claim(…) as batch:`",
 )
 LEFT = (
-    "a batch of {} was in hand when its loop was left",
-    "Call batch.ack() before `break`, or give the stream batches=n, which acks the last batch",
+    "a loop ended and left a batch of {}",
+    "Call batch.ack() before `break`, or pass batches=n to the stream, which acks the last batch",
 )
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
@@ -367,7 +367,8 @@ class Lease:
                 session.keep(np.frombuffer(done.extents, EXTENT))
             if done.kept:
                 log.info(
-                    "partition %r, stage %r: rows were redelivered, existing values were kept: %s",
+                    "partition %r, stage %r: rows were redelivered, so existing values were kept: "
+                    "%s",
                     self.handle.name,
                     self.stage,
                     done.kept,
@@ -569,7 +570,7 @@ class Lease:
 def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
     """Which rows of n `drop(rows=…)` or `drop(groups=…)` means."""
     if rows is not None and groups is not None:
-        raise InvalidCall("give rows= or groups=, not both")
+        raise InvalidCall("pass rows= or groups=, not both")
     if groups is not None:
         return group_positions(table, groups)
     index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))

@@ -70,7 +70,9 @@ class LeasedRows(Selection):
         """LeaseExpired where these rows are finished."""
         if self._at is not None and self.lease.state == "leased" and self.state != "leased":
             raise LeaseExpired(
-                f"the rows of this part of the batch were already {self.state}", stage=self.stage
+                f"the rows of this part of the batch were already {self.state}, so they can no "
+                "longer be changed; claim again",
+                stage=self.stage,
             )
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:

@@ -104,8 +104,8 @@ class Loading(Generic[B, L]):
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:
             raise InvalidCall(
-                f"this state is for (version, partition, stage) {given}, and this loader is "
-                f"for {wanted}"
+                f"this state belongs to (version, partition, stage) {given}, but this loader to "
+                f"{wanted}: load it into a loader of the same stage"
             )
         loop = self._loop
         if loop is not None and not loop.over:
@@ -127,15 +127,15 @@ class Loading(Generic[B, L]):
         raise InvalidCall(_WHY)
 
     def __repr__(self) -> str:
-        held = "no batch in hand" if self.batch is None else repr(self.batch)
+        held = "no current batch" if self.batch is None else repr(self.batch)
         return f"<{self._kind} of {self._handle.name!r} for {self.stage!r}: {held}>"
 
 
 _WHY = (
-    "batches belong into the training process: in a DataLoader's worker they would be leased where "
-    "nobody can ack them when the training loop is done with them, and workers would wait for each "
-    "other's rows. Iterate over part.loader(…) itself, without a DataLoader: it prefetches by "
-    "itself, and collate= does there what workers did"
+    "claim batches in the training process: a DataLoader's worker cannot ack a batch when the "
+    "training loop is done with it, and the workers would wait for each other's rows. Iterate "
+    "over part.loader(…) directly, without a DataLoader: it prefetches, and its collate= replaces "
+    "the workers"
 )
 
 

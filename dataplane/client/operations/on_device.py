@@ -63,8 +63,8 @@ def take_located(
             )
         if count != (n := count if n is None else n) or not count:
             raise InvalidRows(
-                f"field {name!r} has {count} values on a device, and the put has {n} rows: "
-                "give one value per row",
+                f"field {name!r} has {count} values on a device, but the put has {n} rows: give "
+                "one value per row",
                 lengths=taken,
             )
     return [OnDevice(opened, _prepared(some)) for opened, some in found.values()]

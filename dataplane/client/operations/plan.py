@@ -74,7 +74,7 @@ def shape_of(
     """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
     rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
-        raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS} ranks")
+        raise InvalidCall(f"ranks={ranks}: a plan can have at most {MAX_RANKS} ranks")
     if rank >= ranks:
         raise InvalidCall(f"rank={rank}: with ranks={ranks}, expected 0 to {ranks - 1}")
     minibatches = arguments.count(minibatches, "minibatches")
@@ -108,8 +108,8 @@ def shape_of(
 
 
 LEFT = (
-    "a plan of {} was left before its loop had come to the end",
-    "Call plan.ack() before `break`, or write `with part.plan(…) as plan:`, whose end acks",
+    "a loop ended early and left a plan of {}",
+    "Call plan.ack() before `break`, or write `with part.plan(…) as plan:`, which acks at its end",
 )
 
 
@@ -187,7 +187,7 @@ def join(
             session.spans.claim(handle.name, stage, began, lease)
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
-        raise ProtocolError("the peer answered a call for a plan with rows")
+        raise ProtocolError("the peer replied to a plan request with a batch")
     part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
         yield from handle.define(None, Deadline(DEFAULT_TIMEOUT_S))
@@ -226,7 +226,7 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
     gone = ~np.isin(positions, came.there)
     if gone.any():
         log.warning(
-            "partition %r, stage %r: %s of the plan were dropped or lost, padding replaces them",
+            "partition %r, stage %r: %s of the plan were dropped or lost, so padding replaces them",
             part.handle.name,
             part.stage,
             counted(int((gone & mask).sum()), "row"),
@@ -250,7 +250,10 @@ def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Operation
         came = yield from _fetched(part, fields, left.there[:1], deadline)
         if len(came.there):  # or else it went just now
             return came
-    raise RowsGone("every row of this plan was dropped or lost", rows=part.n)
+    raise RowsGone(
+        "every row of this plan was dropped or lost; release it and call part.plan(…) again",
+        rows=part.n,
+    )
 
 
 def _fetched(
@@ -340,7 +343,7 @@ class PlannedRows(LeasedRows):
 
     def __repr__(self) -> str:
         padding = len(self) - int(self.mask.sum())
-        said = f", of which {padding} padding" if padding else ""
+        said = f", {padding} of them padding" if padding else ""
         fields = ", ".join(self.fields) or "no fields"
         return (
             f"<Micro {counted(len(self), 'row')} of {self.partition!r} for {self.stage!r}{said}: "

@@ -50,7 +50,7 @@ def unless_too_late(handle: Handle, put: Operation[Ref]) -> Operation[Ref]:
         if not (yield from handle.comes_too_late(exc)):
             raise
         log.info(
-            "partition %r: put arrived too late, nothing was stored: %s", handle.name, exc.message
+            "partition %r: put arrived too late and stored nothing: %s", handle.name, exc.message
         )
     session = handle.session
     return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
@@ -156,9 +156,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
         f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
-        f"({which}) were put before and acked by every stage. A restarted producer continues "
-        "with its next rows. If these are new rows under old names, pass "
-        "reuse=True",
+        f"({which}) were put before and acked by every stage. A restarted producer should "
+        "continue with its next rows. If these are new rows under old names, pass reuse=True",
         keys=keys,
         groups=groups,
     )
@@ -184,7 +183,9 @@ def _prepare(
     taken = {column.field for one in on_devices for column in one.prepared.columns}
     if isinstance(columns, Mapping):
         rest = {name: column for name, column in columns.items() if name not in taken}
-        session.devices.tell_of_host_copies(rest, "not all of this field are arrays on one device")
+        session.devices.tell_of_host_copies(
+            rest, "not all values of this field are arrays on one device"
+        )
     if not on_devices:
         return prepare(columns, n, dedup, fields, check_time=check_time), []
     n = on_devices[0].prepared.n

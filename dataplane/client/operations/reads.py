@@ -39,7 +39,7 @@ def read(
 ) -> Operation[Found]:
     """The rows with these keys, in this order; or those that `where` holds for; or all."""
     if keys is not None and where is not None:
-        raise InvalidCall("give keys= or where=, not both")
+        raise InvalidCall("pass keys= or where=, not both")
     deadline = Deadline(timeout)
     yield from handle.attach(deadline)
     if keys is None:
@@ -79,7 +79,7 @@ def handle_of(session: Session, ref: Ref) -> Handle:
         )
     if ref.plane != session.plane:
         raise InvalidCall(
-            f"this ref belongs to plane {ref.plane!r}, and this client to plane "
+            f"this ref belongs to plane {ref.plane!r}, but this client to plane "
             f"{session.plane!r}: connect with dataplane.connect(run={ref.plane!r})"
         )
     return Handle(session, ref.partition)

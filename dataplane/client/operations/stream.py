@@ -74,7 +74,7 @@ class Streaming(Generic[B]):
         """At the end of a `with`: the body's own exception is the one to see."""
         if exc is None:
             raise failure
-        log.warning("%r: a batch was not released: %s", self, failure)
+        log.warning("%r: could not release a batch: %s", self, failure)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -85,7 +85,7 @@ class Streaming(Generic[B]):
     def __repr__(self) -> str:
         held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
         rows = ", ".join(f"{lease.open_rows} rows" for lease in held) or "no batch"
-        state = "ended" if self._closed else f"{rows} in hand"
+        state = "ended" if self._closed else f"holds {rows}"
         return f"<{self._kind} of {self._what}: {state}>"
 
 

@@ -106,10 +106,9 @@ class Putting(msgspec.Struct, eq=False):
         needed = max(parcel.nbytes for parcel in parcels)
         if needed > cap:
             raise ValueTooLarge(
-                f"nothing was put: one row, or the rows of one group, need {sized(needed)}, "
-                f"and peer {self.handle.session.peer!r} accepts at most {sized(cap)} at "
-                "once. Put fewer bytes at a time, or give the peer a larger arena "
-                "(DATAPLANE_ARENA, --arena)",
+                f"nothing was put: one row, or the rows of one group, need {sized(needed)}, but "
+                f"peer {self.handle.session.peer!r} accepts at most {sized(cap)} at once. Put "
+                "fewer bytes at a time, or give the peer a larger arena (DATAPLANE_ARENA, --arena)",
                 needed_bytes=needed,
                 cap_bytes=cap,
             )
@@ -323,7 +322,7 @@ def write_few(
     if extents is None:
         unit = np.array(few.sizes, U8).tobytes()
         body = Reserve(handle.name, generation, [unit], continuing())
-        reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
+        reserved = yield from ask(body, Reserved, deadline, "waiting for space in the arena")
         extents = column(reserved.extents, EXTENT)
     try:
         offsets = few.offsets(extents)
@@ -391,7 +390,7 @@ def room_for(
         handle.session.give_back(leftovers.take_idle(0))
     body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes(), memory)
     where = "on the device" if memory else "in the arena"
-    return (yield from ask(body, Reserved, deadline, f"waiting for room {where}"))
+    return (yield from ask(body, Reserved, deadline, f"waiting for space {where}"))
 
 
 def _copy(session: Session, parcel: Parcel, offsets: Records, extents: Records) -> bytes:

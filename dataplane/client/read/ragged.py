@@ -78,7 +78,7 @@ class Padding:
         if self.side not in ("right", "left"):
             raise InvalidCall(f"side={self.side!r}: expected 'right' or 'left'")
         if self.length is not None and self.multiple is not None:
-            raise InvalidCall("give length= or multiple=, not both")
+            raise InvalidCall("pass length= or multiple=, not both")
         for name in ("length", "multiple"):
             given = getattr(self, name)
             if given is not None and (type(given) is not int or given < 1):
@@ -92,7 +92,7 @@ class Padding:
                 row = int(np.argmax(lengths))
                 raise InvalidValue(
                     f"field {field!r}: row {row} has length {longest}, more than "
-                    f"length={self.length}: give a larger length=, or cut the rows before "
+                    f"length={self.length}: pass a larger length=, or truncate the rows before "
                     "the put",
                     field=field,
                     row=row,
@@ -174,7 +174,7 @@ def no_view(field: str, layout: str) -> InvalidValue:
     """The error of view=True for rows that would have to be moved."""
     return InvalidValue(
         f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True cannot "
-        "give one: leave view=True out, or use layout='list' for a view per row",
+        "return one: leave view=True out, or use layout='list' for a view per row",
         field=field,
     )
 

@@ -114,8 +114,8 @@ class Selection:
         if not isinstance(field, str):
             name = type(self).__name__.lower()
             raise InvalidCall(
-                f"{name}[{field!r:.40}]: expected a field name, which gives its values, or "
-                f"a slice, which gives some of the rows; for positions use {name}.rows([…])"
+                f"{name}[{field!r:.40}]: expected a field name or a slice; to select rows by "
+                f"position, use {name}.rows([…])"
             )
         view = self._views.get(field)
         if view is None:
@@ -145,8 +145,8 @@ class Selection:
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
         if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
             raise InvalidRows(
-                f"rows({positions!r:.80}): expected positions, ints from 0 to "
-                f"{self._n - 1}, or one bool per row"
+                f"rows({positions!r:.80}): expected int positions from 0 to {self._n - 1}, or one "
+                "bool per row"
             )
         at = at.astype(np.intp)
         at = np.where(at < 0, at + self._n, at)

@@ -136,9 +136,9 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     ragged = column.ragged()
     if ragged is None:
         raise InvalidValue(
-            f"field {column.field!r}: a mask needs rows that differ in length along one "
-            "axis, and these rows differ along several axes or are single numbers: leave "
-            "out mask= for this field",
+            f"field {column.field!r}: a mask needs rows that differ in length along one axis, but "
+            "these rows differ along several axes or are single numbers: leave out mask= for this "
+            "field",
             field=column.field,
         )
     mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
@@ -192,7 +192,7 @@ class Form:
         for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
             _check_layout(layout)
         if "length" in self._named() and "multiple" in self._named():
-            raise InvalidCall("give length= or multiple=, not both")
+            raise InvalidCall("pass length= or multiple=, not both")
 
     def _named(self) -> list[str]:
         return [n for n in ("length", "multiple") if isinstance(getattr(self, n), int)]
@@ -250,8 +250,12 @@ class _Masks:
         first, other = self.found.setdefault(named, (name, mask))
         if other is not mask and not sys.modules["torch"].equal(other, mask):
             raise InvalidCall(
-                f"mask={named!r} is of {first!r} and of {name!r}, whose rows are not of equal "
-                "lengths: give one for each, as in mask={" + f"{first!r}: 'a', {name!r}: 'b'" + "}"
+                (
+                    f"mask={named!r} covers fields {first!r} and {name!r}, whose rows differ in "
+                    "length: name one mask for each, as in mask={"
+                )
+                + f"{first!r}: 'a', {name!r}: 'b'"
+                + "}"
             )
 
 
@@ -499,12 +503,12 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
     if times:
         finest = np.result_type(*(one for one in times if one.kind == times[0].kind))
         instead = (
-            "torch has no dates and durations: put them as ints of one unit, for example as "
+            "torch has no date or duration dtype: put them as ints of one unit, for example as "
             f"np.asarray(values, {finest.name!r}).astype('int64'); {as_put}"
         )
         return _refused(field, row, layout, why, instead)
     instead = (
-        "put numbers of one type and of 64 bits at most, for example as np.asarray(values, "
+        "put numbers of one type, at most 64 bits wide, for example as np.asarray(values, "
         f"'float64'), or declare the partition with fields={{{field!r}: 'float64'}}, which "
         f"refuses others at the put; {as_put}"
     )
@@ -514,7 +518,9 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
 def _refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
     tensor = "tensor" if layout == "auto" else f"{layout} tensor"
     return InvalidValue(
-        f"field {field!r}: {why}, so the rows make no {tensor}: {instead}", field=field, row=row
+        f"field {field!r}: {why}, so the rows do not form a {tensor}: {instead}",
+        field=field,
+        row=row,
     )
 
 

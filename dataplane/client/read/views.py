@@ -577,4 +577,4 @@ def _sound(
 
 
 def _outside() -> ProtocolError:
-    return ProtocolError("a value lies outside the arena, or has no spec")
+    return ProtocolError("a value is outside the arena, or has no spec")

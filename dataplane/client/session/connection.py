@@ -179,7 +179,7 @@ class Connection:
             return look_s
         if is_stopped(self.sock):
             log.warning(
-                "peer %r: is stopped (SIGSTOP or a debugger), a call has waited %s",
+                "peer %r: stopped (by SIGSTOP or a debugger) while a call has been waiting for %s",
                 self.peer,
                 duration(waited_s),
             )
@@ -318,8 +318,8 @@ def peer_lost(peer: str) -> PeerLost:
 
 def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"peer {peer!r} did not answer within {duration(limit_s)}, and the call was "
-        "cancelled; check the peer's log, or give a longer timeout=",
+        f"peer {peer!r} did not answer within {duration(limit_s)}, so the call was cancelled; "
+        "check the peer's log, or pass a longer timeout=",
         peer=peer,
         limit_s=limit_s,
     )

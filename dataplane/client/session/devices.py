@@ -129,8 +129,8 @@ class Devices:
         own = [self._opened[number] for number in self.in_place]
         if self.mode == "required" and not self.in_place:
             raise DeviceMissing(
-                f"devices='required', and peer {welcome.peer!r} has no device arena on a "
-                "GPU that this process uses (its device arenas: "
+                f"devices='required', but peer {welcome.peer!r} has no device arena on a GPU that "
+                "this process uses (its device arenas: "
                 f"{[pool.device for pool in self._handles] or 'none'}): start it with "
                 "--device-arena, or connect with devices='auto'"
             )
@@ -145,7 +145,7 @@ class Devices:
         try:
             pool = reader.reach(handle)
         except DeviceMissing as exc:
-            log.info("device %s: values are copied through the host arena: %s", handle.device, exc)
+            log.info("device %s: copying values through the host arena: %s", handle.device, exc)
             return False
         base = self._bases[number - 1]
         self._reached.append(Opened(number, base, reader, pool, reached=True))
@@ -168,9 +168,7 @@ class Devices:
         except DeviceMissing as exc:
             if self.mode == "required":
                 raise
-            log.warning(
-                "device %s: values are copied through the host arena: %s", handle.device, exc
-            )
+            log.warning("device %s: copying values through the host arena: %s", handle.device, exc)
             return False
 
     def _open(self, number: int) -> Opened | None:
@@ -203,7 +201,7 @@ class Devices:
         if device is not None:
             device.close()
         name = self._handles[number - 1].device
-        log.warning("device %s: values are copied through the host arena: %s", name, why)
+        log.warning("device %s: copying values through the host arena: %s", name, why)
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
         """Where these values lie, at least one, that are all arrays on one of these devices."""
@@ -233,7 +231,7 @@ class Devices:
             )
             if any(_may_be_on(pool.kind, value) for pool in self._handles for value in ends):
                 self._told.add(name)
-                log.warning("field %r: device values are copied to the host arena: %s", name, why)
+                log.warning("field %r: copying device values to the host arena: %s", name, why)
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""

@@ -171,7 +171,8 @@ class DirectCopies:
     def _refuse(self, why: str) -> None:
         self.refused = why
         log.warning(
-            "arena: not pinned, batches are copied to the GPU through pageable memory: %s", why
+            "arena: could not be pinned, copying batches to the GPU through pageable memory: %s",
+            why,
         )
 
     def settle(self) -> None:
@@ -225,9 +226,7 @@ class DirectCopies:
             self.settle()
         with self._lock:
             if self._copies:
-                log.warning(
-                    "arena: a GPU copy is still running, this process keeps the arena pinned"
-                )
+                log.warning("arena: still pinned, because a GPU copy has not finished")
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None

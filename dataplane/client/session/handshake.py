@@ -41,9 +41,9 @@ def negotiate(welcome: Welcome) -> int:
     version = min(highest, PROTOCOL_VERSION)
     if version < max(lowest, PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
-            f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, this client "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same release of dataplane "
-            "on both sides",
+            f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, but this "
+            f"client speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same "
+            "release of dataplane on both sides",
             peer_versions=list(welcome.versions),
         )
     return version
@@ -130,13 +130,22 @@ def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
         return peer_lost(session.peer)
     welcome = session.welcome
     gone = (
-        "it was the only peer of its run, so all rows of the run are gone. dataplane.connect() "
-        "begins the run again, empty"
+        (
+            "it was the only peer of its run, so all rows of the run are gone. dataplane.connect() "
+            "starts the run again, empty"
+        )
         if welcome.alone
-        else "rows whose only bytes were on this host are gone, unless the peer handed them over: "
-        "part.lost() names them. The other rows can be read through dataplane.connect()"
+        else (
+            "rows whose only bytes were on this host are lost, unless the peer moved them to "
+            "another host: part.lost() lists them. To read the other rows, call "
+            "dataplane.connect() again"
+        )
     )
-    log = f"; its log is {welcome.log}, or {welcome.log}.old after that" if welcome.log else ""
+    log = (
+        f"; see its log, {welcome.log} (or {welcome.log}.old if a new peer has started since)"
+        if welcome.log
+        else ""
+    )
     return PeerLost(
         f"peer {session.peer!r} of run {session.plane!r} ended, and {gone}. The call may "
         f"have taken effect{log}",

@@ -93,7 +93,7 @@ class Housekeeper:
                 self._gather()
             session.bell.heard()
             if self._deserted and session.closed is None:
-                self.close("nothing refers to this client any more")
+                self.close("this client was garbage-collected")
             session.settle_devices()
             with self._undoing:
                 self.tell([*self._undone(), *self._parting(), *session.idle_grants()])
@@ -169,11 +169,17 @@ class Housekeeper:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
                     log.info(
-                        "peer %r: messages not acknowledged, resending later: %s", self._peer, exc
+                        "peer %r: did not acknowledge messages, resending them later: %s",
+                        self._peer,
+                        exc,
                     )
                     return
                 except (OSError, DataplaneError) as exc:
-                    log.info("peer %r: connection broke, resending messages: %s", self._peer, exc)
+                    log.info(
+                        "peer %r: connection broke, resending unacknowledged messages: %s",
+                        self._peer,
+                        exc,
+                    )
                     self._anchor.close()
                     self._anchor = self._another()
 
@@ -193,7 +199,9 @@ class Housekeeper:
         try:
             return further(self.session)
         except DataplaneError as exc:
-            log.info("peer %r: could not reconnect, messages dropped: %s", self._peer, exc)
+            log.info(
+                "peer %r: could not reconnect, dropped unacknowledged messages: %s", self._peer, exc
+            )
             return None
 
     @property
@@ -226,7 +234,7 @@ class Housekeeper:
         if self._thread is not None:
             self.session.bell.ring()
             return
-        self.session.connections.close("nothing refers to this client any more")
+        self.session.connections.close("this client was garbage-collected")
         if self._anchor is not None:
             self._anchor.close()
 

@@ -80,7 +80,7 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
         answer = connection.exchange(frame_of(request), request.rid, _VISIT_S, GRACE_S)
         connection.close()
     finally:
-        keeper.close("this client only looked")
+        keeper.close("this client only inspected the run")
     if not isinstance(answer, StatsDone):
         raise ProtocolError(f"the peer answered Stats with {type(answer).__name__}")
     mine = own_sessions()

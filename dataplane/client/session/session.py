@@ -393,7 +393,7 @@ class Abandoned(NamedTuple):
     forgotten: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        happened, advice = self.forgotten or ("a batch of {} is gone", "")
+        happened, advice = self.forgotten or ("a batch of {} was discarded", "")
         return (
             f"partition {self.partition!r}, stage {self.stage!r}: "
             f"{happened.format(counted(self.rows, 'row'))} without ack, release or drop, so the "

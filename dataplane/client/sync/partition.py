@@ -29,7 +29,8 @@ from dataplane.wire.tables import Name, Scalar
 
 class Partition:
     """A named set of rows. `timeout` is in seconds: 30 by default, except for calls that wait for
-    rows (`claim`, `stream`, `plan`, `wait`, `admit`), where None waits as long as rows can come.
+    rows (`claim`, `stream`, `plan`, `wait`, `admit`): their default, None, waits as long as rows
+    can arrive.
     """
 
     def __init__(self, run: Run, handle: Handle) -> None:
@@ -75,12 +76,13 @@ class Partition:
         counts both. If nothing was missing it raises FieldExists, or RowsGone if every row has been
         freed. A row that has some of these fields, but not all, also raises FieldExists.
 
-        A field whose values are all on a GPU where the peer has a device arena is copied there, on
-        the CUDA streams of the values; into host memory if the device has no space.
+        If all values of a field are on a GPU on which the peer has a device arena, the put copies
+        them there, on their CUDA streams. If the device has no space, it copies them into host
+        memory.
 
         Raises BackPressure if the arena stays full, ValueTooLarge for a row or group that can never
-        fit, and PutIncomplete if only some rows were stored: `details["rows"]` lists those, so put
-        the others again.
+        fit, and PutIncomplete if only some rows were stored: `details["rows"]` lists those. Put the
+        other rows again.
         """
         handle = self._handle
         putting = put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
@@ -180,7 +182,7 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Stream:
-        """Claim batch after batch until the partition is sealed and the stage has had every row.
+        """Claim batches until the partition is sealed and the stage has received every row.
 
         Asking for the next batch acks the current one. Leaving the loop in any other way releases
         it. `batches`: end after this many batches, and ack the last. `timeout`: per batch; it also
@@ -274,7 +276,7 @@ class Partition:
 
         The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
         plan with other arguments, InvalidRows for a row without the tag, ClaimTimeout, and
-        StreamEnd when the stage has had every row.
+        StreamEnd when the stage has received every row.
         """
         shape, rank = shape_of(
             rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
@@ -316,8 +318,9 @@ class Partition:
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
         There are (max_lag + 1) × per_version places. A group takes one from its permit until all
-        stages have acked it and the trainer has advanced. It keeps the place while a group that
-        started before it finished is incomplete. Dropped and lost groups free theirs at once.
+        stages have acked it and the trainer has advanced. A finished group also keeps its place
+        until every group that started before it finished is complete. Dropped and lost groups
+        free theirs at once.
 
         Groups that this session starts inside the `with` use the permits. Unused permits return at
         its end, or with the process. Every caller must give the same bound (PartitionConflict), and
@@ -350,8 +353,8 @@ class Partition:
 
         It begins with the first loss; a new list comes within seconds of a loss. All rows of a
         group that lost one are included. Ends when the partition was dropped, or is sealed and
-        every stage has had every row. `timeout`: per list, then DeadlineExceeded. None waits as
-        long as rows can be lost.
+        every stage has received every row. `timeout`: per list, then DeadlineExceeded. None waits
+        as long as rows can be lost.
         """
         return Lost(self._run, self._handle, timeout)
 
@@ -365,10 +368,10 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read rows without a lease: those of `keys`, in that order; those that match `where`; or
-        all.
+        """Read rows without a lease: by `keys`, in that order; by filter; or all.
 
-        `fields` None: all fields. Raises RowsGone for rows that were freed or never put.
+        `fields`: which fields to read; None reads all. Raises RowsGone for rows that were freed or
+        never put.
         """
         found = self._run(reads.read(self._handle, keys, where, fields, timeout))
         return Rows(self._run, self._handle, *found)

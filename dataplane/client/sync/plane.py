@@ -41,11 +41,10 @@ def connect(
       run of this process. Processes that this one starts later join the same run. Programs that are
       started separately, in several terminals or by several lines of a script, share a run only
       if you give them the same name. An unnamed run ends with its last process.
-    - `fresh`: True ends what an earlier launch left of the run, with all its rows, and starts it
-      again. This happens once per launch, so all its processes may pass True. In a run of several
-      hosts all processes must, and the launcher must give each launch an id. A run with clients is
-      not ended: RunInUse names them. "force" ends the run even while it has
-      clients.
+    - `fresh`: True ends the run that an earlier launch left behind, with all its rows, and starts
+      it empty. This happens once per launch, so all its processes may pass True. In a run of
+      several hosts all of them must pass it, and the launcher must give each launch an id. A run
+      with clients is not ended: RunInUse names them. "force" ends the run even if it has clients.
     - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
       GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
       are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
@@ -114,7 +113,7 @@ class Plane(Calls):
         return Partition(self.run, handle)
 
     def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Return the names of all partitions that have not been dropped, drained ones included."""
+        """Return the names of all partitions that have not been dropped, including drained ones."""
         return self.run(core.partitions(timeout))
 
     def get(
@@ -124,13 +123,13 @@ class Plane(Calls):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read the rows of a ref, wherever they are. `fields` None: all fields."""
+        """Read the rows of a ref, wherever they are. `fields`: which to read; None reads all."""
         handle = reads.handle_of(self._session, ref)
         found = self.run(reads.read_ref(handle, ref, fields, timeout))
         return Rows(self.run, handle, *found)
 
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return what this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
+        """Return statistics of this peer, as nested dicts: `stats()["arena"]["used_bytes"]`."""
         return self.run(core.stats(None, timeout))
 
     def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
@@ -157,7 +156,7 @@ class Plane(Calls):
     def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> None:
-        """Write all rows, their values and what the stages have done to a new directory.
+        """Write all rows, their values and the state of the stages to a new directory.
 
         Each group is saved as it was at one moment, while other calls continue. The checkpoint has
         every row that was put before the call, unless the row was freed meanwhile. Leased rows are
@@ -180,8 +179,8 @@ class Plane(Calls):
         return self.run(restore.restore(self._session, directory, timeout))
 
     def close(self) -> None:
-        """Release all leases and leave. Views stay readable. Calls of other threads or tasks end at
-        once with ClientClosed, whether they took effect or not."""
+        """Release all leases and disconnect. Views stay readable. Calls of other threads or tasks
+        end at once with ClientClosed, whether they took effect or not."""
         why = "this client was closed; call dataplane.connect() for another"
         leave(self._keeper, why)
 

@@ -30,10 +30,10 @@ class Stream(Streaming[Batch]):
     """An iterator over claimed batches. Asking for the next batch acks the current one, with what
     was added to it.
 
-    Any other end of the loop (break, return, an exception, the end of a `with`) releases the batch
-    in hand. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the loop
-    after n batches and acks the last; `itertools.islice` and `zip` do not. Each loop over a stream
-    has its own batch. Raises InvalidCall in a worker of torch's DataLoader.
+    Any other end of the loop (break, return, an exception, the end of a `with`) releases the
+    current batch. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the
+    loop after n batches and acks the last; `itertools.islice` and `zip` do not. Each loop over a
+    stream has its own batch. Raises InvalidCall in a worker of torch's DataLoader.
     """
 
     _kind = "Stream"
@@ -42,7 +42,7 @@ class Stream(Streaming[Batch]):
         return StreamLoop(self)
 
     def close(self) -> None:
-        """Release the batch in hand. The stream has ended."""
+        """Release the current batch and end the stream."""
         self._run(self._release())
 
     def __enter__(self) -> Stream:
@@ -90,7 +90,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
         return loop
 
     def close(self) -> None:
-        """Release the batch in hand and the prefetched ones. This ends the loop."""
+        """Release the current batch and the prefetched ones, and end the loop."""
         if self._loop is not None:
             self._loop.leave()
         if self._behind is None:
@@ -217,7 +217,7 @@ class Admission(Admitting):
         except DataplaneError as failure:
             # The peer gives them back with the session, if it has not heard this.
             log.warning(
-                "%r: permits were not returned, they return when the session ends: %s",
+                "%r: could not return the permits, which are freed when the session ends: %s",
                 self,
                 failure,
             )

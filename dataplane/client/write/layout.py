@@ -142,8 +142,8 @@ def _cut(row_ends: Ints, unit_ends: Ints) -> Ints:
         bounds.append(rows_to[unit - 1])
         if bounds[-1] - bounds[-2] > MAX_ROWS_PER_MESSAGE:
             raise LimitExceeded(
-                f"one group has {bounds[-1] - bounds[-2]} rows in this put, and the limit "
-                f"is {MAX_ROWS_PER_MESSAGE}: put the group in several calls",
+                f"one group has {bounds[-1] - bounds[-2]} rows in this put, over the limit of "
+                f"{MAX_ROWS_PER_MESSAGE}: put the group in several calls",
                 limit=MAX_ROWS_PER_MESSAGE,
             )
     return np.array(bounds)

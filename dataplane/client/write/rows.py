@@ -135,8 +135,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     if len(counts) and (most := int(counts.max())) > group_size:
         name = (identity.group_names or [])[int(counts.argmax())]
         raise GroupClosed(
-            f"nothing was put: group {name!r} has {most} rows in this put, and groups of "
-            f"this partition close with {group_size}",
+            f"nothing was put: group {name!r} has {most} rows in this put, but groups of this "
+            f"partition close with {group_size}",
             groups=[name],
         )
 
@@ -146,13 +146,13 @@ def check_names(identity: Identity) -> None:
     it only where both are in one."""
     if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
         twice = Counter(identity.names).most_common(1)[0][0]
-        raise InvalidRows(f"key {twice!r} occurs twice in one call: give each row a key of its own")
+        raise InvalidRows(f"key {twice!r} occurs twice in one call: give each row its own key")
 
 
 def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
         raise InvalidRows(
-            f"{counted(given, f'{what} id')} for {counted(n, 'row')}: give one per row"
+            f"{counted(given, f'{what} id')} for {counted(n, 'row')}: pass one per row"
             + (", or a single one for all" if what == "group" else ""),
             given=given,
             rows=n,
@@ -165,7 +165,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     ordered: they belong to something in their order, which a set does not have.
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
-        raise InvalidRows(f"{what} is a set, which has no order: give a list with one id per row")
+        raise InvalidRows(f"{what} is a set, which has no order: pass a list with one id per row")
     names = _listed(names)
     if isinstance(names, str | int):
         found: list[Any] = [names]

@@ -62,7 +62,7 @@ def canonical(fields: object) -> dict[str, str]:
     given = arguments.mapping(fields, "fields", "of field names to forms such as 'int64[*]'")
     if len(given) > MAX_FIELDS:
         raise LimitExceeded(
-            f"the schema has {len(given)} fields, and the limit is {MAX_FIELDS}", limit=MAX_FIELDS
+            f"the schema has {len(given)} fields, over the limit of {MAX_FIELDS}", limit=MAX_FIELDS
         )
     found: dict[str, str] = {}
     for name, text in given.items():
@@ -92,7 +92,7 @@ def parsed(text: str) -> Form:
     try:
         dtype = dtype_of(name)
     except ProtocolError:
-        raise InvalidCall(f"there is no dtype {name!r}") from None
+        raise InvalidCall(f"{name!r} is not a dtype") from None
     if dimensions is None or not dimensions.strip():
         return Form(dtype, ())
     if dimensions.strip() == "...":
@@ -130,9 +130,8 @@ def check(prepared: Prepared, fields: Mapping[str, str]) -> None:
             continue
         found = _told(prepared.specs[_at(values.specs, row)], int(_at(values.sizes, row)))
         raise InvalidValue(
-            f"nothing was put: {column.field}[{row}] is {found}, and this partition "
-            f"declares {column.field!r} as {text}: {_advice(form)}, or change the "
-            "declaration",
+            f"nothing was put: {column.field}[{row}] is {found}, but this partition declares "
+            f"{column.field!r} as {text}: {_advice(form)}, or change the declaration",
             field=column.field,
             row=row,
             expected=text,
@@ -169,5 +168,5 @@ def _told(spec: Spec, nbytes: int) -> str:
 
 def _advice(form: Form) -> str:
     if form.dtype is None:
-        return "give dataplane.object(value)"
-    return f"give np.asarray(value, {form.dtype.name!r}) of that shape"
+        return "pass dataplane.object(value)"
+    return f"pass np.asarray(value, {form.dtype.name!r}) of that shape"

@@ -84,7 +84,7 @@ class Prepared(msgspec.Struct, eq=False):
 
 
 class Kept:
-    """A value, or a column of values, to store as the Python object that it is.
+    """A value, or a column of values, that is stored as a Python object.
 
     `dataplane.object([1, 2])` comes back as that list, not as an array. In a TensorDict it becomes
     non-tensor data.
@@ -140,7 +140,7 @@ def prepare(
     rows = _common_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(
-            f"this call has {len(sized)} fields, and the limit is {MAX_FIELDS}", limit=MAX_FIELDS
+            f"this call has {len(sized)} fields, over the limit of {MAX_FIELDS}", limit=MAX_FIELDS
         )
     for name in dedup:
         if name not in sized:
@@ -152,8 +152,8 @@ def prepare(
         prepared.append(_prepare(name, column, specs, check_time, fields.get(name)))
     if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
         raise LimitExceeded(
-            f"the values of this call have {len(specs.specs)} different dtypes and shapes, "
-            f"and the limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
+            f"the values of this call have {len(specs.specs)} different dtypes and shapes, over "
+            f"the limit of {MAX_SPECS_PER_MESSAGE}: put them in several calls",
             limit=MAX_SPECS_PER_MESSAGE,
         )
     if dedup:
@@ -266,7 +266,7 @@ def checked_name(name: object) -> str:
 def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> int:
     found = set(map(len, columns.values()))
     if not found:
-        raise InvalidRows("there is nothing to write: give at least one field")
+        raise InvalidRows("the call has no fields to write: pass at least one")
     expected = n if n is not None else len(next(iter(columns.values())))
     if found != {expected}:
         lengths = {name: len(column) for name, column in columns.items()}
@@ -274,11 +274,11 @@ def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, who
         wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
         what = "columns of different lengths" if n is None else "columns of another length"
         raise InvalidRows(
-            f"{what}: {told}{wanted}; give each field one entry per row",
+            f"{what}: {told}{wanted}; pass one entry per row for each field",
             lengths=lengths,
         )
     if expected == 0:
-        raise InvalidRows("there is nothing to write: the columns have no rows")
+        raise InvalidRows("the columns have no rows to write: pass at least one")
     return expected
 
 

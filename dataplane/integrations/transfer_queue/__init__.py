@@ -174,7 +174,7 @@ def _client(store: Store) -> TransferQueueClient:
 
 def _sampler_of(given: Any) -> BaseSampler:
     if isinstance(given, str):
-        given = getattr(samplers, given, None) or f"{given} is no sampler"
+        given = getattr(samplers, given, None) or f"{given} is not a sampler"
     if isinstance(given, type):
         given = given()
     if not isinstance(given, BaseSampler):
@@ -293,9 +293,9 @@ def kv_batch_put(
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of str, not {keys!r:.60}; to put one row, use kv_put")
     if not len(keys):
-        raise ValueError("give at least one key")
+        raise ValueError("pass at least one key")
     if fields is None and tags is None:
-        raise ValueError("give fields, tags or both")
+        raise ValueError("pass fields, tags or both")
     if fields is not None and fields.batch_size[0] != len(keys):
         raise ValueError(
             f"got {len(keys)} keys and fields of {fields.batch_size[0]} rows; pass one key per row"
@@ -303,7 +303,7 @@ def kv_batch_put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"got {len(keys)} keys and {len(tags)} tags; pass one tag dict per key")
     if len(set(keys)) < len(keys):
-        raise ValueError("a key occurs twice; give each row a key of its own")
+        raise ValueError("a key occurs twice; give each row its own key")
     return joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
 
 

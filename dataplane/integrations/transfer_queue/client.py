@@ -326,7 +326,7 @@ class TransferQueueClient:
         if not isinstance(keys, list):
             raise TypeError(f"keys must be a str or a list of str, not a {type(keys).__name__}")
         if not keys:
-            raise ValueError("give at least one key")
+            raise ValueError("pass at least one key")
         if not all(isinstance(key, str) for key in keys):
             raise TypeError("keys must be str")
         found = self._store.find(partition_id, keys)
@@ -339,7 +339,7 @@ class TransferQueueClient:
         indexes = self._store.numbered(partition_id, rows)
         by_index = dict(zip(indexes, rows, strict=True))
         if len(by_index) < len(rows):
-            raise ValueError("a key occurs twice; give each row a key of its own")
+            raise ValueError("a key occurs twice; give each row its own key")
         return self._meta(partition_id, by_index, common_fields(rows))
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
@@ -348,7 +348,7 @@ class TransferQueueClient:
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError("global_indexes must be an int or a list of ints")
         if not indexes:
-            raise ValueError("give at least one global index")
+            raise ValueError("pass at least one global index")
         keys = self._store.keys_of(partition_id, indexes)
         if without := [i for i, key in zip(indexes, keys, strict=True) if isinstance(key, int)]:
             raise RuntimeError(
@@ -398,7 +398,7 @@ class TransferQueueClient:
         """The values of rows by key; see `kv_batch_get`."""
         keys = [keys] if isinstance(keys, str) else list(keys)
         if not keys:
-            raise ValueError("give at least one key")
+            raise ValueError("pass at least one key")
         wanted = [select_fields] if isinstance(select_fields, str) else select_fields
         if wanted:  # mostly fields that all of them have: those of a meta
             with contextlib.suppress(StorageKeyNotFoundError):
@@ -469,6 +469,8 @@ def parsed(fields: TensorDict, parser: Callable[[Any], Any]) -> TensorDict:
     made: dict[str, Any] = {}
     for name, value in columns.items():
         if len(value) != rows:
-            raise ValueError(f"the parser left {len(value)} of {rows} rows in {name!r}")
+            raise ValueError(
+                f"the parser returned {len(value)} values of field {name!r} for {rows} rows"
+            )
         made[name] = joined(value) if isinstance(value, list) else value
     return TensorDict(made, batch_size=rows)

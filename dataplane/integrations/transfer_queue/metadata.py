@@ -2,6 +2,8 @@
 
 Both are plain picklable classes that hold no connection. A `BatchMeta` says of each row its number,
 its partition, whether its fields are there, and its tags; of each field its dtype and shapes.
+
+Some errors keep TransferQueue's own words: its tests look for them, and so may those of its users.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         for key, value in (info or {}).items():
             if key in joined and not equal(joined[key], value):
                 raise ValueError(
-                    f"extra_info {key!r} has different values in the batches to concatenate: "
+                    f"extra_info {key!r} has conflicting values in the batches to concatenate: "
                     f"{joined[key]!r:.80} and {value!r:.80}"
                 )
             joined[key] = value
@@ -438,7 +440,9 @@ class KVBatchMeta:
     def reorder(self, indexes: Sequence[int]) -> None:
         """Bring the rows into this order; changes this batch."""
         if len(indexes) != self.size:
-            raise ValueError(f"got {len(indexes)} indexes for a batch of {self.size} rows")
+            raise ValueError(
+                f"the number of indexes ({len(indexes)}) does not match the batch of {self.size} rows"
+            )
         if len(set(indexes)) < self.size:
             raise ValueError(f"Contain duplicate indexes: {_twice(indexes)}")
         if sorted(indexes) != list(range(self.size)):

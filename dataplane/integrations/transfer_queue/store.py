@@ -234,7 +234,7 @@ class Store:
         for _ in range(_ATTEMPTS):
             found = self._partition(name, create)
             if found is None:
-                raise StorageKeyNotFoundError(f"there is no partition {name!r}")
+                raise StorageKeyNotFoundError(f"partition {name!r} does not exist")
             try:
                 return call(found[1])
             except (dataplane.PartitionGone, dataplane.PartitionUndefined):
@@ -315,7 +315,7 @@ class Store:
             ) from exc
         except dataplane.FieldUnknown as exc:
             raise StorageKeyNotFoundError(
-                f"no row of partition {name!r} has a field that was asked for: {exc}"
+                f"no row of partition {name!r} has any of the requested fields: {exc}"
             ) from exc
         packed: dict[str, Any] = {}
         for field in fields:

@@ -100,7 +100,7 @@ class StreamingDataset(IterableDataset[Batch]):
         if not data_fields:
             raise ValueError("name at least one field in data_fields")
         if dp_rank < 0:
-            raise ValueError(f"dp_rank is {dp_rank}; ranks count from 0")
+            raise ValueError(f"dp_rank={dp_rank}: expected 0 or more")
         self.config = config
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size

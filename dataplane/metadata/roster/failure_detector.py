@@ -198,8 +198,8 @@ class FailureDetector:
             if not due:
                 return True
             log.warning(
-                "roster keeper: hears from only %d of %d members, its own network may have "
-                "failed; declaring no peer lost for now",
+                "roster keeper: hears from only %d of %d members; its own network may have "
+                "failed, so it declares no peer lost for now",
                 heard,
                 total,
             )

@@ -85,7 +85,9 @@ class Roster:
         """
         members = tuple(canonical(seed) for seed in seeds) or ("",)
         if len(set(members)) != len(members):
-            raise RosterMismatch(f"a seed is named twice: {', '.join(members)}", seeds=members)
+            raise RosterMismatch(
+                f"a seed is listed twice ({', '.join(members)}): list each seed once", seeds=members
+            )
         hosts = list(range(1 if keeps and len(members) >= 3 else 0, len(members)))
         primaries = proposed(members, hosts, shards)
         backups = np.full(shards, NO_BACKUP, np.uint16)
@@ -116,7 +118,9 @@ class Roster:
         in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8), count=shards)
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
-            raise RosterMismatch(f"a roster refers to members beyond its {len(members)}")
+            raise RosterMismatch(
+                f"a roster of {len(members)} members refers to members that it does not list"
+            )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])

@@ -142,7 +142,7 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     found = list(zip(*columns, closed, strict=True))
     if not all(0 <= dropped <= gone for _, gone, dropped, _ in found):
         raise ProtocolError(
-            "a group's count of dropped rows is negative or exceeds its count of gone rows"
+            "a group's count of dropped rows is negative or exceeds its count of freed rows"
         )
     return found
 
@@ -217,7 +217,9 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
             "the snapshot has columns or tags without rows, or a negative number of groups"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
-        raise ProtocolError(f"{len(op.rows.group_names)} names for {len(group_keys)} groups")
+        raise ProtocolError(
+            f"the snapshot has {len(op.rows.group_names)} names for {len(group_keys)} groups"
+        )
     values = values_in(op.columns, len(keys), op.specs, op.owners, op.inline)
     state.check_fields(values.fields)
     tagging.check(op.tags, len(keys), state.tag_names)

@@ -108,10 +108,12 @@ class ClaimQueue:
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
-            raise ProtocolError(f"a claim of {want.count} {want.unit} is empty; ask for at least 1")
+            raise ProtocolError(
+                f"a claim of {want.count} {want.unit} takes no rows; ask for at least 1"
+            )
         if want.budget_tag is not None and not want.budget > 0:
             raise ProtocolError(
-                f"a claim with a budget of {want.budget} is empty; give a budget above 0"
+                f"a claim with a budget of {want.budget} takes no rows; pass a budget above 0"
             )
         before = self._claims.get(claim.number)
         if before is not None and before.lane != claim.lane:
@@ -306,13 +308,13 @@ class ClaimQueue:
     def _ended(self, claim: WaitingClaim) -> Outcome:
         """No row can come any more."""
         store, stage = self.store, self.stage
-        had = f"partition {store.partition!r} is sealed and stage {stage!r} has had every row"
+        had = f"partition {store.partition!r} is sealed and stage {stage!r} has received every row"
         if store.stage(stage).lost:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
-                f"{had} that is left, but {counted(total, 'row was', 'rows were')} lost "
-                f"with their peer, such as {keys[:3]}: part.lost() names them all; put them "
-                "into a new partition",
+                f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost with "
+                f"their peer, such as {keys[:3]}: part.lost() lists them all; put them into a new "
+                "partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,
@@ -322,10 +324,13 @@ class ClaimQueue:
         counts = store.counts(stage, unit)
         left = counts.remaining
         if split := counts.outstanding - counts.to_come:
-            had += f" that is left whole; rows were taken singly of {counted(split, unit[:-1])}"
+            had += (
+                " that remains in whole groups; single rows were taken from "
+                f"{counted(split, unit[:-1])}"
+            )
         elif left:
-            one, many = f"{unit[:-1]} that does not is", f"{unit} that do not are"
-            had += f" that matches; {counted(left, one, many)} left"
+            one, many = f"other {unit[:-1]} remains", f"other {unit} remain"
+            had += f" that matches; {counted(left, one, many)}"
         return self._over(claim, StreamEnd(had, remaining=left))
 
     def _too_large(self, claim: WaitingClaim, needed_bytes: int) -> Outcome:
@@ -333,10 +338,10 @@ class ClaimQueue:
         return self._over(
             claim,
             ValueTooLarge(
-                f"a claim of stage {self.stage!r} of partition {self.store.partition!r} "
-                f"needs {needed_bytes} bytes from other hosts at once, and this host has at "
-                f"most {claim.asked.most_bytes} for them: claim fewer rows at a time (or "
-                "pass min=), or make its arena larger (--arena, DATAPLANE_ARENA)",
+                f"a claim for stage {self.stage!r} of partition {self.store.partition!r} needs "
+                f"{needed_bytes} bytes from other hosts at once, but this host can hold at most "
+                f"{claim.asked.most_bytes}: claim fewer rows at a time (or pass min=), or make "
+                "its arena larger (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

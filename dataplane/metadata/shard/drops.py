@@ -74,7 +74,9 @@ def close(state: State, name: Name, size: int) -> int:
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
             if state.tombstones.dropped(of_group(key)):
-                raise RowsDropped(f"group {name!r} was dropped", groups=[name])
+                raise RowsDropped(
+                    f"group {name!r} was dropped, so it cannot be closed", groups=[name]
+                )
             if state.sealed:
                 raise PartitionSealed(
                     f"partition {state.partition!r} is sealed and takes no new groups"
@@ -90,8 +92,8 @@ def close(state: State, name: Name, size: int) -> int:
         return 0
     if size < group.seen:
         raise InvalidRows(
-            f"group {name!r} already has {counted(group.seen, 'row')}, dropped ones "
-            "included: close it with at least that number",
+            f"group {name!r} already has {counted(group.seen, 'row')}, counting dropped ones: "
+            "close it with at least that many",
             rows=group.seen,
         )
     group.expected = size

@@ -36,8 +36,10 @@ def lease_of(state: State, number: int) -> Lease:
     if lease is None:
         raise LeaseExpired(
             state.leases.why_ended(number)
-            or "this lease has ended: it timed out and its rows went back to the stage, or it was "
-            "already finished. Nothing of this call was stored; claim again",
+            or (
+                "this lease has ended: it timed out and its rows returned to the stage, or it "
+                "was already finished. This call stored nothing; claim again"
+            ),
             lease=number,
         )
     return lease
@@ -55,7 +57,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     count = sum([len(part.rows) for part in asked])
     if not count:
         if columns:
-            raise InvalidRows("the call adds fields to no rows of the lease")
+            raise InvalidRows("the call adds fields, but to no row of the lease")
         return {}
     parts = [there for part in asked if (there := part.there()).rows]
     rows = sum([len(part.rows) for part in parts])
@@ -109,7 +111,7 @@ def positions_of(lease: Lease, index: bytes) -> list[int]:
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
         raise InvalidRows(
-            f"row {max(positions)} is not in this lease of {counted(lease.count, 'row')}",
+            f"row {max(positions)} is outside this lease of {counted(lease.count, 'row')}",
             rows=lease.count,
         )
     return positions
@@ -119,7 +121,7 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
     positions = positions_of(lease, index)
     if len(set(positions)) != len(positions):
-        raise InvalidRows("a row of the lease is given twice")
+        raise InvalidRows("the call names a row of the lease twice")
     if any(part.bits & ~lease.left[part.number] for part in lease.at(positions)):
         raise InvalidRows("a row of the lease was already acked, released or dropped")
     return positions

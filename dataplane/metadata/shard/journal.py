@@ -97,8 +97,8 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
             store.carry_out(op)
     except DataplaneError as exc:
         raise ProtocolError(
-            f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
-            f"must be copied again: {exc}",
+            f"{type(op).__name__} cannot be applied to this copy of partition "
+            f"{store.partition!r}, which must be copied again: {exc}",
             partition=store.partition,
         ) from exc
 
@@ -138,7 +138,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
     lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
     shape = op.shape if plan is None else plan.shape
     if (lease.number, lease.stage.name, shape) != (op.lease, op.stage, op.shape):
-        raise ProtocolError(f"stage {op.stage!r} has another plan")
+        raise ProtocolError(f"stage {op.stage!r} already has another plan")
     if plan is None:
         for weights in op.laid.weights.values() if op.laid is not None else ():
             column(weights, _F8, lease.count)
@@ -150,9 +150,11 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None or op.permit in permits.given or op.count < 1:
-        raise ProtocolError(f"permit {op.permit} already exists, or has no purpose")
+        raise ProtocolError(f"permit {op.permit} already exists, or admits no groups")
     if not 0 <= op.used <= op.count:
-        raise ProtocolError(f"permit {op.permit} for {op.count} groups was used for {op.used}")
+        raise ProtocolError(
+            f"permit {op.permit} for {op.count} groups cannot be used for {op.used}"
+        )
     permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
 
 
@@ -167,7 +169,8 @@ def _paced(store: Store, op: Paced, now: float) -> None:
     permits = store.permits
     if op.version < permits.version or op.per_version < 0 or op.max_lag < 0:
         raise ProtocolError(
-            f"the trainer's version would go from {permits.version} to {op.version}"
+            f"the trainer's version cannot go from {permits.version} to {op.version}, or a limit "
+            "is negative"
         )
     permits.version = op.version
     permits.begin(store)
@@ -186,7 +189,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
-            raise ProtocolError(f"the group has an impossible state: {one}")
+            raise ProtocolError(f"the group has an invalid state: {one}")
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -236,7 +239,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
 def _given(store: Store, op: Given, now: float) -> None:
     blocks = [_block(store, number) for number in column(op.numbers, U8).tolist()]
     if len(set(blocks)) < len(blocks):
-        raise ProtocolError("a block is named twice")
+        raise ProtocolError("the record names a block twice")
     counts = [block.count for block in blocks]
     values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
     store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)
@@ -300,7 +303,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.check_fields(op.fields)
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
-        raise ProtocolError(f"there is already a block with a number above {op.numbers}")
+        raise ProtocolError(f"a block with a number above {op.numbers} already exists")
     store.sealed, store.last_number = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
@@ -335,7 +338,7 @@ def _each_once(rows: Rows) -> Rows:
         seen = Counter[int]()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
-                raise ProtocolError("a row is named twice")
+                raise ProtocolError("the record names a row twice")
             seen[block.number] |= bits
     return rows
 

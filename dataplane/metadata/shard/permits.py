@@ -154,9 +154,9 @@ class Permits:
         places = (max_lag + 1) * per_version
         if count < 1 or max_lag < 0 or per_version < 1 or places > MAX_PLACES:
             raise InvalidCall(
-                f"admit({count}, max_lag={max_lag}, per_version={per_version}): expected 1 "
-                "or more groups, max_lag of 0 or more, per_version of 1 or more, and at "
-                f"most {MAX_PLACES} places in all"
+                f"admit({count}, max_lag={max_lag}, per_version={per_version}): expected 1 or "
+                "more groups, a max_lag of 0 or more, a per_version of 1 or more, and at most "
+                f"{MAX_PLACES} places in all"
             )
         if state.definition.group_size is None:
             raise InvalidCall(

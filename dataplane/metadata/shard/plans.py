@@ -77,7 +77,7 @@ def join(
         plan = _begin(state, stage, shape, now)
     if plan.shape != shape:
         raise PartitionConflict(
-            f"the plan of stage {stage.name!r} was begun with {difference(plan.shape, shape)}: "
+            f"the plan of stage {stage.name!r} was started with {difference(plan.shape, shape)}: "
             "call plan() with the same arguments on all ranks, except rank=",
             stage=stage.name,
         )
@@ -86,14 +86,13 @@ def join(
         return None
     if any(one.holder == holder and not one.acked for one in of_rank):
         raise InvalidCall(
-            f"this process already takes part in the plan of stage {stage.name!r} as rank "
-            f"{rank}: ack or release that plan first, as a `with` around it does",
+            f"this process already takes part in the plan of stage {stage.name!r} as rank {rank}: "
+            "ack or release that plan first, or use it in a `with` block",
             stage=stage.name,
         )
     if len(plan.members) >= MAX_RANKS:
         raise LimitExceeded(
-            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, which is "
-            "the limit",
+            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the maximum",
             limit=MAX_RANKS,
         )
     member = Member(next(state.numbers), plan, rank, holder, claim)
@@ -114,12 +113,13 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
         came = {one.rank for one in plan.members.values()}
         absent = [one for one in range(plan.shape.ranks) if one not in came]
         why = (
-            f"rank {rank} has acked the stage's plan, which was begun "
-            f"{duration(max(0.0, now - plan.lease.started))} ago and ends when every rank has"
+            f"rank {rank} has already acked this stage's plan, which was started "
+            f"{duration(max(0.0, now - plan.lease.started))} ago and ends when every rank has "
+            "acked"
         )
         if working := sorted({one.rank for one in plan.working}):
-            why += f"; have yet to ack: {_shown(working)}"
-        return why + (f"; have not come: {_shown(absent)}" if absent else "")
+            why += f"; ranks yet to ack: {_shown(working)}"
+        return why + (f"; ranks yet to join: {_shown(absent)}" if absent else "")
     return "" if state.sealed else "the partition is not sealed yet"
 
 
@@ -138,7 +138,7 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", "release", "abandon") and asked.index is None
     if not whole or asked.columns or asked.tags:
         raise InvalidRows(
-            "a plan is acked or released as a whole, and fields are added before that; to "
+            "a plan is acked or released as a whole, and fields must be added before that; to "
             "drop single rows use part.drop(keys=…)"
         )
     if asked.outcome != "ack":
@@ -165,9 +165,9 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
     plan = member.plan
     state.leases.end_plan(
         plan,
-        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} went before it had acked "
-        "(its process ended, or released the plan), and all rows are back. Leave the loop on every "
-        "rank and call part.plan(…) again",
+        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} left before it had acked "
+        "(its process ended, or released the plan), so all rows returned to the stage. Leave the "
+        "loop on every rank and call part.plan(…) again",
     )
     return finishes.give_back(state, plan.lease, reason)
 
@@ -195,7 +195,7 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     ready = Rows(list(stage.rows.plain))
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
-            f"{len(ready)} rows are left for stage {stage.name!r}, and a plan takes at most "
+            f"{len(ready)} rows are left for stage {stage.name!r}, but a plan can have at most "
             f"{MAX_PLAN_ROWS}: put fewer rows into a partition, or claim some of them first",
             rows=len(ready),
             limit=MAX_PLAN_ROWS,

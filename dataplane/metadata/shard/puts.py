@@ -236,13 +236,16 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> No
                 taken += [block.name(row) for row in hit]
         if not taken:
             continue
-        said = f"{counted(len(taken), 'row has', 'rows have')} a field {name!r} already, such as "
+        said = (
+            f"{counted(len(taken), 'row already has', 'rows already have')} a field {name!r}, "
+            "for example "
+        )
         said += repr(taken[0])
         if stage is not None:
-            said += f", which another writer than stage {stage.name!r} has set"
+            said += f", which a writer other than stage {stage.name!r} set"
         raise FieldExists(
-            f"{said}; nothing of this call was stored: use another name for "
-            f"{'the added field' if stage is not None else 'the progress'}",
+            f"{said}; this call stored nothing: use another name for "
+            f"{('the added field' if stage is not None else 'the progress')}",
             field=name,
             keys=taken[:SHOWN_NAMES],
         )
@@ -325,8 +328,8 @@ def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
             f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} but "
-            f"not all fields of this put, for example row {keys[0]!r}: nothing of this call was "
-            "stored. Fields are written once; pass replace=True to write a new value",
+            f"not all fields of this put, for example row {keys[0]!r}: this call stored nothing. "
+            "Fields are written once; pass replace=True to write a new value",
             field=name,
             keys=keys,
         )
@@ -361,13 +364,13 @@ def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
     """Why a group has no room for the new rows of a put."""
     if group is not None and group.closed:
         return (
-            f"group {name!r} has all its {counted(group.seen, 'row')} already; a "
-            "restarted producer continues with its next group"
+            f"group {name!r} already has all its {counted(group.seen, 'row')}; a restarted "
+            "producer should continue with its next group"
         )
     seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
     return (
-        f"group {name!r} closes with {counted(size, 'row')} and has {seen}, and "
-        f"this put adds {added}; a put with the same key= as before passes over rows that are there"
+        f"group {name!r} closes with {counted(size, 'row')} and has {seen}, and this put adds "
+        f"{added}; a repeated put with the same key= skips rows that exist"
     )
 
 

@@ -137,16 +137,16 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
             parts.append(f"{counted(facts.alone, one, many)} claim of groups gets {them}")
     parts += _leases(facts.leases, stage, me)
     if facts.waiting_puts:
-        parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for room")
+        parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for space")
     if facts.lost:
         one, many = "row was", "rows were"
-        parts.append(f"{counted(facts.lost, one, many)} lost with a peer: part.lost() names them")
+        parts.append(f"{counted(facts.lost, one, many)} lost with a peer: part.lost() lists them")
     parts += _seal(facts, for_rows)
     return "; ".join(parts)
 
 
 def _silent(facts: Facts) -> str:
-    return f"peer {facts.silent}, which keeps this partition, does not answer"
+    return f"peer {facts.silent}, which serves this partition, does not answer"
 
 
 def _figures(facts: Facts, wanted: str) -> str:
@@ -172,10 +172,11 @@ def _filtered(facts: Facts) -> list[str]:
 
 def _lacking(facts: Facts, name: str, stage: str) -> str:
     said = (
-        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
+        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, which stage "
+        f"{stage!r} needs"
     )
     if name in facts.adders:
-        said += f" that stage {facts.adders[name]!r} adds"
+        said += f" and stage {facts.adders[name]!r} adds"
     if near := facts.near_fields.get(name):
         said += f"; rows have `{near}`, which no stage needs: is it a misspelt `{name}`?"
     return said
@@ -183,7 +184,9 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
     when = "has ever claimed" if asked_s is None else f"has claimed for {duration(asked_s)}"
-    return f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}, which nobody {when}"
+    return (
+        f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}, which no client {when}"
+    )
 
 
 def _open(facts: Facts) -> list[str]:
@@ -202,9 +205,7 @@ def _size_of(name: object, rows: int, needed: int, near: object) -> str:
         question = f" (did you mean {near!r}?)" if near != "" else ""
         return f"{name!r} was closed with {counted(needed, 'row')} and has none{question}"
     if needed < 0:
-        return (
-            f"{name!r} has {counted(rows, 'row')}, and part.close() has not said how many it gets"
-        )
+        return f"{name!r} has {counted(rows, 'row')}, and part.close() has not been called for it"
     return f"{name!r} has {rows} of {counted(needed, 'row')}"
 
 
@@ -212,7 +213,7 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
     """Whether new rows can come, from whom, and what to do where nothing else explains the wait."""
     if facts.sealed:
         return [
-            "the partition is sealed, so no new row comes"
+            "the partition is sealed, so no new rows can arrive"
             if facts.ready + len(facts.leases) + len(facts.missing)
             else "the partition is sealed, and none of its remaining rows can satisfy this call"
         ]
@@ -224,13 +225,13 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
 
 
 def _elsewhere(facts: Facts, it: str = "it") -> str:
-    said = f"no row was ever put into {it}"
+    said = f"no rows have been put into {it}"
     if facts.near_partitions:
         names = " and ".join(map(repr, facts.near_partitions[:SHOWN_OTHERS]))
-        said += f"; this run also has the partition {names}: is one of the names misspelt?"
+        said += f"; this run also has a partition {names}: is one of the names misspelt?"
     elif facts.elsewhere:
-        said += f"; a partition of this name is also in {few(facts.elsewhere, SHOWN_OTHERS)}"
-        said += ": connect both sides to the same run, connect(run=…)"
+        said += f"; a partition with this name also exists in {few(facts.elsewhere, SHOWN_OTHERS)}"
+        said += ": connect both sides to the same run with connect(run=…)"
     else:
         said += ": start its producer, in this run and with this partition name"
     return said
@@ -244,7 +245,7 @@ def _produced(facts: Facts) -> list[str]:
 
 def _put(facts: Facts) -> str:
     """By whom rows were put, when, and whether those are still there."""
-    said = f"{counted(facts.put_rows, 'row was', 'rows were')} put so far"
+    said = f"{counted(facts.put_rows, 'row has been', 'rows have been')} put so far"
     known = facts.producers
     if known and known[0].idle_s is not None:
         said += f", the last {duration(known[0].idle_s)} ago"
@@ -336,8 +337,8 @@ class FullArena:
 def of_full_arena(full: FullArena, why: str = "") -> str:
     """What is needed, what is there, who has it, and what to do. why: what ended the wait."""
     parts = [
-        f"{full.doing} needs {sized(full.needed_bytes)}, and the arena of peer {full.peer!r} has "
-        f"{sized(full.free_bytes)} left for it ({sized(full.used_bytes)} of "
+        f"{full.doing} needs {sized(full.needed_bytes)}, but the arena of peer {full.peer!r} "
+        f"has only {sized(full.free_bytes)} available for it ({sized(full.used_bytes)} of "
         f"{sized(full.size_bytes)} are used)"
     ]
     parts += [why] if why else []
@@ -348,7 +349,7 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
         parts.append(f"{counted(more, 'more partition has', 'more partitions have')} rows")
     if full.elsewhere:
         one, many = "value here belongs", "values here belong"
-        parts.append(f"{counted(full.elsewhere, one, many)} to partitions that other peers keep")
+        parts.append(f"{counted(full.elsewhere, one, many)} to partitions that other peers serve")
     parts += [
         f"{who} has {sized(nbytes)} reserved or in view"
         for who, nbytes in full.holders[:SHOWN_OTHERS]
@@ -362,11 +363,13 @@ def _kept(one: Kept) -> list[str]:
         return [f"{said} and keeps them until they are dropped"]
     clauses = [_nobody_claims(*idle) for idle in one.idle]
     for stage, name, rows in one.lacks[:SHOWN_OTHERS]:
-        clauses.append(f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}")
+        clauses.append(
+            f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, which stage {stage!r} needs"
+        )
     for who, stage, rows, age in one.leases[:SHOWN_LEASES]:
         clauses.append(
-            f"{counted(rows, 'row is', 'rows are')} leased by {who} for stage {stage!r} for "
-            f"{duration(age)}"
+            f"{counted(rows, 'row has been', 'rows have been')} leased by {who} for stage "
+            f"{stage!r} for {duration(age)}"
         )
     return [f"{said}: {', '.join(clauses)}" if clauses else said]
 
@@ -384,11 +387,13 @@ def _make_room(full: FullArena) -> str:
     elif fields:
         said.append(f"add {' and '.join(f'`{name}`' for name in fields[:SHOWN_OTHERS])}")
     if any(one.until_dropped for one in full.kept):
-        said.append("drop rows that nobody needs any more (part.drop)")
+        said.append("drop rows that are no longer needed (part.drop)")
     if full.claims:
-        said.append("lower the count of claims that wait for more rows than fit, or give them min=")
+        said.append(
+            "claim fewer rows at a time, or pass min=, where claims wait for more rows than fit"
+        )
     if sum(nbytes for _, nbytes in full.holders) > full.used_bytes // 2:
-        said.append("delete batches and arrays that you no longer read")
+        said.append("delete batches and arrays that you no longer need")
     said = said or ["consume or drop rows"]
     said.append("give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE")
     text = "; or ".join(said)
@@ -422,7 +427,7 @@ def of_admission(
         parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of it")
     if told["held_groups"]:
         begun = version - told["lag"]
-        parts.append(f"groups begun at version {begun} are not complete yet")
+        parts.append(f"groups started at version {begun} are not complete yet")
     parts += [_slow(one) for one in slow]
     nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
     parts += [_nobody_claims(*one) for one in (*nobody.values(), *idle)]
@@ -443,7 +448,7 @@ def _slow(group: Mapping[str, Any]) -> str:
         size = f"{group['rows']} of {counted(group['of'], 'row')}"
         return f"{name} has {size}: put the missing rows, or drop the group"
     lacks = [
-        f"`{field}`, a field of {stage!r}" + (f" that stage {by!r} adds" if by else "")
+        f"`{field}`, which stage {stage!r} needs" + (f" and stage {by!r} adds" if by else "")
         for field, (stage, by) in group["lacks"].items()
     ]
     return f"{name} has all its rows and lacks {' and '.join(lacks)}"
@@ -462,12 +467,12 @@ def _leases(leases: Sequence[tuple[str, str, int, float]], stage: str, me: str) 
     said = []
     for who, of, rows, age in sorted(leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
         where = "" if of == stage else f" for stage {of!r}"
-        them = counted(rows, "row is", "rows are")
+        them = counted(rows, "row has been", "rows have been")
         said.append(f"{them} leased by {_named(who, me)}{where} for {duration(age)}")
     more = len(leases) - len(said)
     if more > 0:
-        one, many = "more client has", "more clients have"
-        said.append(f"{counted(more, one, many)} leased some")
+        one, many = "more client holds leases", "more clients hold leases"
+        said.append(counted(more, one, many))
     return said
 
 
@@ -488,8 +493,8 @@ def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -
 
 OWN = "only this process can end this wait: ack, release or drop the batch that it holds first"
 OWN_PERMITS = (
-    "only this process can end this wait: open the groups that it has permits for, or leave the "
-    "`with` of those first"
+    "only this process can end this wait: start the groups that it has permits for, or leave "
+    "their `with` blocks first"
 )
 
 

@@ -36,7 +36,8 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"{gone} of {counted(left, 'row')} of lease {number} were dropped or lost", rows=gone
+            f"{gone} of {counted(left, 'row')} of lease {number} were dropped or lost; claim again",
+            rows=gone,
         )
     return held
 

@@ -139,8 +139,8 @@ class Store(State):
             ]
             if other:
                 raise TagConflict(
-                    f"{counted(len(other), 'row does', 'rows do')} not have the tags "
-                    f"{dict(expect)}, for example {other[0]!r}",
+                    f"{counted(len(other), 'row does', 'rows do')} not have the expected tags "
+                    f"{dict(expect)}, for example {other[0]!r}: read the tags and decide again",
                     keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),
                 )
@@ -192,10 +192,11 @@ class Store(State):
             return
         if self.definition.free == "acked":
             raise StageUndefined(
-                f"partition {self.partition!r} has no stage {name!r}"
-                f"{did_you_mean(name, self.stages)}: its stages are {sorted(self.stages)}, and it "
-                "frees rows that all of these have acked (free='acked'), so a new stage may have "
-                "missed rows: declare it with the partition",
+                f"partition {self.partition!r} has no stage "
+                f"{name!r}{did_you_mean(name, self.stages)}: its stages are "
+                f"{sorted(self.stages)}, and it frees rows that all of these have acked "
+                "(free='acked'), so a stage that is added now may have missed rows: declare it "
+                "with the partition",
                 stage=name,
             )
         self.check_stage_room(name, fields)
@@ -282,7 +283,7 @@ class Store(State):
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
-            raise InvalidRows("a drop takes rows, or groups, or a filter, and only one of them")
+            raise InvalidRows("a drop takes only one of rows, groups or a filter")
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:

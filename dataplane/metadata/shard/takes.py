@@ -326,9 +326,9 @@ def _told(values: Values) -> int:
 
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
-        f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values "
-        f"would make a message of {nbytes} bytes, and the limit is {GRANTED_BYTES}: claim "
-        "fewer rows at a time (or pass min=), or fewer fields with fields=",
+        f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values would "
+        f"need a message of {nbytes} bytes, over the limit of {GRANTED_BYTES}: claim fewer rows "
+        "at a time (or pass min=), or select fewer fields with fields=",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

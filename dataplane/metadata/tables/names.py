@@ -35,7 +35,8 @@ def hash_name(name: Name) -> bytes:
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"a name of {len(text)} bytes exceeds the limit of {MAX_NAME_BYTES}",
+                f"a name has {len(text)} bytes, over the limit of {MAX_NAME_BYTES}: use a shorter "
+                "one",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
             )
@@ -52,7 +53,7 @@ def hash_name(name: Name) -> bytes:
 def unencodable(value: object) -> str | None:
     """Why a name or a tag of these types has no form on the wire; None where it has one."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return "which does not fit an int of 64 bits; give it as a str"
+        return "which does not fit in a 64-bit int; pass it as a str"
     if isinstance(value, str):
         try:
             value.encode()

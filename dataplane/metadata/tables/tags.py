@@ -40,11 +40,14 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
     partition has some `known` ones already."""
     for name, values in tags.items():
         if len(name) > MAX_NAME_BYTES:
-            raise LimitExceeded(f"the name of tag {name[:40]!r}… is too long")
+            raise LimitExceeded(
+                f"the name of tag {name[:40]!r}… is longer than the limit of {MAX_NAME_BYTES} "
+                "characters"
+            )
         if len(values) != rows and len(values) != 1:
             raise InvalidRows(
                 f"tag {name!r} has {counted(len(values), 'value')} for "
-                f"{counted(rows, 'row')}; give one value per row, or one for all",
+                f"{counted(rows, 'row')}; pass one value per row, or one for all",
                 tag=name,
                 values=len(values),
                 rows=rows,
@@ -57,7 +60,9 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
                 tag=name,
             )
     if tags and len(tags.keys() | known) > MAX_TAGS:
-        raise LimitExceeded(f"a partition has at most {MAX_TAGS} different tags", limit=MAX_TAGS)
+        raise LimitExceeded(
+            f"a partition can have at most {MAX_TAGS} different tags", limit=MAX_TAGS
+        )
 
 
 def only(

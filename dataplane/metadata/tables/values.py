@@ -532,12 +532,15 @@ def values_in(
     Everything here came from another process: a length, an index or a count that does not fit gets
     a typed error, and nothing is believed because the sender should have known better."""
     if len(columns) > MAX_FIELDS:
-        raise LimitExceeded(f"more than {MAX_FIELDS} fields in one message", limit=MAX_FIELDS)
+        raise LimitExceeded(
+            f"the message has more than {MAX_FIELDS} fields: use fewer fields per call",
+            limit=MAX_FIELDS,
+        )
     fields = tuple([one.field for one in columns])
     if len(set(fields)) != len(fields):
-        raise InvalidRows("a field occurs twice in one call")
+        raise InvalidRows("the call names a field twice")
     if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
-        raise ProtocolError("an owner of values is named twice")
+        raise ProtocolError("the message names an owner of values twice")
     has_leaves = False
     for one in columns:
         if not 0 < len(one.field) <= MAX_NAME_BYTES:
@@ -649,17 +652,17 @@ def _leaves_in(
             continue
         leaves = column(one.leaves, VALUE)
         if not one.leaf_counts:
-            raise ProtocolError(f"field {one.field!r} has leaves but no counts of them")
+            raise ProtocolError(f"field {one.field!r} has leaves but no leaf counts")
         counts = column(one.leaf_counts, U4, rows).astype(np.int64)
         if int(counts.max()) > MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
-                f"field {one.field!r} has a row with {int(counts.max())} arrays; the limit is "
-                f"{MAX_LEAVES_PER_ROW}",
+                f"field {one.field!r} has a row with {int(counts.max())} arrays, over the limit "
+                f"of {MAX_LEAVES_PER_ROW}: stack them, or spread them over several fields",
                 limit=MAX_LEAVES_PER_ROW,
             )
         without = holes.get(one.field, 0) & of_mask(counts > 0)
         if int(counts.sum()) != len(leaves) or without:
-            raise ProtocolError(f"the leaves of field {one.field!r} do not fit their counts")
+            raise ProtocolError(f"the leaves of field {one.field!r} do not match their counts")
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
             raise ProtocolError(f"an array inside field {one.field!r} has no location")
@@ -686,7 +689,7 @@ def _check_inline(values: Values) -> None:
     most = int(np.maximum.reduce(sizes))
     if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
-            f"a value of {most} bytes is too large for the shard; the limit is "
+            f"a value of {most} bytes is too large for the shard, over the limit of "
             f"{INLINE_LIMIT_BYTES}",
             limit=INLINE_LIMIT_BYTES,
         )
@@ -696,6 +699,6 @@ def _check_inline(values: Values) -> None:
         end, named = int(np.maximum.reduce(ends)), int(np.add.reduce(ends - starts))
         astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if end > len(inline) or astray:
-        raise ProtocolError("a value lies outside the message, or is not aligned to 8 bytes")
+        raise ProtocolError("a value is outside the message, or is not aligned to 8 bytes")
     if named > len(inline):  # rows that part would take a copy each
         raise ProtocolError("two values of the message have the same offset")

@@ -122,7 +122,7 @@ class Tag:
 
 
 def tag(name: str) -> Tag:
-    """A tag, for filters: `where=dataplane.tag("version") >= 6`."""
+    """A tag to filter by: `where=dataplane.tag("version") >= 6`."""
     return Tag(name)
 
 
@@ -165,10 +165,12 @@ def checked(wire: Any) -> WireWhere:
 
 def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
-        raise ProtocolError("a filter is a list that starts with its kind")
+        raise ProtocolError("a filter must be a list that starts with its kind")
     _spend(budget, 1)
     if depth == 0:
-        raise ProtocolError(f"a filter nests deeper than {MAX_NESTING}", limit=MAX_NESTING)
+        raise ProtocolError(
+            f"a filter nests deeper than the limit of {MAX_NESTING}", limit=MAX_NESTING
+        )
     how, rest = wire[0], wire[1:]
     if (how in _JOINTS and rest) or (how == "not" and len(rest) == 1):
         for part in rest:
@@ -182,14 +184,16 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     elif how in _COMPARISONS and len(rest) == 2:
         values = rest[1:]
     else:
-        raise ProtocolError(f"a filter cannot have the operator {how!r} with {len(rest)} operands")
+        raise ProtocolError(f"the operator {how!r} of a filter does not take {len(rest)} operands")
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
             f"the tag of a filter must be a str of at most {MAX_NAME_BYTES} characters"
         )
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
+            raise ProtocolError(
+                f"a filter can compare only with a scalar, not {type(value).__name__}"
+            )
 
 
 def tags_of(where: WireWhere) -> set[str]:

@@ -143,7 +143,7 @@ class Door:
     def _wait_for_room(self, why: str) -> None:
         """Accept nobody for a while: the listener would stay readable all the time."""
         assert self._listener is not None
-        self.refusals.count(f"no new client can be accepted: {why}")
+        self.refusals.count(f"cannot accept another client: {why}")
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.fileno())
         loop.call_later(FULL_S, self._admit)
@@ -164,9 +164,9 @@ class Door:
         if taken + (each if session is None else 1) > self._room:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
-                f"this peer cannot serve another {what}: it has {len(self.sessions)} "
-                f"clients and may open only {descriptors.limit()} file descriptors. Raise "
-                "its limit (ulimit -n) and restart it, or close unused clients",
+                f"this peer cannot accept another {what}: it has {len(self.sessions)} clients and "
+                f"may open only {descriptors.limit()} file descriptors. Raise its limit (ulimit "
+                "-n) and restart it, or close unused clients",
                 limit=descriptors.limit(),
             )
 
@@ -210,13 +210,13 @@ class Door:
         """Why a process of this user is not let in."""
         if uid not in (os.getuid(), 0):
             return ConnectError(
-                f"this peer belongs to uid {os.getuid()} and serves no client of uid {uid}: start "
-                "a peer of your own",
+                f"this peer belongs to uid {os.getuid()} and does not accept clients of uid "
+                f"{uid}: start a peer of your own",
                 uid=uid,
             )
         if len(self.connections) >= limits.MAX_CONNECTIONS:
             return LimitExceeded(
-                f"this peer has {limits.MAX_CONNECTIONS} connections, which is the limit: "
+                f"this peer already has {limits.MAX_CONNECTIONS} client connections, the maximum: "
                 "close unused clients",
                 limit=limits.MAX_CONNECTIONS,
             )
@@ -315,7 +315,7 @@ class Connection(asyncio.Protocol):
                     self._inflow.arrived()
                 self._request(frames.decode_request(body))
         except ProtocolError as exc:
-            self.door.refusals.count(f"a frame of pid {self._pid}: {exc}")
+            self.door.refusals.count(f"invalid frame from pid {self._pid}: {exc}")
             self.send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
@@ -341,11 +341,11 @@ class Connection(asyncio.Protocol):
         kind = type(body)
         handler = door.handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"{kind.__name__} is not accepted from clients")
+            raise ProtocolError(f"clients may not send {kind.__name__} messages")
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
-                f"{len(self._running)} requests of one connection are in flight, which is "
-                "the limit",
+                f"this connection already has {len(self._running)} requests in flight, the "
+                "maximum: wait for replies first",
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
         host, operation = door.host, OPERATIONS[kind]
@@ -370,7 +370,7 @@ class Connection(asyncio.Protocol):
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
-            raise ProtocolError("the first message of a client must be Hello")
+            raise ProtocolError("the first message from a client must be Hello")
         try:
             session = self._session_of(body)
         except DataplaneError as exc:
@@ -389,8 +389,8 @@ class Connection(asyncio.Protocol):
         if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"this peer speaks protocol versions {limits.PROTOCOL_VERSION_MIN} to "
-                f"{limits.PROTOCOL_VERSION}, the client speaks version {body.version}: install the "
-                "same release of dataplane on both sides"
+                f"{limits.PROTOCOL_VERSION}, but the client speaks version {body.version}: "
+                "install the same release of dataplane on both sides"
             )
         if body.session:
             session = sessions.join(body.session, self._pid, body.pid)
@@ -399,7 +399,7 @@ class Connection(asyncio.Protocol):
         if self.door.is_over() or not self.door.is_open:
             raise PeerLost(
                 f"peer {host.name!r} was shutting down when this client connected: call "
-                "dataplane.connect() again, which finds or starts another",
+                "dataplane.connect() again to find or start another peer",
                 peer=host.name,
             )
         self.door.check_room(None)
@@ -418,9 +418,9 @@ class Connection(asyncio.Protocol):
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
-                f"the answer would need a message of {exc.details['size']} bytes, and the "
-                f"limit is {limits.MAX_FRAME_BYTES}: read fewer rows at a time, or fewer "
-                "fields with fields=",
+                f"the reply would be {exc.details['size']} bytes, over the limit of "
+                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time, or select fewer fields "
+                "with fields=",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))

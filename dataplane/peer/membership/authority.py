@@ -99,8 +99,8 @@ class Office:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s: has roster %s, which this roster keeper did not know when it started; "
-                "restarting and asking all peers again",
+                "peer %s: uses roster %s, which this roster keeper did not know at startup; "
+                "restarting the keeper to query all peers again",
                 peer.peer,
                 epoch,
             )
@@ -221,7 +221,7 @@ class EtcdKeeper(SeedKeeper):
 
     def address(self) -> str:
         if not self._address:
-            raise Unavailable("no roster keeper is known: is etcd running?")
+            raise Unavailable("no roster keeper is known: check that etcd is running")
         return self._address
 
     def sure(self) -> bool:
@@ -276,7 +276,7 @@ class EtcdKeeper(SeedKeeper):
         self._address = address
         if not self._has_ended(address):
             return False
-        log.info("roster keeper at %s: its process has ended", address)
+        log.info("roster keeper at %s: process ended", address)
         self._address = ""  # who asks it now would wait for one that is no member any more
         await self.etcd.revoke(kept.lease)
         return True
@@ -316,4 +316,7 @@ def _roster(raw: bytes) -> Roster:
     try:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
-        raise RosterMismatch(f"the roster in etcd does not belong to this version: {exc}") from exc
+        raise RosterMismatch(
+            f"cannot read the roster in etcd ({exc}): run the release that wrote it, or use "
+            "another run name"
+        ) from exc

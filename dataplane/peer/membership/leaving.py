@@ -69,7 +69,7 @@ class Leaving:
         if not self.membership.stays():
             log.info("peer %r: no other peer is left to take over its rows", self.host.name)
             return
-        await self._end_clients("leaves the plane, and what it has moves to other hosts")
+        await self._end_clients("is leaving the plane, and its rows are moving to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
         try:
             with progress.bar("drain") as bar:
@@ -78,7 +78,7 @@ class Leaving:
                         ended.result()
         except (TimeoutError, Unavailable) as exc:
             log.error(
-                "peer %r: drain incomplete (%s), %d shards and %d bytes are left",
+                "peer %r: drain incomplete (%s), %d shards and %d bytes were not moved",
                 self.host.name,
                 str(exc) or f"not done within {LEAVE_S:g} s",
                 len(self.host.roster.shards_of(self.host.address)),
@@ -103,7 +103,10 @@ class Leaving:
             "peer %r: the roster keeper is shutting down, no failover until it restarts",
             self.host.name,
         )
-        await self._end_clients("ends, and keeps the roster: start it again, at the same address")
+        await self._end_clients(
+            "is shutting down, and must be restarted at the same address because it is the "
+            "roster keeper"
+        )
         await self._calls_end()
         until = self.host.now() + QUIET_S
         while not (self.router.is_heard and not self.door.connections) and self.host.now() < until:
@@ -152,7 +155,9 @@ class Leaving:
             elif self.host.now() >= until:
                 raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)
-        raise Unavailable("the peers that could take it over are unreachable or leaving too")
+        raise Unavailable(
+            "the peers that could take over its shards are unreachable or leaving too"
+        )
 
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
@@ -210,7 +215,7 @@ class Leaving:
                     if entry.copies is not None:
                         await self._copied_on(entry)
         except TimeoutError:
-            log.warning("second copies: timed out, the successor's backup copies them later")
+            log.warning("second copies: timed out, the successor's backup will make them")
 
     async def _copied_on(self, entry: Entry) -> None:
         try:
@@ -218,7 +223,7 @@ class Leaving:
         except DataplaneError as exc:
             log.warning(
                 "partition %r: could not make second copies before this peer leaves; the "
-                "successor's backup makes them later: %r",
+                "successor's backup will make them: %r",
                 entry.name,
                 exc,
             )
@@ -275,7 +280,10 @@ class Leaving:
                         await self._move(entry, owner)
                     except DataplaneError as exc:
                         log.warning(
-                            "partition %r: values stay on peer %s: %s", entry.name, owner.peer, exc
+                            "partition %r: could not move values from peer %s: %s",
+                            entry.name,
+                            owner.peer,
+                            exc,
                         )
                 self.membership.beat_now()
                 await self.host.another_roster(self.host.roster, self.host.now() + POLL_S)

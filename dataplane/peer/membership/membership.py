@@ -113,8 +113,8 @@ class Membership:
                 continue
             waited_s += BEAT_S
             asks = (
-                f"the roster keeper{self._whereabouts()}: does it run, with the same --run, "
-                "--seeds, --roster and --token-file?"
+                f"the roster keeper{self._whereabouts()}: check that it runs with the same --run, "
+                "--seeds, --roster and --token-file"
             )
             if waited_s >= timeout_s:
                 raise Unavailable(
@@ -238,7 +238,7 @@ class Membership:
         try:
             return f" at {self.keeper.address()}"
         except Unavailable:
-            return ", which no peer is known to run,"
+            return " (no peer is known to be the keeper)"
 
     # the authority
 
@@ -259,12 +259,16 @@ class Membership:
             self.office.note(caller.owner, body, caller.epoch)
             self.peer.life_sign(caller.owner, caller.epoch)
             if not self.office.is_open:
-                raise Unavailable(f"the roster keeper at {self.host.address} is restarting")
+                raise Unavailable(
+                    f"the roster keeper at {self.host.address} is restarting: repeat the call"
+                )
         elif caller.address != self.keeper.apart:  # which asks what others know as it begins
             if body.leaving:
                 ending = (*self._ending, caller.owner)
                 self._ending = set(filter(self.host.roster.has, ending))
-            raise Unavailable(f"the roster keeper is not at {self.host.address}, or is starting")
+            raise Unavailable(
+                f"the peer at {self.host.address} is not the roster keeper, or is still starting"
+            )
         ours = self.host.roster
         known = ours.epoch == caller.epoch
         return Rostered(None if known else ours.table, self.office.wanted)
@@ -280,7 +284,10 @@ class Membership:
             self.adopt(new)
         elif not ours.follows(new.epoch):
             self.beat_now()
-            raise StaleEpoch(f"{self.host.address} does not follow roster {new.epoch}")
+            raise StaleEpoch(
+                f"the peer at {self.host.address} rejected roster {new.epoch}, which does not "
+                "follow its own"
+            )
         return Done()
 
     def adopt(self, new: Roster) -> None:

@@ -103,7 +103,7 @@ class Gate:
         request = asked[1] if len(asked) > 1 else b""
         if known and asked[5:] == self._credentials:
             return [_ZAP_VERSION, request, b"200", b"", b"member", b""]
-        self.refusals.count("a stranger's key")
+        self.refusals.count("its key is not that of this plane")
         return [_ZAP_VERSION, request, b"400", b"not a member of this plane", b"", b""]
 
 
@@ -180,7 +180,7 @@ class Greetings:
         except zmq.ZMQError as exc:
             raise AddressInUse(
                 f"cannot listen on {address}: {exc}; choose another --listen address or stop the "
-                "process that has it",
+                "process that uses it",
                 address=address,
             ) from exc
         return where
@@ -242,5 +242,5 @@ async def _served(
             for answer in answers(parts):
                 await socket.send_multipart(answer)
         except Exception:  # the messages after it are still to be taken
-            log.exception("greeting: could not be answered")
+            log.exception("greeting: could not send a reply")
         await asyncio.sleep(0)  # others have their turn, however many come

@@ -94,14 +94,14 @@ class Acquaintances:
         mine = self.introduction()
         if max(hello.versions[0], mine.versions[0]) > min(hello.versions[1], mine.versions[1]):
             raise VersionMismatch(
-                f"peer {hello.name!r} speaks protocol versions {hello.versions}, this peer "
-                f"{mine.versions}: install the same release on both"
+                f"peer {hello.name!r} speaks protocol versions {hello.versions}, but this peer "
+                f"speaks {mine.versions}: install the same release on both"
             )
         for what in ("plane", "shards", "epoch"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
             if theirs != ours:
                 raise RosterMismatch(
-                    f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, this peer "
+                    f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, but this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
                     "with the same --run and --seeds, or have every process of one launch call "
                     "connect(fresh=True)",
@@ -114,7 +114,7 @@ class Acquaintances:
         renamed = same and self.name(hello.address) != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
-                f"two peers of plane {mine.plane!r} are called {hello.name!r}: "
+                f"two peers of plane {mine.plane!r} are named {hello.name!r}: "
                 f"{taken.get(hello.name)} and {hello.address}; give each its own --name",
                 name=hello.name,
             )
@@ -159,7 +159,9 @@ class Link:
         finally:
             dialled.close()
         if not isinstance(hello, PeerHello):
-            raise ProtocolError(f"{self.address} greeted with a {type(hello).__name__}")
+            raise ProtocolError(
+                f"the peer at {self.address} sent {type(hello).__name__} instead of a greeting"
+            )
         meet(hello)
         self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
         self.control = await self._stream(dial, hello.stream, hello.control_secret)
@@ -221,13 +223,13 @@ class Link:
         try:
             reply = peering.decode_reply(frame)
             if not reply.rid:
-                raise ProtocolError(f"the peer could not read the request: {reply.body}")
+                raise ProtocolError(f"the peer could not decode the request: {reply.body}")
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
-                f"the peer at {self.address} and this one do not understand each other, and what "
-                f"was asked may or may not have taken effect: {exc}",
+                f"this peer could not decode a reply from the peer at {self.address} ({exc}). The "
+                "call may have taken effect; if this persists, install the same release on both",
                 address=self.address,
             )
             self.broke(self)

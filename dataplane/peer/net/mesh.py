@@ -218,17 +218,17 @@ class Mesh:
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
         if address in self._links:
             hint = (
-                "it is connected, so what it was asked may still take effect: it is busy or "
-                "stopped, or waits itself (dataplane status, and its log); repeat the call, or "
-                "give it more time"
+                "it is still connected, so the request may yet take effect. It may be busy, "
+                "stopped, or waiting for another peer: check dataplane status and its log, then "
+                "repeat the call or pass a longer timeout="
             )
         elif self.others.incarnation(address) is not None:
             hint = (
-                "it was connected before and is not now: it is stopped, cut off, or has ended (see "
-                "its log); repeat the call once it is back"
+                "the connection to it was lost, so it may be stopped, cut off or dead. See its "
+                "log, and repeat the call once it is back"
             )
         else:
-            hint = "is it running, with the same --run, --seeds and --token-file?"
+            hint = "check that it runs, with the same --run, --seeds and --token-file"
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
             f"{duration(limit_s)}: {hint}",
@@ -246,7 +246,9 @@ class Mesh:
                 return reply
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
-        log.info("peer %s: no longer a member, dropped %s", owner.peer, type(body).__name__)
+        log.info(
+            "peer %s: no longer a member, dropped a pending %s", owner.peer, type(body).__name__
+        )
         return None
 
     async def hello(self, address: str) -> PeerHello:
@@ -293,7 +295,7 @@ class Mesh:
                     except RosterMismatch as exc:
                         if not self.begins_anew:
                             return exc
-                        log.debug("peer at %s: of an earlier launch: %s", address, exc)
+                        log.debug("peer at %s: belongs to an earlier launch: %s", address, exc)
                     await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             return self._silent(address, "a greeting", CALL_S)
@@ -339,8 +341,8 @@ class Mesh:
 
     def _went_away(self, address: str) -> str:
         return (
-            f"peer {self.others.name(address)} at {address} went away in the middle of a call, "
-            "which may or may not have taken effect: repeat it when the peer runs again"
+            f"peer {self.others.name(address)} at {address} disconnected during a call, which may "
+            "have taken effect: repeat the call once the peer is back"
         )
 
     def part(self, address: str) -> None:
@@ -376,7 +378,10 @@ class Mesh:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
         log.warning("dropped reply from peer %s: %s", name, exc)
-        why = f"peer {name} at {link.address} is backed up no more: {exc}"
+        why = (
+            f"this peer could not apply the log of peer {name} at {link.address}, whose backup "
+            f"it is ({exc}); the call may have taken effect"
+        )
         link.answered(reply, LinkBroken(why, address=link.address))
 
     def _request(self, asked: _Call, timeout_s: float) -> tuple[int, bytes]:

@@ -77,7 +77,7 @@ class PeerDoor:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):
                 raise ProtocolError(
-                    "requests between peers must go over a stream; zmq carries only greetings"
+                    "requests between peers must be sent over a stream; zmq carries only greetings"
                 )
         except ProtocolError as exc:
             return self._refusal(exc)
@@ -109,7 +109,7 @@ class PeerDoor:
             request = peering.decode_request(frame)
             operation = OPERATIONS.get(type(request.body))
             if operation is None:
-                raise ProtocolError(f"{type(request.body).__name__} is not accepted from peers")
+                raise ProtocolError(f"peers may not send {type(request.body).__name__} messages")
         except ProtocolError as exc:
             self.streams.answer(stream, self._refusal(exc))
             return
@@ -155,12 +155,11 @@ class PeerDoor:
     def check(self, stream: Stream, request: PeerRequest, operation: Operation) -> None:
         """ProtocolError, Unavailable for a request that the control stream does not take."""
         if not operation.control:
-            raise ProtocolError(f"{type(request.body).__name__} must go over the call stream")
+            raise ProtocolError(f"{type(request.body).__name__} must be sent over the call stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
-                f"{stream.unanswered_bytes} bytes of requests from {request.sender} are "
-                f"unanswered, and the limit is {self.control_bytes}: repeat the request "
-                "later"
+                f"peer {request.sender} has {stream.unanswered_bytes} bytes of unanswered "
+                f"requests, over the limit of {self.control_bytes}: repeat the request later"
             )
 
 
@@ -207,8 +206,9 @@ class _Call(Call):
             known = sent_by is Sender.MEMBER and sender in roster.owners
         if not known:
             raise StaleEpoch(
-                f"{request.sender} uses roster {request.epoch}, the peer at {host.address} uses "
-                f"{roster.epoch}: repeat the call, both will be updated",
+                f"peer {request.sender} uses roster {request.epoch}, but the peer at "
+                f"{host.address} uses {roster.epoch}: repeat the call; both fetch the current "
+                "roster first",
                 sender=request.sender,
                 number=roster.epoch[1],
             )

@@ -139,9 +139,9 @@ class Stream(asyncio.Protocol):
                 try:
                     self._take(self, frame)
                 except Exception:  # those that came with it are others'
-                    log.exception("%r: a message could not be handled", self)
+                    log.exception("%r: could not handle a message", self)
         except InvalidTag:
-            self._end("a frame that was not sealed by its peer")
+            self._end("a frame failed authentication")
         except FrameTooLarge as exc:
             self._end(exc.message)
 
@@ -251,7 +251,9 @@ class _Unknown(asyncio.Protocol):
         self._late = asyncio.get_running_loop().call_later(JOIN_S, transport.abort)  # type: ignore[attr-defined]
         self._streams.unknown.add(self)
         if len(self._streams.unknown) > MAX_UNKNOWN:
-            self._streams.refusals.count(f"more than {MAX_UNKNOWN} connections that say nothing")
+            self._streams.refusals.count(
+                f"more than {MAX_UNKNOWN} connections have not identified themselves"
+            )
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -315,7 +317,7 @@ class Streams:
         """The stream that has this name; None for a stranger."""
         expected = self._expected.pop(name, None)
         if expected is None:
-            self.refusals.count("a stranger's stream")
+            self.refusals.count("its stream is unknown")
             return None
         stream = Stream(self._take, self._ended)
         secret, stream.is_control = expected
@@ -330,7 +332,7 @@ class Streams:
     def answer(self, stream: Stream, frame: bytes) -> None:
         """Post an answer. Whoever takes none is cut off: it will call again."""
         if stream.waiting_bytes > limits.MAX_BYTES_UNDER_WAY:
-            self.refusals.count(f"a peer has not taken {stream.waiting_bytes} bytes of answers")
+            self.refusals.count(f"the peer has left {stream.waiting_bytes} bytes of replies unread")
             stream.close()
             self._open.discard(stream)
             return
@@ -358,8 +360,8 @@ class Streams:
                 )
         except (OSError, TimeoutError) as exc:
             raise LinkBroken(
-                f"cannot open a stream to {address}: {exc or 'nobody answers'}; peers reach each "
-                "other at the port of their --listen and at ports that the system chooses",
+                f"cannot open a stream to {address}: {exc or 'no answer'}; peers must be able to "
+                "reach each other's --listen port and ephemeral ports",
                 address=address,
             ) from exc
         transport.write(secret[:ID_BYTES])

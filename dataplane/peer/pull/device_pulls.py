@@ -43,7 +43,7 @@ class DevicePulls:
         self.host, self.mesh, self.pulls = pulls.host, pulls.mesh, pulls
         self.engine: BulkEngine | None = None
         self._choice = pulls.transport
-        self.paths = Paths(pulls.sampling, STAGED, "values on devices")
+        self.paths = Paths(pulls.sampling, STAGED, "device values")
         self._missing: dict[str, str] = {}
 
     @property
@@ -64,8 +64,8 @@ class DevicePulls:
         """TransportMissing where a transport is required that moves what this peer has not."""
         if self._choice.required in DEVICE_ONLY and not self.host.space.devices:
             raise TransportMissing(
-                f"--transport {self._choice} moves device memory, and this peer has no "
-                "device arena: give it one with --device-arena",
+                f"--transport {self._choice} moves only device memory, but this peer has no "
+                "device arena: add one with --device-arena",
                 transport=self._choice.required,
             )
 

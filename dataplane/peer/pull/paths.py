@@ -148,7 +148,7 @@ class Paths:
             if path is None and first_s:
                 await asyncio.wait({self._trying[owner]}, timeout=first_s)
             path = path or self._paths.get(owner)
-            path = path or Path(self.plain, "trying it was not done in time")
+            path = path or Path(self.plain, "the transport test did not finish in time")
         if self.required and path.transport == self.plain:
             raise TransportMissing(
                 f"--transport {self.choice} cannot fetch {self._moves} from peer "
@@ -162,7 +162,7 @@ class Paths:
         try:
             path, _ = await self.tried(source, staged, number)
         except DataplaneError as exc:
-            path = Path(self.plain, f"it could not be tried: {exc.message}", settled=False)
+            path = Path(self.plain, f"the transport test failed: {exc.message}", settled=False)
         if source.owner in self._remotes:  # else it went meanwhile
             self._set(source.owner, path)
 
@@ -179,7 +179,7 @@ class Paths:
         if not required and names != [CUDA_IPC]:
             # between devices: as fast as it is when the owner's host arena has them already
             names.insert(1 if names[:1] == [CUDA_IPC] else 0, self.plain)
-        path, trials = Path(self.plain, "it was not tried"), dict[str, Trial]()
+        path, trials = Path(self.plain, "no transport was tested"), dict[str, Trial]()
         for name in names:
             way = self.engine, source, name, number
             if name == self.plain:
@@ -187,14 +187,14 @@ class Paths:
             trial = await self.sampling.tried(sampled, *way)
             if trial is None:
                 here = self.runs[0] if self.required else self.plain
-                why = "one of the two has no room to try it"
+                why = "one of the two peers has no arena space for the test"
                 return Path(here, why, trials, settled=False), sampled
             trials[name] = trial
             path = chosen(self.plain, trials, required)
             if path.transport != self.plain:
                 break
         if other and self.runs:
-            path.why = f"this peer runs {self.runs[0]}, the other one {sampled.transport}"
+            path.why = f"this peer runs {self.runs[0]}, but the other peer runs {sampled.transport}"
         return path, sampled
 
     def _set(self, owner: Owner, path: Path) -> None:
@@ -203,8 +203,8 @@ class Paths:
             path.again_s = self._now() + AGAIN_S
         tell = log.info if path.transport != self.plain else log.warning
         peer, transport = self.mesh.others.name(owner.peer), path.transport
-        says = "%s of peer %s at %s come over %s: %s"
-        tell(says, self._moves, peer, owner.peer, transport, path.why)
+        says = "peer %s at %s: reading %s over %s: %s"
+        tell(says, peer, owner.peer, self._moves, transport, path.why)
 
     def failed(self, owner: Owner, transport: str, error: DataplaneError) -> str:
         """A read broke off: what to repeat it with."""
@@ -296,8 +296,8 @@ async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -
     engine = made(identity=new_identity())
     others = ", ".join(name for name in candidates(choice) if name != TCP)
     if others:
-        engine.left_out = f"values move unencrypted over {others}, and --bulk-tls is set"
-        log.warning("transport: only tcp with TLS is used: %s", engine.left_out)
+        engine.left_out = f"--bulk-tls is set, and {others} cannot encrypt values"
+        log.warning("transport: using only tcp with TLS: %s", engine.left_out)
     await engine.start()
     return engine
 
@@ -422,7 +422,7 @@ class Sampling:
                     small_s, whole_s = await timed(SMALL_BYTES, 1), await timed(nbytes, REPEATS)
                     await self._read(number, dest, found)
                     if not np.array_equal(found, expected):
-                        trial.error = "the received bytes differ from those that were sent"
+                        trial.error = "the received bytes differ from the bytes that were sent"
                         log.error(
                             "transport %s from peer %s: %s",
                             transport,

@@ -163,8 +163,8 @@ class Pulls:
         ended, _ = await asyncio.wait(waits, timeout=limit_s)
         if not ended:
             raise DeadlineExceeded(
-                f"values from {owner.peer}, which another call on this host is fetching, "
-                f"had not arrived after {duration(limit_s)}; give a longer timeout=",
+                f"timed out after {duration(limit_s)} waiting for values from {owner.peer}, which "
+                "another call on this host is fetching; pass a longer timeout=",
                 limit_s=limit_s,
             )
 
@@ -276,7 +276,9 @@ class Pulls:
             if reply.gone:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:
-                raise ProtocolError(f"{owner.peer} sent {len(reply.data)} of {nbytes} bytes")
+                raise ProtocolError(
+                    f"the peer at {owner.peer} sent {len(reply.data)} of {nbytes} requested bytes"
+                )
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
                 at += size
@@ -302,7 +304,8 @@ class Pulls:
         )
         if reply.gone and len(reply.gone) != len(remote):
             raise ProtocolError(
-                f"{owner.peer} answered for {len(reply.gone)} of {len(remote)} ranges"
+                f"the peer at {owner.peer} answered for {len(reply.gone)} of {len(remote)} "
+                "requested ranges"
             )
         return reply
 
@@ -421,7 +424,7 @@ class Pulls:
 
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
-            raise Unavailable("this peer has no other peers to fetch values from")
+            raise Unavailable("this plane has no other peers to fetch values from")
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
             raise _went(owner)
@@ -433,7 +436,7 @@ class Pulls:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
-            raise ProtocolError(f"one answer may carry at most {MAX_PULLED_BYTES} bytes of values")
+            raise ProtocolError(f"one reply may carry at most {MAX_PULLED_BYTES} bytes of values")
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
@@ -446,7 +449,7 @@ class Pulls:
             return Pulled(b"", self._gone(ranges))
         wanted, view = sizes.tolist(), self.host.arena.view
         if any(map(gt, wanted, places["length"].tolist())):
-            raise ProtocolError("the request asks for more bytes than the range has")
+            raise ProtocolError("the request reads past the end of a range")
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
@@ -505,14 +508,14 @@ def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
 
 def _freed(count: int, owner: Owner) -> RowsGone:
     return RowsGone(
-        f"{count} values were freed at {owner.peer} before they could be read: read or claim "
-        "the rows again"
+        f"{count} values on the peer at {owner.peer} were freed before they could be read: read "
+        "or claim the rows again"
     )
 
 
 def _went(owner: Owner) -> RowsLost:
     return RowsLost(
-        f"the peer at {owner.peer} was lost with the bytes of these rows, unless there is a "
-        "second copy: put them again",
+        f"the peer at {owner.peer} was lost, and with it the bytes of these rows unless they have "
+        "a second copy: put the rows again",
         peer=owner.peer,
     )

@@ -130,11 +130,12 @@ class Claims:
                 left_s, gone = one.left_s(self.host.now()), gone + 1
                 if left_s == 0:
                     raise ClaimTimeout(
-                        f"{one} failed: the rows it was given were dropped before they arrived"
+                        f"{one} failed: the claimed rows were dropped before their values arrived"
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
-                        "%s: granted rows were freed before they arrived, %d times: %s",
+                        "%s: granted rows were freed before their values arrived, %d times so "
+                        "far: %s",
                         one,
                         gone,
                         exc,
@@ -163,8 +164,8 @@ class Claims:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_deadline.get():  # who asked has gone by now
                         raise ClaimTimeout(
-                            f"{one} timed out: this peer was stopped or busy when its rows "
-                            "became ready"
+                            f"{one} timed out: this peer was stopped or busy when the rows became "
+                            "ready; claim again"
                         )
                     settled = True
                     return granted
@@ -243,9 +244,8 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
-                    f"rows of partition {one.body.partition!r} were leased, but their "
-                    "values did not arrive in time, so the rows were returned: "
-                    f"{exc.message}"
+                    f"rows of partition {one.body.partition!r} were leased, but their values did "
+                    f"not arrive in time, so the rows were returned to the stage: {exc.message}"
                 ) from exc
             raise
         finally:
@@ -276,7 +276,7 @@ class Claims:
 def _check_fields(table: Table, asked: list[str]) -> None:
     """FieldUnknown for a field that none of these rows has."""
     there = {c.field for c in table.columns}
-    others = f" (there are {sorted(there)})" if there else ""
+    others = f"; the rows have the fields {sorted(there)}" if there else ""
     for name in asked:
         if name not in there:
             raise FieldUnknown(

@@ -121,7 +121,7 @@ class Directory:
                 return Producer(known.who, rows, idle_s, self.host.now() - known.gone_at)
             return Producer(known.who, rows, idle_s, math.inf if owner is None else 0.0)
         if owner is None:
-            return Producer("a client of a peer that is gone", rows, idle_s, math.inf)
+            return Producer("a client of a lost peer", rows, idle_s, math.inf)
         return Producer(f"a client of peer {self.mesh.others.name(owner.peer)!r}", rows, idle_s)
 
     def _owner(self, session: int) -> Owner | None:
@@ -159,12 +159,15 @@ class Directory:
     def identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:
             raise ProtocolError(
-                f"the request names {len(body.sessions)} sessions, and the limit is "
+                f"the request names {len(body.sessions)} sessions, over the limit of "
                 f"{MAX_IDENTIFIED}"
             )
         told: list[tuple[str, int]] = []
         for session in body.sessions:
-            who, gone_s = self.sessions.identify(session) or ("a client long gone", math.inf)
+            who, gone_s = self.sessions.identify(session) or (
+                "a client that disconnected long ago",
+                math.inf,
+            )
             told.append((who, -1 if not gone_s else int(1000 * min(gone_s, 1e9))))
         return Identified(told)
 
@@ -188,15 +191,15 @@ class Directory:
 
     def undeclared(self, partition: str) -> str:
         """Why who attaches to it waits, and what to do."""
-        said = f"nobody has declared it in run {self.host.plane!r}"
+        said = f"no process has declared it in run {self.host.plane!r}"
         if similar := self.similar(partition):
-            said += f", which has {similar[0]!r}: is one of the names misspelt?"
+            said += f", which has a partition {similar[0]!r}: is one of the names misspelt?"
         elif elsewhere := self.other_runs(partition):
-            said += f", but {few(elsewhere, SHOWN)} has a partition of this name: connect both "
-            said += "sides to the same run, connect(run=…)"
+            said += f", but {few(elsewhere, SHOWN)} has a partition with this name: connect both "
+            said += "sides to the same run with connect(run=…)"
         else:
             known = few([repr(name) for name in self.names()], SHOWN) or "none"
-            said += f" (partitions of this run: {known}): one process must declare it, "
+            said += f" (partitions of this run: {known}): declare it in one process with "
             said += f"plane.partition({partition!r}, stages={{…}})"
         return said
 

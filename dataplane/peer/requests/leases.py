@@ -99,7 +99,7 @@ class Leases:
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
                 "this lease has ended: it was acked or released, or it timed out and its rows "
-                "went back to the stage. Nothing of this call was stored; claim again",
+                "returned to the stage. This call stored nothing; claim again",
                 lease=number,
             )
         return lease
@@ -268,8 +268,8 @@ class Finishing:
             return
         self._logged[key] = now
         log.warning(
-            "partition %r, stage %r: %s %s with %s in hand, without ack, release or drop, so the "
-            "stage will get them again%s. Logged at most once a minute for a stage",
+            "partition %r, stage %r: %s %s while holding %s, without ack, release or drop, so the "
+            "stage will get them again%s. Logged at most once a minute per stage",
             lease.partition,
             lease.stage,
             lease.session.who,

@@ -331,7 +331,7 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     neither."""
     total = len(lengths)
     if len(raw) % VALUE.itemsize:
-        raise ProtocolError(f"{len(raw)} bytes are not a column of values")
+        raise ProtocolError(f"{len(raw)} bytes do not form a column of values")
     if len(raw) <= rowset.FEW_BYTES:
         rooms, many, inline = lengths.tolist(), [0] * total, False
         for index, _, nbytes, _, delta, owner in ONE_VALUE.iter_unpack(raw):
@@ -347,7 +347,7 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
     elsewhere = flat["owner"] != 1
     if np.count_nonzero(flat["owner"] > 1):
         raise ProtocolError(
-            "a value must be in one of the ranges that this message lists, or in the message itself"
+            "a value is neither in a range that this message lists nor in the message itself"
         )
     flat = flat[elsewhere]
     index = flat["range"].astype(np.intp)
@@ -357,7 +357,7 @@ def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
         )
     room = lengths[index]
     if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
-        raise ProtocolError("a value reaches beyond the end of its range")
+        raise ProtocolError("a value extends past the end of its range")
     return np.bincount(index, minlength=total), not every(elsewhere)
 
 

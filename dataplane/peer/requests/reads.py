@@ -223,8 +223,8 @@ class Reading:
             raise exc
         if failed == ATTEMPTS:
             raise Unavailable(
-                f"a peer that held values of partition {partition!r} was lost, and the "
-                f"shard does not know it yet ({exc}): {call} again",
+                f"a peer that held values of partition {partition!r} was lost, and the shard has "
+                f"not noticed yet ({exc}): {call} again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):

@@ -34,7 +34,7 @@ from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request,
 
 MAX_PERMITS = 65_536
 """that one client has at a time"""
-UNSAID = "its shard has not said yet for what"
+UNSAID = "its shard has not reported the reason yet"
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +82,7 @@ class Waits:
                 age_ms = 0 if isinstance(body, Wait) else body.waited_ms
                 within_s = (age_ms + body.timeout_ms) / 1000
                 reason, details = why()
-                late = f"{what} was not met within {duration(within_s)}: {reason}"
+                late = f"{what} timed out after {duration(within_s)}: {reason}"
                 raise ClaimTimeout(late, **details) from exc
 
     def _why(
@@ -127,8 +127,8 @@ class Waits:
                 return Admitted(number, held.version)
         if len(session.permits) >= MAX_PERMITS:
             raise LimitExceeded(
-                f"this client is inside {MAX_PERMITS} `with part.admit(…)` blocks, which is "
-                "the limit",
+                f"this client already has {MAX_PERMITS} `with part.admit(…)` blocks open, the "
+                "maximum: leave some first",
                 limit=MAX_PERMITS,
             )
         number = next(self.host.numbers)
@@ -153,8 +153,8 @@ class Waits:
             await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
             if not all(one.done() for one in told):
                 raise Unavailable(
-                    f"the shard of partition {body.partition!r} does not answer; the peer "
-                    "returns these permits as soon as it does, so do not repeat the call",
+                    f"the shard of partition {body.partition!r} does not respond; this peer "
+                    "returns the permits once it does, so do not repeat the call",
                     partition=body.partition,
                 )
         return Done()
@@ -196,6 +196,6 @@ def _wanted(body: Claim | Wait) -> str:
         least = f" (at least {want.minimum})" if 0 < want.minimum < want.count else ""
         return f"{want.count} wanted{least}" if want.count else ""
     return (
-        f"and a budget of {want.budget:g} of `{want.budget_tag}` waits until the next one would "
-        "not fit, or for the seal"
+        f"and the claim returns once its budget of {want.budget:g} of `{want.budget_tag}` is full "
+        "or the partition is sealed"
     )

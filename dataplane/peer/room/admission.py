@@ -33,7 +33,7 @@ from dataplane.wire.tables import Table
 
 _DOING = {
     Admission.OPEN: "a put of new rows",
-    Admission.CONTINUE: "a put or add to groups that have begun",
+    Admission.CONTINUE: "a put or add to existing groups",
     Admission.PULL: "a pull from other hosts or from the spill file",
 }
 
@@ -128,8 +128,8 @@ class Room:
         self.waited[admission] += 1
         self._waits()
         try:
-            what = f"call for room for {_DOING[admission]}"
-            with Telling(self._host, what, Subject(f"room for {_DOING[admission]}"), look):
+            what = f"request for arena space for {_DOING[admission]}"
+            with Telling(self._host, what, Subject(f"space for {_DOING[admission]}"), look):
                 return await within(timeout_s, waiter.granted)
         except BaseException as exc:
             given = waiter.granted
@@ -138,7 +138,7 @@ class Room:
                 self.pump()
             if isinstance(exc, TimeoutError):
                 raise self._back_pressure(
-                    waiter, f"none was freed within {duration(timeout_s)}"
+                    waiter, f"no space was freed within {duration(timeout_s)}"
                 ) from exc
             raise
         finally:
@@ -212,7 +212,9 @@ class Room:
         for waiter in writers:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    self._back_pressure(waiter, "no client can free any: all of them wait")
+                    self._back_pressure(
+                        waiter, "no client can free space, because all of them are waiting"
+                    )
                 )
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
@@ -228,12 +230,12 @@ class Room:
         holders = self._holders()
         remarks, free = [], stats["free_bytes"]
         if room < needed <= free:
-            remarks.append(f"{sized(free)} are free, but reserved for other uses of the arena")
+            remarks.append(f"{sized(free)} of the arena are free, but reserved for other uses")
         longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
         if needed <= room and longest > stretch:
             remarks.append(
-                f"the free room is fragmented: one value needs {sized(longest)}, and the largest "
-                f"free piece has {sized(stretch)}"
+                f"the free space is fragmented: one value needs {sized(longest)}, but the largest "
+                f"free range has {sized(stretch)}"
             )
         kind_of, beyond = self.beyond()
         full = reasons.FullArena(
@@ -377,8 +379,8 @@ class Room:
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]
         return (
-            f"the next rows bring {sized(needed_bytes)} from other hosts, and this arena has room "
-            f"for {sized(may)} of them now ({sized(pinned)} are in view or being read, "
+            f"the next rows need {sized(needed_bytes)} from other hosts, but this arena has space "
+            f"for only {sized(may)} now ({sized(pinned)} are in view or being read, "
             f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): delete "
             "batches and arrays that you no longer read",
             {

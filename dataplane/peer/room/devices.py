@@ -42,8 +42,8 @@ def devices_of(memory: DeviceMemory) -> list[Device]:
     count = CudaDevice.count()
     if not count:
         raise DeviceMissing(
-            "--device-arena (or DATAPLANE_DEVICE_ARENA) needs a GPU, and this process sees "
-            "none: check nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out"
+            "--device-arena (or DATAPLANE_DEVICE_ARENA) needs a GPU, and this process sees none: "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or leave the option out"
         )
     return [CudaDevice(number) for number in range(min(count, MAX_DEVICES))]
 

@@ -126,5 +126,5 @@ class Spilling:
         says = f"{sized(spill.spilled_bytes)} of {sized(spill.size_bytes)} are spilled to "
         says += f"{self.file.path}"
         if trouble is not None:
-            says += f", which takes no more: {trouble.strerror}"
+            says += f", but writing to it failed: {trouble.strerror}"
         return SpillFull if full else BackPressure, says

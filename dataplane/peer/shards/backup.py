@@ -96,7 +96,9 @@ class Replicas:
         """StaleEpoch unless this peer backs the sender up, as far as it knows."""
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
-            raise StaleEpoch(f"{self.host.address} is not the backup of {caller.address}")
+            raise StaleEpoch(
+                f"the peer at {self.host.address} is not the backup of {caller.address}"
+            )
         self._confirmed[caller.owner] = self.host.now()
         return Done()
 
@@ -106,7 +108,9 @@ class Replicas:
         """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
         and must be made anew."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
-            raise StaleEpoch(f"{self.host.address} is not the backup of {caller.address}")
+            raise StaleEpoch(
+                f"the peer at {self.host.address} is not the backup of {caller.address}"
+            )
         origin = self._origins.get(caller.owner)
         if origin is None or origin.stream != body.stream:
             if body.first == 0:
@@ -115,7 +119,10 @@ class Replicas:
             else:
                 origin = None
         if origin is None:
-            raise ProtocolError(f"operations from {caller.address} arrived without the first ones")
+            raise ProtocolError(
+                f"operations from {caller.address} arrived, but the operations before them are "
+                "missing"
+            )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
         if waits or _brings_values(origin, body):
@@ -200,7 +207,9 @@ class Replicas:
     def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
         """StaleEpoch where its shards were taken over meanwhile."""
         if not self._backs_up(owner, origin):
-            raise StaleEpoch(f"{self.host.address} is no longer the backup of {owner.peer}")
+            raise StaleEpoch(
+                f"the peer at {self.host.address} is no longer the backup of {owner.peer}"
+            )
 
     async def _replay_in_turns(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
         rest = [shipment]
@@ -251,7 +260,9 @@ class Replicas:
                 copy = origin.copies[key] = _Copy(store, values)
                 origin.valued += values is not None
             elif copy is None:
-                raise ProtocolError(f"operations of a partition {key} that was not declared")
+                raise ProtocolError(
+                    f"operations arrived for partition {key}, which was not declared"
+                )
             else:
                 apply(copy.store, op, self.host.now())
                 self.shipping.happened(copy.store, op)

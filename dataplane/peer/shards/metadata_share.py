@@ -71,10 +71,10 @@ class MetadataShare:
         for told in self.on_refused:
             told()
         raise ShardFull(
-            f"peer {self._host.name!r}, which keeps this partition, accepts no new rows: "
-            f"their keys, tags and small values use {sized(self.used_bytes)}, over the "
-            f"limit of {sized(self.size_bytes)} (a fifth of its arena); consume or drop "
-            "rows, or give that peer a larger arena (--arena, DATAPLANE_ARENA)",
+            f"peer {self._host.name!r}, which serves this partition, accepts no new rows: their "
+            f"keys, tags and small values use {sized(self.used_bytes)}, over the limit of "
+            f"{sized(self.size_bytes)} (a fifth of its arena); consume or drop rows, or give that "
+            "peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,
             size_bytes=self.size_bytes,
@@ -87,8 +87,8 @@ class MetadataShare:
         if self.used_bytes + len(inline) > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
-                f"peer {self._host.name!r} has no room for {len(inline)} more bytes of small "
-                "values beside its metadata: keep them in the arena",
+                f"peer {self._host.name!r} has no metadata space for {len(inline)} more bytes of "
+                "small values: store them in the arena",
                 values=True,
             )
         self._since += len(inline)
@@ -114,7 +114,7 @@ class MetadataShare:
                 except BackPressure:
                     self._waited(session, began)
                     raise
-        raise AssertionError("it counts for ever")
+        raise AssertionError("unreachable: the loop never ends")
 
     def _waited(self, session: Session, began: float) -> None:
         record = Record(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
@@ -137,7 +137,7 @@ class MetadataShare:
             self.writers -= 1
             session.waiting -= 1
         if vain.done():
-            why = "no client can free any: all of them wait"
+            why = "no client can free space, because all of them are waiting"
             raise type(full)(f"{full.message}; {why}", **full.details)
 
     def end_in_vain(self) -> None:

@@ -117,7 +117,7 @@ class Partitions:
             entry = self._open(body.partition, body.definition)
         elif entry is None:
             raise PartitionUndefined(
-                f"partition {body.partition!r} is not defined: one process must declare it, "
+                f"partition {body.partition!r} is not declared: declare it in one process with "
                 f"plane.partition({body.partition!r}, stages={{...}})",
                 partition=body.partition,
             )

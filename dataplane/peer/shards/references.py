@@ -120,8 +120,8 @@ class References:
             return Settled(entry.store.settle(body))
         if self.host.address in self.host.roster.leaving:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is leaving and may have handed over the "
-                "shard: repeat the call"
+                f"the peer at {self.host.address} is leaving and may have handed off the shard: "
+                "repeat the call"
             )
         return Settled(False)
 
@@ -144,7 +144,9 @@ class References:
             try:
                 await self._release_once(owner)
             except DataplaneError as exc:  # it let go of nothing
-                log.warning("peer %s: retrying to free unreferenced values: %s", owner.peer, exc)
+                log.warning(
+                    "peer %s: could not free unreferenced values, retrying: %s", owner.peer, exc
+                )
                 await self.host.another_roster(self.host.roster, self.host.now() + AGAIN_S)
         del self._freed[owner]
 

@@ -58,7 +58,7 @@ class Retries:
         self._log(what, f"trying {'once more' if is_last else 'again'} in {SWEEP_S:g} s")
         if key not in self._due and len(self._due) >= MAX_DUE:
             given_up = self._due.pop(next(iter(self._due)))
-            log.error("%s: given up, more than %d effects failed", given_up.what, MAX_DUE)
+            log.error("%s: giving up, more than %d effects failed", given_up.what, MAX_DUE)
         self._due[next(self._numbers) if is_last else key] = _Failed(what, again, is_last)
         if not self._is_set:
             self._is_set = True
@@ -71,7 +71,7 @@ class Retries:
                 one.again()
             except Exception:
                 if one.is_last:
-                    self._log(one.what, "given up")
+                    self._log(one.what, "giving up")
                 else:
                     self.failed(one.what, one.again, key)
         now = time.monotonic()

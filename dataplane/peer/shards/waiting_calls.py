@@ -165,8 +165,8 @@ class WaitingCalls:
     def _check_room(self, stage: _Stage, number: int) -> None:
         if len(self._answers) >= MAX_WAITING and number not in stage.queue:
             raise LimitExceeded(
-                f"{MAX_WAITING} calls are waiting at {self.host.address}, which is the "
-                "limit: wait in fewer processes",
+                f"the peer at {self.host.address} already has {MAX_WAITING} waiting calls, the "
+                "maximum: wait in fewer processes",
                 limit=MAX_WAITING,
             )
 
@@ -381,7 +381,7 @@ class WaitingCalls:
         """With what it waits for: `reasons.Facts` by name, and `near`."""
         assert body.key is not None
         told = inspection.around_key(stage.entry.store, body.key, self.host.now())
-        return ClaimTimeout(f"there is no row {body.key!r} yet", **told)
+        return ClaimTimeout(f"row {body.key!r} does not exist yet", **told)
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
@@ -399,7 +399,7 @@ class WaitingCalls:
         if claim in stage.queue:
             told["reason"] = str(stage.queue.reason(claim))
         told["waiting_puts"] = self.producers()
-        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have that many yet", **told)
+        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have enough yet", **told)
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
         tag = want.budget_tag if isinstance(want, Want) else None
@@ -435,7 +435,7 @@ class WaitingCalls:
     def turned(self) -> None:
         """A new roster: who waits for what is served elsewhere now asks there."""
         for key in [k for k in self._stages if not self.host.serves(k[0])]:
-            self._close(key, StaleEpoch(f"partition {key[0]!r} is served by another peer now"))
+            self._close(key, StaleEpoch(f"partition {key[0]!r} is now served by another peer"))
 
     def _close(self, key: Key, why: DataplaneError) -> None:
         stage = self._stages.pop(key)

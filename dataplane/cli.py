@@ -298,7 +298,8 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
                 running=running,
             )
         raise PeerNotFound(
-            f"no peer{asked} runs on this host (running: {'; '.join(running)})", running=running
+            f"found no peer{asked} on this host; running peers: {'; '.join(running)}",
+            running=running,
         )
     return found
 

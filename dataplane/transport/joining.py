@@ -64,7 +64,8 @@ def _common_version(versions: tuple[int, int]) -> int:
     if version < max(versions[0], PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
             f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, but this peer "
-            f"speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on both",
+            f"speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
+            "both",
             versions=list(versions),
         )
     return version

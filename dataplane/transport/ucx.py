@@ -155,7 +155,7 @@ def _card(raw: bytes) -> Card:
     except msgspec.MsgspecError as exc:
         raise ProtocolError(f"not a valid ucx card: {exc}") from exc
     if len(card.keys) != len(card.stretches):
-        raise ProtocolError("the owner's card does not have one key per part of its region")
+        raise ProtocolError("the owner must send one key for each part of its memory region")
     return card
 
 

@@ -271,7 +271,8 @@ def _check_columnar(column: Any) -> None:
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot be stored; pass the list .unbind()"
+            "a nested tensor with strided layout cannot be stored; pass tensor.unbind(), a list of "
+            "tensors"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise InvalidValue("a sparse, quantized or meta tensor cannot be stored; make it dense")

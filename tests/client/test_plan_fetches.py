@@ -30,6 +30,7 @@ class Shard:
             pinned=lambda *pins: self.pins.extend(pins),
             abandon=lambda *_: None,
             tally=SimpleNamespace(of_stage=lambda *_, **__: None),
+            spans=None,
         )
         handle: Any = SimpleNamespace(session=session, name="p")
         self.part = Part(handle, "s", Claimed(31, 0, Table(Rows(b""))), n)

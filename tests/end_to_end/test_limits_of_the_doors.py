@@ -197,7 +197,7 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(
             if isinstance(failed := guest.body(), Failed) and failed.code == "LimitExceeded"
         ]  # the client has one or two of the connections
         assert refusals
-        with pytest.raises(dataplane.LimitExceeded, match="4096 connections"):
+        with pytest.raises(dataplane.LimitExceeded, match="4096 client connections"):
             cluster.connect("a")
         assert plane.stats()["refused"]
         for guest in crowd:

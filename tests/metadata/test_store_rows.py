@@ -198,7 +198,7 @@ def test_a_read_goes_on_behind_the_last_row_also_where_that_has_gone(gone: list[
 
 
 def test_a_read_goes_on_behind_nothing_else() -> None:
-    with pytest.raises(ProtocolError, match="must have 10 bytes"):
+    with pytest.raises(ProtocolError, match="must be 10 bytes long"):
         rows_out.read(store(), after=bytes(16))
 
 

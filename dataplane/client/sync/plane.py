@@ -136,8 +136,8 @@ class Plane(Calls):
         """Return metrics of this client since the last call, and of its peer, as a flat dict of
         floats for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
 
-        Per stage: `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others; the same for
-        puts and gets; bytes that were copied or pulled; the arena. Costs as much as `stats`.
+        For each stage it has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others.
+        Puts, gets, copied and pulled bytes and the arena follow. It takes as long as `stats`.
         """
         stats = self.run(core.stats(None, timeout))
         return self._session.tally.take(stats)

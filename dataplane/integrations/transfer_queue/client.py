@@ -206,7 +206,7 @@ class TransferQueueClient:
                 )
             metadata = self._inserted(partition_id, data.batch_size[0], list(data.keys()))
         if not metadata:
-            raise ValueError("this batch has no rows to put into")
+            raise ValueError("this batch is empty: there are no rows to write fields to")
         if data_parser is not None:
             data = parsed(data, data_parser)
         if data.batch_size[0] != metadata.size:

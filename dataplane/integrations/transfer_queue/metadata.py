@@ -441,7 +441,7 @@ class KVBatchMeta:
         """Bring the rows into this order; changes this batch."""
         if len(indexes) != self.size:
             raise ValueError(
-                f"the number of indexes ({len(indexes)}) does not match the batch of {self.size} rows"
+                f"the number of indexes, {len(indexes)}, does not match the {self.size} rows"
             )
         if len(set(indexes)) < self.size:
             raise ValueError(f"Contain duplicate indexes: {_twice(indexes)}")

@@ -237,7 +237,7 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     for at, (expected, gone, _, closed) in enumerate(sizes):
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if (closed and not live[at]) or (full and not closed):
-            raise ProtocolError("the sizes of a group contradict each other")
+            raise ProtocolError("the row counts of a group are inconsistent")
     return rows, values, sizes
 
 

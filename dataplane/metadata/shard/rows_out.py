@@ -256,9 +256,7 @@ def place_of(rows: Rows) -> bytes:
 def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
     """What follows a place. Blocks are numbered as they come."""
     if len(place) != _PLACE.size:
-        raise ProtocolError(
-            f"the position to continue a read from must have {_PLACE.size} bytes, not {len(place)}"
-        )
+        raise ProtocolError(f"the read position must be {_PLACE.size} bytes long, not {len(place)}")
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)
     rest = list(parts[first:])

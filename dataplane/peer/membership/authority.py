@@ -80,7 +80,9 @@ class Office:
             told += [Roster.from_table(table) for table in tables if table is not None]
         made.go_on(told)
         self._authority = made
-        log.info("peer %r is now the roster keeper: %r", self.host.name, made)
+        log.info(
+            "peer %r is now the roster keeper, with roster %s", self.host.name, made.roster.epoch
+        )
         self._detector = self._new_detector()
         self._watching.follow(everybody=True)
         self.judge()

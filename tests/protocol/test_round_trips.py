@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 import typing
 from typing import Any
@@ -43,6 +44,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return SCALARS
     if kind == tables.Where or kind is list:
         return st.lists(ANYTHING, max_size=4)
+    if origin is typing.Annotated:
+        least = [limit.ge for limit in args[1:] if limit.ge is not None]
+        return values_of(args[0]).map(abs) if least == [0] else values_of(args[0])
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return st.sampled_from(list(kind))
     if kind in PLAIN:
         return PLAIN[kind]
     if origin is list:
@@ -57,7 +63,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(args)
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, args))
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     names = [field.name for field in msgspec.structs.fields(kind)]
     return st.builds(
         kind, **{name: st.deferred(lambda n=name: values_of(hints[n])) for name in names}
@@ -74,7 +80,7 @@ def positional(value: Any) -> Any:
         return [positional(item) for item in value]
     if isinstance(value, dict):
         return {key: positional(item) for key, item in value.items()}
-    return value
+    return str(value) if isinstance(value, enum.Enum) else value
 
 
 def framed_whole(envelope: Any) -> bytes:

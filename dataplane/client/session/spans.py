@@ -141,10 +141,12 @@ def _providers(run: str) -> tuple[Any, Any]:
     try:
         return _made(run, wanted)
     except ImportError as exc:
-        log.info(
+        extra = "opentelemetry-exporter-otlp-proto-grpc"
+        log.warning(
             "OTEL_* variables ask for OTLP, but %s is not installed, so nothing is sent: "
-            "pip install 'dataplane-rl[otel]'",
+            "pip install %s",
             exc.name,
+            extra if "grpc" in (exc.name or "") else "'dataplane-rl[otel]'",
         )
         return None, None
 

@@ -305,7 +305,7 @@ def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, S
         one.name: Said(text, one.env)
         for one in TABLE
         if one.variable
-        and not (by_hand and one.of == "peers that connect() starts")
+        and not (by_hand and one.of == "peers of connect()")
         and (text := environ.get(one.env))
     }
 

@@ -253,7 +253,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "two ways to drop": (
         lambda p: p.drop(keys=["a"], groups=["g"]),
         dataplane.InvalidCall,
-        "takes one of",
+        "takes at most one of",
     ),
 }
 
@@ -313,7 +313,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the batch has 2 rows"),
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: an object"),
-        (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
+        (lambda: batch.add(), dataplane.InvalidRows, "pass at least one"),
         (lambda: batch["y"], dataplane.FieldUnknown, "the fields are .'x'."),
         (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: expected a field name"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),

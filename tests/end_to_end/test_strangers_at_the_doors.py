@@ -66,7 +66,7 @@ def test_a_request_before_the_hello_ends_only_that_connection(cluster: Cluster) 
         data = b""
         while chunk := stranger.recv(1 << 16):
             data += chunk
-        assert b"first message of a client must be Hello" in data
+        assert b"first message from a client must be Hello" in data
         still_works(plane)
 
 

@@ -35,11 +35,11 @@ def check(hosts: int, trainers: int, tp: int, prompts: int, steps: int) -> None:
     if (processes := 4 * hosts + trainers * tp) > _PROCESSES:
         raise TooMuch(
             f"{hosts} hosts and {trainers} trainers of {tp} ranks are {processes} processes of "
-            f"this machine, more than {_PROCESSES}: ask `sim` about more, or give less of --hosts, "
+            f"this machine, more than {_PROCESSES}: ask `sim` about more, or reduce --hosts, "
             "--trainers or --tp"
         )
     if (groups := prompts * steps) > _GROUPS:
         raise TooMuch(
             f"{steps} steps of {prompts} prompts are {groups} groups, more than {_GROUPS:,}: every "
-            "process of a run holds them all; give less of --steps or --prompts"
+            "process of a run holds them all; reduce --steps or --prompts"
         )

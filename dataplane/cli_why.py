@@ -23,7 +23,9 @@ def why(peer: LivingPeer, step: str | None, last: int) -> list[Why]:
     known = steps(events)
     if step is not None and step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
-        raise InvalidCall(f"--step {step!r}: no peer has events of this partition, but of {shown}")
+        raise InvalidCall(
+            f"--step {step!r}: no peer has events of this partition; there are events of: {shown}"
+        )
     return [explain(events, name) for name in ([step] if step is not None else known[-last:])]
 
 
@@ -32,5 +34,5 @@ def show(found: Sequence[Why], as_json: bool) -> int:
         told = [{**msgspec.to_builtins(one), "sentence": one.sentence} for one in found]
         print(json.dumps({"steps": told}), flush=True)
     else:
-        print("\n".join(one.sentence for one in found) or "no rows were put yet", flush=True)
+        print("\n".join(one.sentence for one in found) or "no rows have been put yet", flush=True)
     return 0

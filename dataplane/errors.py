@@ -177,7 +177,7 @@ class PeerLeaves(PeerLost):
 
 
 class PeerEnded(PeerLost):
-    """Somebody ended the peer together with its rows."""
+    """The peer has shut down, and its rows are gone."""
 
     next_step = "Connect again: the run starts empty."
     retry: ClassVar[Retry] = "no"
@@ -198,7 +198,7 @@ class Unavailable(DataplaneError):
 
 
 class InvalidCall(DataplaneError, ValueError):
-    """An argument is missing or invalid, or two contradict each other."""
+    """An argument is missing or invalid, or two arguments conflict."""
 
     next_step = "Correct the call."
 
@@ -411,7 +411,7 @@ class SpillFull(BackPressure):
 
 
 class ValueTooLarge(DataplaneError):
-    """A row, a group or a claim needs more bytes than the host can give."""
+    """A row, a group or a claim needs more bytes than the host can provide."""
 
     next_step = "Use fewer rows per call, or a larger arena."
 

@@ -99,7 +99,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
         raise TooMuch(
             f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, more "
-            f"than {_MOST_GROUPS:,}: the model holds them all; give less of --hosts or --groups"
+            f"than {_MOST_GROUPS:,}: the model holds them all; reduce --hosts or --groups"
         )
     console = Console()
     size = _QUICK if options.quick else _FULL

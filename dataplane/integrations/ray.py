@@ -278,7 +278,7 @@ class Attendant:
             raise InvalidConfig(
                 f"the workers of node {self._name} belong to run {here!r}, but the driver belongs "
                 f"to {plane!r}: call connect() after ray.init(), or set DATAPLANE_RUN to the same "
-                "value for both, for the workers with "
+                "value in the driver and in the workers, with "
                 'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": ...}})'
             )
         host = ray.util.get_node_ip_address()

@@ -176,5 +176,5 @@ def not_ended(peer: rundir.LivingPeer) -> str:
     """Why `end` could not end a peer, and what to do."""
     pid = rundir.holder(peer.socket.parent, peer.name)
     if pid:
-        return f"pid {pid} is still alive after SIGKILL, see its state in /proc/{pid}/status"
+        return f"pid {pid} is still alive after SIGKILL; see its state in /proc/{pid}/status"
     return "its process is in another container, or its pid is not visible here; end it there"

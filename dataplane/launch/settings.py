@@ -411,7 +411,7 @@ class PeerConfig:
             self._check_bulk_tls()
         if self.arena_bytes < MIN_ARENA_BYTES:
             raise InvalidConfig(
-                f"an arena of {sized(self.arena_bytes)} is too small: give at least "
+                f"an arena of {sized(self.arena_bytes)} is too small: use at least "
                 f"{MIN_ARENA_BYTES >> 20}MiB (--arena or DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 minimum=MIN_ARENA_BYTES,
@@ -419,7 +419,8 @@ class PeerConfig:
         if self.arena_bytes > (allowed := values.allowed_memory_bytes()):
             raise InvalidConfig(
                 f"an arena of {sized(self.arena_bytes)} is more than the {sized(allowed)} of "
-                "memory that this host or cgroup allows: give less (--arena or DATAPLANE_ARENA)",
+                "memory that this host or cgroup allows: use a smaller one (--arena or "
+                "DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 allowed_bytes=allowed,
             )
@@ -445,13 +446,13 @@ class PeerConfig:
         is_seed = own is None or own in map(values.endpoint, self.seeds)
         if self.join and (is_seed or not self.seeds):
             raise InvalidConfig(
-                f"a peer that joins (--join) cannot be one of the seeds ({seeds}): give it "
-                "the seeds of the running plane, and its own address with --listen"
+                f"a peer that joins (--join) cannot be one of the seeds ({seeds}): pass "
+                "the running plane's seeds with --seeds, and the peer's own address with --listen"
             )
         if not is_seed and not self.join:
             raise InvalidConfig(
-                f"{self.listen} is not one of the seeds ({seeds}): give all peers the same "
-                "--seeds, which include this one, or add this peer to a running plane with "
+                f"{self.listen} is not one of the seeds ({seeds}): start all peers with the "
+                "same --seeds, which include this one, or add this peer to a running plane with "
                 "--join",
                 listen=self.listen,
                 seeds=self.seeds,

@@ -119,11 +119,11 @@ def check_listen(address: str, token: Token | None) -> None:
     if token is None:
         raise TokenMissing(
             f"{address} can be reached from other machines, so its peers need a cluster token: "
-            "make one, dataplane token > F (or head -c 32 /dev/urandom | base64 > F; chmod 600 F), "
-            "and start every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. Slurm: put F in "
-            "the home directory that all nodes share; Ray: copy F to every node and name it in "
-            "runtime_env's env_vars; Kubernetes: mount a Secret with defaultMode 0400. Peers of "
-            "one machine need none on tcp://127.0.0.1:port",
+            "make one with dataplane token > F (or head -c 32 /dev/urandom | base64 > F; chmod 600 "
+            "F), and start every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. Slurm: put F "
+            "in the home directory that all nodes share; Ray: copy F to every node and name it in "
+            "runtime_env's env_vars; Kubernetes: mount a Secret with defaultMode 0400. If "
+            "all peers run on one machine, use tcp://127.0.0.1:port, which needs no token",
             address=address,
         )
     if host in ("0.0.0.0", "::"):
@@ -270,13 +270,12 @@ def parse_spill(text: str) -> Spill:
     base = Path(given if colon else text).absolute()
     if not base.is_dir():
         raise InvalidConfig(
-            f"the spill directory {base} does not exist: create it, or give another as DIR[:SIZE]",
+            f"the spill directory {base} does not exist: create it, or pass another as DIR[:SIZE]",
             path=str(base),
         )
     if colon and size_bytes < MIN_SPILL_BYTES:
         raise InvalidConfig(
-            f"a spill of {sized(size_bytes)} is too small: give at least "
-            f"{MIN_SPILL_BYTES >> 20}MiB",
+            f"a spill of {sized(size_bytes)} is too small: use at least {MIN_SPILL_BYTES >> 20}MiB",
             size_bytes=size_bytes,
             minimum=MIN_SPILL_BYTES,
         )
@@ -373,7 +372,7 @@ def parse_device_arena(text: str) -> DeviceMemory:
     memory = DeviceMemory(parse_size(tail if colon else text), twins, first)
     if memory.nbytes < MIN_BYTES:
         raise InvalidConfig(
-            f"a device arena of {sized(memory.nbytes)} is too small: give at least "
+            f"a device arena of {sized(memory.nbytes)} is too small: use at least "
             f"{MIN_BYTES >> 20}MiB",
             nbytes=memory.nbytes,
             minimum=MIN_BYTES,

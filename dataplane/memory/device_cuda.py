@@ -92,7 +92,9 @@ class CudaDevice(Device):
     def reach(self, handle: PoolHandle) -> Pool:
         """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
-            raise DeviceMissing(f"{handle.device} is this GPU itself, {self.identity}")
+            raise DeviceMissing(
+                f"{handle.device} is not another GPU that {self.identity} could reach"
+            )
         try:
             other: int | None = CudaDevice.of(handle.device).number
         except DeviceMissing:

@@ -150,7 +150,9 @@ class TwinDevice(Device):
 
     def reach(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device == self.identity:
-            raise DeviceMissing(f"{handle.device} is this device itself, {self.identity}")
+            raise DeviceMissing(
+                f"{handle.device} is not another device that {self.identity} could reach"
+            )
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 
     def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:

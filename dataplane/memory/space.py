@@ -184,7 +184,7 @@ class Space:
                 f"the message has {len(starts)} written ranges but {len(refs)} reference counts"
             )
         if np.count_nonzero(np.less(refs, 1)):
-            raise ProtocolError("no value references a written range")
+            raise ProtocolError("the reference count of a written range must be 1 or more")
         taken = self._holder(holder).carve(starts, ends, admission)
         return self._born(starts, ends - starts, refs, admission, taken)
 

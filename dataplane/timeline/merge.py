@@ -17,15 +17,16 @@ from dataplane.wire.tables import Name, Owner
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """Something that happened in a plane. `kind` says what, and which of the other fields it has:
+    """Something that happened in a plane. `kind` says what it was and which other fields are set;
     see `Kind`.
 
     - `at`: seconds, when it happened or ended, on the monotonic clock of the asking client's host:
-      compare it with `time.monotonic()` there. `uncertain`: how far `at` may be off beside events
-      of other peers.
-    - `peer`: where it was noted. `number`: its place in that peer's ring; 0 for what is going on.
+      compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be
+      off, compared with events of other peers.
+    - `peer`: the peer that recorded it. `number`: its position in that peer's record; 0 while it
+      is `going_on`.
     - `seconds`: how long it took, or has taken so far if it is `going_on`.
-    - `worker`: the process that did it or waited, "" if unknown. `host`: its peer.
+    - `worker`: the process that acted or waited, "" if unknown. `host`: the peer of that process.
     """
 
     kind: Kind
@@ -128,5 +129,6 @@ def _check(page: EventsDone) -> None:
     counted = 0 < page.kept <= page.first and page.first + len(page.records) <= page.last + 1
     if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
         raise ProtocolError(
-            f"peer {page.name!r} sent events that make no sense: update dataplane there"
+            f"peer {page.name!r} sent events with invalid times or numbers: install the same "
+            "release of dataplane on all hosts"
         )

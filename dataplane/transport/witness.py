@@ -91,10 +91,10 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
 
 class _Nothing(PinDesk):
     def pin(self, ranges: Records, deadline: float) -> Pinned:
-        raise ProtocolError("a witness has no ranges")
+        raise ProtocolError("this process has no ranges: it only reports that its peer has ended")
 
     def unpin(self, ask: int, nbytes: int) -> None:
-        raise ProtocolError("a witness has no ranges")
+        raise ProtocolError("this process has no ranges: it only reports that its peer has ended")
 
 
 def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:

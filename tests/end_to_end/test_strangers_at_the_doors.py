@@ -192,7 +192,7 @@ def test_what_a_peer_cannot_be_started_with_is_refused(
         (["--listen", "here", "--seeds", other], "write tcp://host:port"),
         (["--arena", "many"], "write 8GiB"),
         (["--arena", "1"], "at least 1MiB"),
-        (["--arena", "900TiB"], "this host or cgroup allows: give less"),
+        (["--arena", "900TiB"], "this host or cgroup allows: use a smaller one"),
         (["--name", "a/b"], "letters, digits"),
     ):
         assert says in refused(*peer_command("a", PLANE, *arguments))

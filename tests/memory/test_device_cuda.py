@@ -164,7 +164,7 @@ def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
         reader.reach(handle)
     with pytest.raises(DeviceMissing, match="not this GPU"):
         reader.open(handle)
-    with pytest.raises(DeviceMissing, match="is this GPU itself"):
+    with pytest.raises(DeviceMissing, match="is not another GPU"):
         CudaDevice(0).reach(handle)
 
 

@@ -218,8 +218,8 @@ class Batch(LeasedRows, Converting):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage, and free them: those of `groups`, those at the positions
-        `rows` in the batch, or all. The lease of the other rows continues."""
+        """Drop rows for every stage, and free them: the rows of `groups`, the rows at the
+        positions `rows` in the batch, or all rows. The lease of the other rows continues."""
         await self._run(self._drop(rows, groups, timeout))
 
     async def __aenter__(self) -> Batch:

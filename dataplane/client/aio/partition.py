@@ -65,21 +65,22 @@ class Partition:
         - `tags`: small scalars, one per row or one for all rows.
         - `dedup`: fields whose equal values are stored once per host.
         - `replace`: overwrite fields that exist, instead of raising FieldExists.
-        - `reuse`: allow new rows under the names of freed and dropped rows, instead of raising
+        - `reuse`: allow new rows to take the names of freed and dropped rows, instead of raising
           RowsDropped.
 
-        Repeating a put with the same keys is safe, and completes a put that ended midway. It skips
-        rows that exist with all of these fields, and rows that have been freed since; `ref.kept`
-        counts both. If nothing was missing it raises FieldExists, or RowsGone if every row has been
-        freed. A row that has some of these fields, but not all, also raises FieldExists.
+        It is safe to repeat a put with the same keys. The repeat stores the rows that the first
+        attempt did not store, and skips rows that have all of these fields or have been freed.
+        `ref.kept` counts the skipped rows. If there is nothing to store, the put raises
+        FieldExists, or RowsGone if every row has been freed. It also raises FieldExists if a row
+        has some of these fields but not all.
 
-        If all values of a field are on a GPU on which the peer has a device arena, the put copies
-        them there, on their CUDA streams. If the device has no space, it copies them into host
-        memory.
+        If all values of a field are on a GPU and the peer has a device arena there, the put copies
+        them into that arena, on their CUDA streams. Otherwise, or if the arena is full, it copies
+        them into host memory.
 
-        Raises BackPressure if the arena stays full, ValueTooLarge for a row or group that can never
-        fit, and PutIncomplete if only some rows were stored: `details["rows"]` lists those. Put the
-        other rows again.
+        Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
+        never fit. Raises PutIncomplete if only some rows were stored: `details["rows"]` lists
+        them. Put the other rows again.
         """
         handle = self._handle
         putting = put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
@@ -149,18 +150,18 @@ class Partition:
     ) -> Batch:
         """Lease rows for a stage. Give exactly one of `rows`, `groups` or `budget`.
 
-        - `rows`, `groups`: how many; groups are whole.
+        - `rows`, `groups`: how many. Groups are never split.
         - `budget={tag: sum}`: as many groups as fit; rows if the partition has no `group_size`, or
           as `unit` says. The tag must be a finite number of 0 or more; InvalidRows names a row
           whose tag is not.
-        - `min`: accept fewer than asked for.
+        - `min`: accept fewer rows or groups, but at least this many.
         - `where`: only rows with such tags, or groups whose rows all have them.
         - `fields`: what to fetch at once. Default: the fields of the stage.
-        - `lease`: seconds after which the rows return to the stage, even if this process works on
-          them. Default: as long as the process lives.
+        - `lease`: seconds after which the rows return to the stage, even if this process still
+          works on them. Default: the lease lasts as long as the process.
 
-        Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has had every
-        row.
+        Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has received
+        every row.
         """
         demand = Demand(rows, groups, budget, min, where, unit)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
@@ -254,7 +255,7 @@ class Partition:
         prefetch: int = 1,
         timeout: float | None = None,
     ) -> Plan:
-        """Return this rank's part of all rows that the stage has left.
+        """Return this rank's part of the stage's remaining rows.
 
         All ranks of a trainer call this with the same arguments. Each gets the same number of
         mini-batches and micro-batches, so no collective hangs. Waits until the partition is sealed
@@ -318,44 +319,44 @@ class Partition:
         """`async with part.admit(4, per_version=512):` waits until n more groups may start. This
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
-        There are (max_lag + 1) × per_version places. A group takes one from its permit until all
-        stages have acked it and the trainer has advanced. A finished group also keeps its place
-        until every group that started before it finished is complete. Dropped and lost groups
-        free theirs at once.
+        There are (max_lag + 1) × per_version places. A group takes a place with its permit, and
+        keeps it until all stages have acked the group and the trainer has advanced. A finished
+        group also keeps its place until all groups that were in progress when it finished are
+        complete. Dropped and lost groups free their places at once.
 
         Groups that this session starts inside the `with` use the permits. Unused permits return at
-        its end, or with the process. Every caller must give the same bound (PartitionConflict), and
-        the partition needs a `group_size`.
+        the end of the `with`, or when the process ends. Every caller must pass the same `max_lag`
+        and `per_version`, and the partition needs a `group_size`.
 
-        Raises ClaimTimeout, PartitionSealed, PartitionGone, and InvalidCall for more groups than
-        there are places.
+        Raises ClaimTimeout, PartitionSealed and PartitionGone; PartitionConflict for a different
+        bound; and InvalidCall for more groups than there are places.
         """
         return Admission(self._run, self._handle, n, max_lag, per_version, timeout)
 
     async def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Set the version of the trainer's weights, which starts at 0. Groups that the trainer has
-        finished then free their places for `admit`. Ack what was trained on before the call.
-        Repeating a version is a no-op; an older version raises InvalidCall."""
+        finished then free their places for `admit`, so ack them before this call. Repeating a
+        version is a no-op; an older version raises InvalidCall."""
         await self._run(changes.advance(self._handle, version, timeout))
 
     def producing(self, items: Iterable[T]) -> Producer[T]:
-        """`async for prompt in part.producing(prompts):` yields one item after another. It ends
-        without an error when no items are left, or when the partition takes no new rows: because it
-        was sealed or dropped, or its `groups=` have closed.
+        """`async for prompt in part.producing(prompts):` yields one item after another. The
+        loop ends without an error when no items are left, or when the partition takes no new rows:
+        it was sealed or dropped, or all its `groups=` have closed.
 
         Put the item's rows in the body, in the same thread or task, through this partition object.
-        A put that comes too late then stores nothing and returns a ref of no rows, and `admit`
-        enters its body with `n` 0. Outside such a loop both raise.
+        If the partition stops taking rows meanwhile, a put stores nothing and returns an empty
+        ref, and `admit` gives `n` = 0. Outside such a loop both raise.
         """
         return Producer(self._run, self._handle, items)
 
     def lost(self, timeout: float | None = None) -> Lost:
         """Iterate over lists of keys of rows whose bytes were lost with a peer, to put them again.
 
-        It begins with the first loss; a new list comes within seconds of a loss. All rows of a
-        group that lost one are included. Ends when the partition was dropped, or is sealed and
-        every stage has received every row. `timeout`: per list, then DeadlineExceeded. None waits
-        as long as rows can be lost.
+        It begins with the first loss; a new list comes within seconds of a loss. If a group lost
+        one row, all its rows are included. Ends when the partition was dropped, or is sealed and
+        every stage has received every row. `timeout`: how long to wait for each list before
+        raising DeadlineExceeded. None waits as long as rows can be lost.
         """
         return Lost(self._run, self._handle, timeout)
 

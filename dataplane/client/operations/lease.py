@@ -168,7 +168,7 @@ class Lease:
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
-            devices.tell_of_host_copies(columns, "what is added to a batch always is")
+            devices.tell_of_host_copies(columns, "values added to a batch always are")
         written = yield from write_columns(self.handle, columns, len(at), deadline)
         parts = [*(one.written for one in self._added), written]
         self._check_size(parts, written)
@@ -297,7 +297,7 @@ class Lease:
         `many` values are of its rows."""
         session, deadline = self.handle.session, Deadline(timeout)
         if session.devices is not None:
-            session.devices.tell_of_host_copies(values, "what is given back always is")
+            session.devices.tell_of_host_copies(values, "values passed to release always are")
         written = yield from write_columns(self.handle, values, many, deadline)
         self._check_size([written], written)
         if order is not None:

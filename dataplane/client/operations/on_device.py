@@ -63,7 +63,7 @@ def take_located(
             )
         if count != (n := count if n is None else n) or not count:
             raise InvalidRows(
-                f"field {name!r} has {count} values on a device, but the put has {n} rows: give "
+                f"field {name!r} has {count} values on a device, but the put has {n} rows: pass "
                 "one value per row",
                 lengths=taken,
             )

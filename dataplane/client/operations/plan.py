@@ -325,7 +325,7 @@ class PlannedRows(LeasedRows):
         lease.check()
         columns |= named
         if session.devices is not None:
-            session.devices.tell_of_host_copies(columns, "what is added to a plan's rows always is")
+            session.devices.tell_of_host_copies(columns, "values added to a plan always are")
         written = yield from write_columns(self._handle, columns, len(self), Deadline(timeout))
         lease._check_size([written], written)
         real = np.flatnonzero(self.mask)

@@ -126,7 +126,7 @@ class ColumnView(Sequence[Any]):
             np.cumsum(counts, out=self._leaf_starts[1:])
             if self._leaf_starts[-1] != len(self._leaves):
                 raise ProtocolError(
-                    f"field {self.field!r}: the leaf counts do not match the leaves"
+                    f"field {self.field!r}: the numbers of arrays per row do not match the arrays"
                 )
 
     def __len__(self) -> int:

@@ -145,11 +145,12 @@ class Plane(Calls):
     def events(
         self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Event]:
-        """Return what happened in the plane lately, the earliest first: puts, rows that became
-        ready, leases, waits, pulls. docs/observe.md lists the kinds.
+        """Return the recent events of the plane, oldest first: puts, rows that became ready,
+        leases, waits, pulls. docs/observe.md lists the kinds.
 
         Every peer keeps its last 16,384 events, one per call and group. `since`: only events after
-        this time, as in `Event.at`. An event of kind `missing` says where some are not there.
+        this time, as in `Event.at`. An event of kind `missing` names a peer whose events are
+        incomplete.
         """
         return self.run(core.events(since, timeout))
 
@@ -172,9 +173,9 @@ class Plane(Calls):
         """Put the rows of a checkpoint back, and return the names of its partitions.
 
         All rows are then on this host, whichever plane they came from. CheckpointCorrupt names a
-        file that has changed; PartitionConflict names a partition that exists. Both restore
-        nothing. A restore that fails, is cancelled or is interrupted drops what it has restored. If
-        its process is killed, the restored rows stay.
+        file that has changed; PartitionConflict names a partition that exists. In both cases
+        nothing is restored. A restore that fails, is cancelled or is interrupted drops what it
+        has restored. If its process is killed, the restored rows stay.
         """
         return self.run(restore.restore(self._session, directory, timeout))
 

@@ -276,7 +276,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             given = [given]
         elif (given := list(given)) and len(given) != n:
             raise InvalidRows(
-                f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: give "
+                f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: pass "
                 "one per row, or a scalar",
                 tag=name,
             )

@@ -328,7 +328,7 @@ class TransferQueueClient:
         if not keys:
             raise ValueError("pass at least one key")
         if not all(isinstance(key, str) for key in keys):
-            raise TypeError("keys must be str")
+            raise TypeError(f"keys must be str, not {keys!r:.60}")
         found = self._store.find(partition_id, keys)
         if create and (absent := [k for k, row in zip(keys, found, strict=True) if row is None]):
             self._store.put(partition_id, absent, {}, None)
@@ -346,7 +346,9 @@ class TransferQueueClient:
         """The keys of rows by number. RuntimeError where one has none."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
-            raise TypeError("global_indexes must be an int or a list of ints")
+            raise TypeError(
+                f"global_indexes must be an int or a list of ints, not {global_indexes!r:.60}"
+            )
         if not indexes:
             raise ValueError("pass at least one global index")
         keys = self._store.keys_of(partition_id, indexes)
@@ -379,7 +381,7 @@ class TransferQueueClient:
     ) -> KVBatchMeta:
         """Write fields and tags of rows by key; see `kv_batch_put`."""
         if not all(isinstance(key, str) for key in keys):
-            raise TypeError("keys must be str")
+            raise TypeError(f"keys must be str, not {keys!r:.60}")
         if fields is not None and data_parser is not None:
             fields = parsed(fields, data_parser)
         self._store.put(partition_id, keys, columns_of(fields) if fields is not None else {}, tags)

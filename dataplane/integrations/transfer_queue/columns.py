@@ -229,7 +229,10 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             raise TypeError(f"the name of a tag must be a str, not {name!r:.60}")
         if name.startswith(HIDDEN):
-            raise ValueError(f"{name!r} cannot be the name of a tag")
+            raise ValueError(
+                f"{name!r} cannot be the name of a tag: names that start with {HIDDEN!r} are "
+                "reserved; choose another"
+            )
     return {name: _tag(name, value) for name, value in row.items()}
 
 

@@ -170,7 +170,10 @@ class Store:
         if not isinstance(name, str):
             raise TypeError(f"the name of a partition must be a str, not {name!r:.60}")
         if name == REGISTRY or not name or name.startswith(HIDDEN):
-            raise ValueError(f"{name!r} cannot be the name of a partition")
+            raise ValueError(
+                f"{name!r} cannot be the name of a partition: it is empty or reserved; choose "
+                "another"
+            )
         entry = self._entry(f"partition:{name}")
         if entry is None or entry[_GONE]:
             if not create:
@@ -274,7 +277,10 @@ class Store:
         Rows with the same names of tags go together, in the order given.
         """
         if clash := [field for field in columns if field.startswith(HIDDEN)]:
-            raise ValueError(f"{clash[0]!r} cannot be the name of a field")
+            raise ValueError(
+                f"{clash[0]!r} cannot be the name of a field: names that start with {HIDDEN!r} are "
+                "reserved; choose another"
+            )
         plain = [tags_of(row) for row in tags] if tags is not None else [{}] * len(keys)
         alike: dict[tuple[str, ...], list[int]] = {}
         for place, row in enumerate(plain):

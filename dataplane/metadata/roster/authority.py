@@ -212,15 +212,15 @@ class Authority:
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
-                "peer %s: lost, %s takes over its shards%s",
+                "peer %s: lost; %s takes over its shards%s",
                 address,
                 roster.members[heir],
-                f", {partly} of {int(mine.sum())} without their rows" if partly else "",
+                f", but {partly} of {int(mine.sum())} start empty" if partly else "",
             )
             primaries[mine] = heir
             lost[mine & ~roster.in_sync] += 1
         elif mine.any():
-            log.warning("peer %s: lost without a backup in sync, its shards start empty", address)
+            log.warning("peer %s: lost without a backup in sync; its shards start empty", address)
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
             lost[mine] += 1
@@ -248,7 +248,7 @@ class Authority:
                 ready = address in self._said and self._said[address].leaving
                 if not ready or not self._may_inherit(backup):
                     continue
-                log.info("peer %s: leaving, %s takes over its shards", address, backup)
+                log.info("peer %s: leaving; %s takes over its shards", address, backup)
                 moved = self._taken_over(address, self._moved(address, backup))
                 self._publish(self._with_backups(moved))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):

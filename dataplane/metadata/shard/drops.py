@@ -68,7 +68,7 @@ def close(state: State, name: Name, size: int) -> int:
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"group {name!r} cannot close with {counted(size, 'row')}: give a number from 1 "
+            f"group {name!r} cannot close with {counted(size, 'row')}: pass a number from 1 "
             f"to {limit}"
         )
     if group is None:

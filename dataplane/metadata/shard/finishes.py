@@ -121,9 +121,9 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
     positions = positions_of(lease, index)
     if len(set(positions)) != len(positions):
-        raise InvalidRows("the call names a row of the lease twice")
+        raise InvalidRows(f"the call names a row of lease {lease.number} twice")
     if any(part.bits & ~lease.left[part.number] for part in lease.at(positions)):
-        raise InvalidRows("a row of the lease was already acked, released or dropped")
+        raise InvalidRows(f"a row of lease {lease.number} was already acked, released or dropped")
     return positions
 
 

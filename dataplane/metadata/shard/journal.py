@@ -107,7 +107,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _begun(store: Store, op: Begun, now: float) -> None:
-    raise ProtocolError("the partition was already started")
+    raise ProtocolError(f"partition {store.partition!r} was already started")
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -115,7 +115,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     _new_lease(store, op.lease)
     rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
-        raise ProtocolError("a leased row is not ready")
+        raise ProtocolError(f"lease {op.lease} of stage {op.stage!r} has a row that is not ready")
     _each_once(rows)
     if op.unit == "rows":
         store.take_rows(stage, rows.parts)
@@ -125,7 +125,8 @@ def _leased(store: Store, op: Leased, now: float) -> None:
             [one.states[stage.number] != READY for one in groups]
         ):
             raise ProtocolError(
-                "a leased group is not ready, or the lease does not have exactly its rows"
+                f"lease {op.lease} of stage {op.stage!r} has a group that is not ready or not "
+                "complete"
             )
         for group in groups:
             stage.lease_group(group)
@@ -249,7 +250,9 @@ def _given(store: Store, op: Given, now: float) -> None:
     for block, mine in zip(blocks, split, strict=True):
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.having([field]) & gone for field in mine.fields]):
-            raise ProtocolError("the record has values of rows that do not exist")
+            raise ProtocolError(
+                f"the record has values of rows that block {block.number} does not have"
+            )
         if op.stage and mine.fields:
             store.note_progress(block, op.stage, range(block.count), mine)
         elif mine.fields:
@@ -262,7 +265,9 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     keys = different(op.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
-        raise ProtocolError("the groups do not exist, or are not in the expected state")
+        raise ProtocolError(
+            f"stage {op.stage!r}: some of these {len(keys)} groups do not exist, or are not pending"
+        )
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
     for group in groups:
@@ -338,7 +343,7 @@ def _each_once(rows: Rows) -> Rows:
         seen = Counter[int]()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
-                raise ProtocolError("the record names a row twice")
+                raise ProtocolError(f"the record names a row of block {block.number} twice")
             seen[block.number] |= bits
     return rows
 
@@ -346,7 +351,9 @@ def _each_once(rows: Rows) -> Rows:
 def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
     if any([bits & ~stage.pending(block) for block, bits in parts]):
-        raise ProtocolError("the rows do not exist, or are not in the expected state")
+        raise ProtocolError(
+            f"stage {stage.name!r}: some of these rows do not exist, or are not pending"
+        )
     return _each_once(Rows(parts))
 
 

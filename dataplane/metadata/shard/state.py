@@ -181,8 +181,8 @@ class State:
         """LimitExceeded unless there may be this stage too."""
         if len(self.stages) >= MAX_STAGES or not 0 < len(name) <= MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"a partition can have at most {MAX_STAGES} stages, with names of 1 to "
-                f"{MAX_NAME_BYTES} characters",
+                f"cannot add stage {name[:40]!r}: a partition can have at most {MAX_STAGES} "
+                f"stages, with names of 1 to {MAX_NAME_BYTES} characters",
                 limit=MAX_STAGES,
             )
         self.check_fields(fields)

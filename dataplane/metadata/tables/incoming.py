@@ -104,5 +104,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
             groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):
-        raise InvalidRows("the message names a group twice")
+        raise InvalidRows(
+            f"{len(group_keys) - len(set(group_keys))} of the {len(group_keys)} groups of this "
+            "call occur twice"
+        )
     return index, group_keys

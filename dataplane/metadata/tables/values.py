@@ -538,13 +538,16 @@ def values_in(
         )
     fields = tuple([one.field for one in columns])
     if len(set(fields)) != len(fields):
-        raise InvalidRows("the call names a field twice")
+        raise InvalidRows(f"the call names a field twice: {', '.join(sorted(fields)):.200}")
     if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
         raise ProtocolError("the message names an owner of values twice")
     has_leaves = False
     for one in columns:
         if not 0 < len(one.field) <= MAX_NAME_BYTES:
-            raise InvalidRows(f"the name of a field must have 1 to {MAX_NAME_BYTES} characters")
+            raise InvalidRows(
+                f"the name of a field must have 1 to {MAX_NAME_BYTES} characters, not "
+                f"{len(one.field)}: {one.field[:40]!r}"
+            )
         if len(one.values) != count * _SIZE:
             raise _not_one_a_row(one, count)
         if one.leaf_counts or one.leaves:
@@ -662,7 +665,7 @@ def _leaves_in(
             )
         without = holes.get(one.field, 0) & of_mask(counts > 0)
         if int(counts.sum()) != len(leaves) or without:
-            raise ProtocolError(f"the leaves of field {one.field!r} do not match their counts")
+            raise ProtocolError(f"the arrays inside field {one.field!r} do not match their counts")
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
             raise ProtocolError(f"an array inside field {one.field!r} has no location")

@@ -310,7 +310,7 @@ class EtcdKeeper(SeedKeeper):
             if self._lease and self.sure():
                 await self.etcd.revoke(self._lease)
         except Unavailable as exc:
-            log.info("etcd: could not revoke the keeper's lease, it will expire: %s", exc)
+            log.info("etcd: could not revoke the keeper's lease, which will expire: %s", exc)
         await self.etcd.close()
 
 

@@ -78,7 +78,7 @@ class Leaving:
                         ended.result()
         except (TimeoutError, Unavailable) as exc:
             log.error(
-                "peer %r: drain incomplete (%s), %d shards and %d bytes were not moved",
+                "peer %r: drain incomplete (%s): %d shards and %d bytes were not moved",
                 self.host.name,
                 str(exc) or f"not done within {LEAVE_S:g} s",
                 len(self.host.roster.shards_of(self.host.address)),
@@ -100,7 +100,7 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: the roster keeper is shutting down, no failover until it restarts",
+            "peer %r: the roster keeper is shutting down; no failover until it restarts",
             self.host.name,
         )
         await self._end_clients(
@@ -215,7 +215,9 @@ class Leaving:
                     if entry.copies is not None:
                         await self._copied_on(entry)
         except TimeoutError:
-            log.warning("second copies: timed out, the successor's backup will make them")
+            log.warning(
+                "second copies: not finished in time; the successor's backup will make the others"
+            )
 
     async def _copied_on(self, entry: Entry) -> None:
         try:

@@ -267,7 +267,8 @@ class Membership:
                 ending = (*self._ending, caller.owner)
                 self._ending = set(filter(self.host.roster.has, ending))
             raise Unavailable(
-                f"the peer at {self.host.address} is not the roster keeper, or is still starting"
+                f"the peer at {self.host.address} is not the roster keeper, or is still starting: "
+                "repeat the call"
             )
         ours = self.host.roster
         known = ours.epoch == caller.epoch

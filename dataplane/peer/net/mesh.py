@@ -218,7 +218,7 @@ class Mesh:
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
         if address in self._links:
             hint = (
-                "it is still connected, so the request may yet take effect. It may be busy, "
+                "it is still connected, so the request may still take effect. It may be busy, "
                 "stopped, or waiting for another peer: check dataplane status and its log, then "
                 "repeat the call or pass a longer timeout="
             )

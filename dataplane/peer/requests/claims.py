@@ -130,7 +130,8 @@ class Claims:
                 left_s, gone = one.left_s(self.host.now()), gone + 1
                 if left_s == 0:
                     raise ClaimTimeout(
-                        f"{one} failed: the claimed rows were dropped before their values arrived"
+                        f"{one} failed: the claimed rows were dropped before their values arrived; "
+                        "claim again"
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
@@ -156,7 +157,7 @@ class Claims:
                 if late:
                     raise ClaimTimeout(
                         f"{one} failed: this rank's part of the previous plan is still "
-                        "being released"
+                        "being released; call plan again"
                     )
             while True:
                 asked, first, answer = self._asked(one), answer, None

@@ -58,7 +58,7 @@ class Retries:
         self._log(what, f"trying {'once more' if is_last else 'again'} in {SWEEP_S:g} s")
         if key not in self._due and len(self._due) >= MAX_DUE:
             given_up = self._due.pop(next(iter(self._due)))
-            log.error("%s: giving up, more than %d effects failed", given_up.what, MAX_DUE)
+            log.error("%s: giving up, because more than %d effects failed", given_up.what, MAX_DUE)
         self._due[next(self._numbers) if is_last else key] = _Failed(what, again, is_last)
         if not self._is_set:
             self._is_set = True
@@ -81,11 +81,11 @@ class Retries:
         now = time.monotonic()
         one = self._logged.get(what)
         if one is None:
-            log.exception("%s failed, %s", what, then)
+            log.exception("%s failed; %s", what, then)
             self._logged[what] = _Logged(now)
             return
         one.since += 1
         if now - one.at >= LOG_EVERY_S:
             many = counted(one.since, "more time")
-            log.error("%s failed %s in %.0f s, %s", what, many, now - one.at, then)
+            log.error("%s failed %s in %.0f s; %s", what, many, now - one.at, then)
             one.at, one.since = now, 0

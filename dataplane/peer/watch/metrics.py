@@ -76,7 +76,7 @@ GROUPS = {
         "put_bytes_total": "Bytes put by clients of this host.",
         "stage_rows_total{stage}": "Rows granted to claims of this host.",
         "stage_bytes_total{stage}": "Bytes of rows granted to claims of this host.",
-        "stage_claim_seconds_total{stage}": "Seconds of claims that ended, with their waiting.",
+        "stage_claim_seconds_total{stage}": "Duration of finished claims, waiting included.",
         "stage_acked_rows_total{stage}": "Rows acked by clients of this host.",
         "call_failures_total{error}": "Calls that ended in an error.",
         "waiting_claims": "Claims waiting for rows.",
@@ -163,7 +163,7 @@ GROUPS = {
         "transport_jobs_total{transport,outcome}": "Transfers into this arena.",
         "transport_restarts_total{transport}": "Restarts of bulk workers.",
         "transport_peers{requested,transport}": "Peers read over a transport.",
-        "device_transport_peers{requested,transport}": "Peers whose devices are read over it.",
+        "device_transport_peers{requested,transport}": "Peers with devices read over a transport.",
     },
 }
 """By subject. Names are without the prefix `dataplane_`, with their labels. A name that ends in

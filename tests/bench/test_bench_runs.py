@@ -162,6 +162,8 @@ def test_nothing_stays_of_a_runner_that_is_stopped_or_killed(tmp_path: Path) -> 
             cwd=CHECKOUT,
             env={**os.environ, "TMPDIR": str(tmp_path)},
             stdout=subprocess.DEVNULL,
+            # under nohup, which tests may run under, a runner goes on after SIGHUP
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL) and None,
         )
         with ending(runner):
             while not {log.parent for log in tmp_path.glob("bench-*/train-*.log")} - left:

@@ -234,6 +234,8 @@ def test_a_sync_client_serves_several_threads(cluster: Cluster) -> None:
 
 
 def test_a_plane_that_was_not_awaited_says_so(cluster: Cluster) -> None:
-    with pytest.raises(dataplane.InvalidCall, match="'partition' of a plane.*await"):
+    with pytest.raises(
+        dataplane.InvalidCall, match="'partition' was used before the plane was connected.*await"
+    ):
         dataplane.aio.connect("a").partition("p")  # type: ignore[attr-defined]
     assert not hasattr(dataplane.aio.connect("a"), "partition")

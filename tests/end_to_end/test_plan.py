@@ -129,7 +129,7 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
         plan.ack()
         with pytest.raises(
             dataplane.ClaimTimeout,
-            match=r"rank 0 has acked .* [0-9.]+ s ago .* come: 1; .* by its plan",
+            match=r"rank 0 has acked .* [0-9.]+ s ago .* yet to join: 1; .* by its plan",
         ):
             part.plan("train", rank=0, ranks=2, timeout=0.3)
         plan.ack()
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
                 for r, each in enumerate((plane, other))]  # fmt: skip
         both[1].release()
         loop = iter(both[0])
-        with pytest.raises(dataplane.LeaseExpired, match="rank 1 of 2 went before"):
+        with pytest.raises(dataplane.LeaseExpired, match="rank 1 of 2 left before"):
             list(next(loop))
         del both, loop
         # one that nobody keeps, without `with`, is released

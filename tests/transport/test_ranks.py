@@ -28,7 +28,7 @@ def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
 def test_a_join_is_given_up_when_nobody_needs_it_and_a_rank_that_is_gone_is_said() -> None:
     ranks = HostRanks()
     check_given_up(ranks)
-    with pytest.raises(TransferFailed, match="does not join"):
+    with pytest.raises(TransferFailed, match="did not join"):
         joined(ranks, b"\0dataplane-nobody", 1, nothing)
 
 

@@ -129,7 +129,7 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
             [*command, "--require", "cuda_ipc"], capture_output=True, text=True, check=False
         )
         assert probed.returncode == 0, probed.stdout + probed.stderr
-        assert probed.stdout.count("between devices: cuda_ipc, because") == 2
+        assert probed.stdout.count("device values: cuda_ipc, because") == 2
         assert probed.stdout.count("device cuda_ipc: ") == 2
         cached = on_device(b)["cached_bytes"]
         assert cached >= sum(array.nbytes for array in arrays)

@@ -129,7 +129,7 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
         plan.ack()
         with pytest.raises(
             dataplane.ClaimTimeout,
-            match=r"rank 0 has acked .* [0-9.]+ s ago .* yet to join: 1; .* by its plan",
+            match=r"rank 0 has already acked .* [0-9.]+ s ago .* yet to join: 1; .* by its plan",
         ):
             part.plan("train", rank=0, ranks=2, timeout=0.3)
         plan.ack()

@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_by_its_name_and_the_store_goes_on(
     try:
         with cluster.connect("a") as plane:
             part = plane.partition("p", stages={"s": ["x"]}, free="drop")
-            done = fill(part, "takes no more: No space left on device")
+            done = fill(part, "writing to it failed: No space left on device")
             assert 8 < done < 26
             assert read_and_drop(part, done) == list(range(done))
             for n in range(12):
@@ -212,7 +212,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk(cluster: Cluster, tmp_path:
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (6 * MIB, resource.RLIM_INFINITY))
     with cluster.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]}, free="drop")
-        done = fill(part, "takes no more: File too large")
+        done = fill(part, "writing to it failed: File too large")
         assert on_disk(tmp_path) <= 6 * MIB
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         part.put(rows(done, 8), timeout=20)

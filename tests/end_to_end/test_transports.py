@@ -124,5 +124,5 @@ def test_a_required_transport_that_the_owner_does_not_run_is_an_error_of_the_cal
     with cluster.connect("a") as here, cluster.connect("b") as there:
         part = here.partition("p", stages={"s": ["x"]}, free="acked")
         part.put({"x": np.ones((2, MIB), np.uint8)})
-        with pytest.raises(TransportMissing, match="required:shelf.*the other one tcp"):
+        with pytest.raises(TransportMissing, match="required:shelf.*the other peer runs tcp"):
             there.partition("p").claim("s", rows=2, timeout=30)

@@ -29,6 +29,7 @@ from dataplane.errors import (
     ProtocolError,
 )
 from dataplane.metadata.tables import where
+from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, objects, peering, records
 
@@ -93,7 +94,7 @@ def _manifest(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / archive.MANIFEST).write_bytes(data)
         with contextlib.suppress(CheckpointCorrupt, CheckpointFailed):
-            archive.verified(Path(name))
+            archive.verified(Path(name), Bar("verify"))
 
 
 def _trace(data: bytes) -> None:

@@ -8,7 +8,6 @@ overhead, idle and wasted. A span that may overlap another of the same worker ha
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import re
@@ -27,7 +26,6 @@ SCOPE = "dataplane"
 _BUCKETS = {"acked": "productive", "dropped": "productive", "finished": "productive"}
 """by how a lease ended; anything else was wasted: its rows are claimed again"""
 _STEP = re.compile(r"\d+$")
-_OTLP = "opentelemetry.exporter.otlp.proto"
 
 
 class Spans:
@@ -177,16 +175,13 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
     if "traces" in wanted:
         tracers: Any = trace.get_tracer_provider()
         if not isinstance(tracers, TracerProvider):
-            exporter = _exporter("traces", "trace_exporter").OTLPSpanExporter()
             tracers = TracerProvider(resource=resource)
-            tracers.add_span_processor(BatchSpanProcessor(exporter))
+            tracers.add_span_processor(BatchSpanProcessor(_span_exporter()))
         tracer = tracers.get_tracer(SCOPE)
     if "metrics" in wanted:
         meters: Any = metrics.get_meter_provider()
         if not isinstance(meters, MeterProvider):
-            reader = PeriodicExportingMetricReader(
-                _exporter("metrics", "metric_exporter").OTLPMetricExporter()
-            )
+            reader = PeriodicExportingMetricReader(_metric_exporter())
             meters = MeterProvider([reader], resource=resource)
         seconds = meters.get_meter(SCOPE).create_counter(
             "rl.dataplane.seconds",
@@ -197,12 +192,30 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
     return tracer, seconds
 
 
-def _exporter(signal: str, module: str) -> Any:
-    """The exporter's module for the protocol that the variables name."""
+def _is_grpc(signal: str) -> bool:
+    """Whether the variables name gRPC for a signal; without them OTLP goes over HTTP."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", general)
-    way = "grpc" if protocol == "grpc" else "http"
-    return importlib.import_module(f"{_OTLP}.{way}.{module}")
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general) == "grpc"
+
+
+def _span_exporter() -> Any:
+    if _is_grpc("TRACES"):
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        return grpc.OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+    return http.OTLPSpanExporter()
+
+
+def _metric_exporter() -> Any:
+    if _is_grpc("METRICS"):
+        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc
+
+        return grpc.OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http import metric_exporter as http
+
+    return http.OTLPMetricExporter()
 
 
 def _links(parents: Iterable[object]) -> list[Any]:

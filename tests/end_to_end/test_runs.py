@@ -198,7 +198,8 @@ def test_workers_of_a_process_that_has_not_connected_are_told_that_they_are_alon
     assert len({one for one in lines if one.startswith("met")}) == 2
     assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [2]"]
     told = [one for one in lines if one.startswith("warning started")]
-    assert "which started this process, has not connected: call connect() in" in told[0]
+    assert "which started this process, has not connected: their rows are not" in told[0]
+    assert "call connect() in the common parent before it starts the processes" in told[0]
 
 
 def test_processes_that_one_program_started_and_that_do_not_meet_are_told(launch: Launch) -> None:
@@ -393,7 +394,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
         assert said.levelname == "WARNING"
         assert "it starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
-            r"was killed, and had 3 rows \S+ s ago: see .*embedded.log.old", caplog.text
+            r"was killed, and had 3 rows \S+ m?s ago: see .*embedded.log.old", caplog.text
         )
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 

@@ -218,7 +218,7 @@ def _shares(placements: list[list[Run]]) -> str:
 
 
 def _by_case(told: Sequence[str], runs: Sequence[Run], what: str = "") -> str:
-    """What is told of each placement. Where there are two, the sentence before has named them."""
+    """One part of the sentence for each placement. With two, the sentence before named both."""
     if len(told) == 2:
         return f"{told[0]}{what}, in the second case {told[1]}"
     return f"{told[0]}{what} if {_placed(runs[0])}"

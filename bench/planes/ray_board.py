@@ -52,7 +52,7 @@ class Board:
         await self._over.wait()
 
     async def offer(self, places: Any) -> None:
-        """Places beside the groups of a job, for whoever takes them."""
+        """Keep places of rows until a consumer takes them."""
         self._offers.put_nowait(places)
 
     async def take(self, count: int) -> list[Any]:

@@ -185,7 +185,7 @@ class BoardEndpoint(Endpoint):
             follower.answer()
 
     def offer(self, places: Sequence[dict[str, Any]]) -> None:
-        """Leave places for whoever takes them, beside the groups of a job."""
+        """Offer places of rows on the board, where a consumer takes them."""
         import ray
 
         ray.get([self._board.offer.remote(one) for one in places])

@@ -45,16 +45,17 @@ def test_producers_end_without_an_error_when_enough_groups_have_closed(plane: Pl
 
 def test_a_producer_that_waits_to_be_admitted_ends_with_the_seal(plane: Plane) -> None:
     part = plane.partition("p", {"train": ["x"]}, group_size=1)
-    came = list[tuple[int, int]]()
+    begun, came = list[int](), list[tuple[int, int]]()
 
     def produce() -> None:
         for prompt in part.producing(range(100)):
+            begun.append(prompt)
             with part.admit(1, max_lag=0, per_version=2) as permits:
                 came.append((permits.n, len(part.put({"x": [1]}, group=prompt))))
 
     worker = threading.Thread(target=produce)
     worker.start()
-    until(lambda: len(came) == 2, "the third waits to be admitted")
+    until(lambda: len(begun) == 3, "the third is to be admitted")
     part.seal()
     worker.join(30)
     assert came == [(1, 1), (1, 1), (0, 0)]

@@ -102,11 +102,11 @@ class Central(Design):
     def _move(self, source: int, target: int, nbytes: float, worker_s: float) -> Steps:
         """A message, in whichever direction: both ends copy while the links carry."""
         self.outcome.operations += 1
+        self.outcome.copied_bytes += nbytes
         yield self.hosts.operate(_AT, self.costs.service(1))
         ends = [self.hosts.copy(_AT, self.costs.service(0, nbytes)), self.hosts.work(worker_s)]
         yield self.env.all_of([*ends, *self.hosts.travel(source, target, nbytes)])
         if source != target:
-            self.outcome.across_bytes += nbytes
             yield self.hosts.round_trip()
 
     def _hold(self, step: int, nbytes: int) -> None:

@@ -76,7 +76,7 @@ class Decentral(Design):
         yield self.hosts.work(share * self.costs.of("rollout", ("put",), work))
         stored = round(work.nbytes * share)
         self._hold(host, stored)
-        self.outcome.stored_bytes += stored
+        self.outcome.copied_bytes += stored
         self.hosts.copy(host, self.costs.service(0, stored))  # meanwhile
         yield from self._attach(host, prompt.step, "rollout", host)
         yield from self._enter(host, prompt.step)
@@ -179,7 +179,7 @@ class Decentral(Design):
                 nbytes += max(0, wanted - had.get(host, 0))
                 had[host] = max(wanted, had.get(host, 0))
         self._hold(host, nbytes)
-        self.outcome.across_bytes += nbytes
+        self.outcome.copied_bytes += nbytes
         yield from self._tell(host, owner)
         half = self.costs.service(0, nbytes) / 2
         copies = [self.hosts.copy(owner, half), self.hosts.copy(host, half)]

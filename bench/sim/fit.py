@@ -99,7 +99,7 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
         did, took = simulate(each.job, free, plane, cores), each.service_cpu_s()
         weight = 1 / max(took, _TICK_S)
         idle = each.run["seconds"] * each.job.hosts if plane == "dataplane" else 0.0
-        counts = (did.operations, did.messages, did.stored_bytes + did.across_bytes, idle)
+        counts = (did.operations, did.messages, did.copied_bytes, idle)
         columns.append([count * weight for count in counts])
         wanted.append(took * weight)
     return Costs(activities, *least_squares(columns, wanted), watch)

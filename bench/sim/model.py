@@ -229,8 +229,7 @@ class Outcome:
         self.peers: Counter[int] = Counter()  # claims by how many peers each touched
         self.operations = 0  # requests to services
         self.messages = 0  # between services
-        self.stored_bytes = 0  # put into arenas
-        self.across_bytes = 0.0  # between hosts
+        self.copied_bytes = 0.0  # by services: what is put, and what goes from host to host
         self.peak_bytes: list[int] = []  # held by each service at its fullest
 
     @property

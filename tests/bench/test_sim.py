@@ -139,6 +139,13 @@ def test_between_hosts_a_put_a_claim_and_a_finish_are_messages_to_the_primary_an
     assert run(told, Decentral, ONE_MACHINE, dear).step_s > two.step_s + 0.1
 
 
+def test_a_controller_copies_the_same_bytes_wherever_its_workers_are() -> None:
+    """Also those of its own host: a fit to runs of one host finds what a byte costs."""
+    alone = run(job(hosts=1, trainers=1), Central, ONE_MACHINE, costs())
+    four = run(job(hosts=4, trainers=4), Central, ONE_MACHINE, costs())
+    assert 0 < alone.copied_bytes == pytest.approx(four.copied_bytes)
+
+
 def test_which_hosts_serve_a_step_is_drawn_and_the_one_that_keeps_the_roster_serves_none() -> None:
     told = job(steps=40, prompts=4)
     drawn = [

@@ -95,11 +95,7 @@ def _add_status(commands: Commands) -> None:
 
 def _add_why(commands: Commands) -> None:
     why = commands.add_parser("why", help="say in one sentence why a step took so long")
-    step = why.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="the partition of the step")
-    step.add_argument(
-        "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
-    )
+    _add_steps(why)
     _add_source(why)
     why.set_defaults(command=_why)
 
@@ -164,6 +160,15 @@ def _add_probe(commands: Commands) -> None:
 def _add_token(commands: Commands) -> None:
     token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
     token.set_defaults(command=_token)
+
+
+def _add_steps(command: argparse.ArgumentParser) -> None:
+    """Options of commands about steps."""
+    step = command.add_mutually_exclusive_group()
+    step.add_argument("--step", metavar="PARTITION", help="the partition of the step")
+    step.add_argument(
+        "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
+    )
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
@@ -234,8 +239,6 @@ def _why(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load the client.
     from dataplane import cli_why
 
-    if arguments.last < 1:
-        raise InvalidCall(f"--last {arguments.last}: expected 1 or more")
     found = cli_why.why(_one_peer(arguments), arguments.step, arguments.last)
     return cli_why.show(found, arguments.json)
 

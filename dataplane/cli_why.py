@@ -7,26 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
-from dataplane.errors import InvalidCall, few
+from dataplane.cli_events import gathered
 from dataplane.launch.rundir import LivingPeer
-from dataplane.timeline.why import Why, explain, steps
-
-SHOWN = 8
+from dataplane.timeline.why import Why, explain
 
 
 def why(peer: LivingPeer, step: str | None, last: int) -> list[Why]:
     """What is known of one step, or of the last ones, the earliest first. InvalidCall."""
-    with Plane(visit(peer)) as plane:
-        events = plane.events()
-    known = steps(events)
-    if step is not None and step not in known:
-        shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
-        raise InvalidCall(
-            f"--step {step!r}: no peer has events of this partition; there are events of: {shown}"
-        )
-    return [explain(events, name) for name in ([step] if step is not None else known[-last:])]
+    events, names = gathered(peer, step, last)
+    return [explain(events, name) for name in names]
 
 
 def show(found: Sequence[Why], as_json: bool) -> int:

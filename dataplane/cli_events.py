@@ -1,0 +1,30 @@
+"""What commands about steps ask a run for: the events of all peers, and which steps are meant."""
+
+from __future__ import annotations
+
+from dataplane.client.session.opening import visit
+from dataplane.client.sync.plane import Plane
+from dataplane.errors import InvalidCall, few
+from dataplane.launch.rundir import LivingPeer
+from dataplane.timeline.merge import Event
+from dataplane.timeline.why import steps
+
+SHOWN = 8
+
+
+def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event], list[str]]:
+    """(events of the whole plane, names of the steps): one step, or the last ones, the earliest
+    first. InvalidCall if `last` is below 1, or if no peer has events of `step`."""
+    if last < 1:
+        raise InvalidCall(f"--last {last}: expected 1 or more")
+    with Plane(visit(peer)) as plane:
+        events = plane.events()
+    known = steps(events)
+    if step is None:
+        return events, known[-last:]
+    if step not in known:
+        shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
+        raise InvalidCall(
+            f"--step {step!r}: no peer has events of this partition; there are events of: {shown}"
+        )
+    return events, [step]

@@ -24,7 +24,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
       compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be
       off, compared with events of other peers.
     - `peer`: the peer that recorded it. `number`: its position in that peer's record; 0 while it
-      is `going_on`.
+      is `going_on`. `offset`: how many seconds the clock of `peer` is ahead; `at` is corrected by
+      it.
     - `seconds`: how long it took, or has taken so far if it is `going_on`.
     - `worker`: the process that acted or waited, "" if unknown. `host`: the peer of that process.
     """
@@ -50,6 +51,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     by: str = ""
     transport: str = ""
     version: int = 0
+    offset: float = 0.0
 
     @property
     def began(self) -> float:
@@ -112,6 +114,7 @@ def _event(
         peer=names[page.address],
         number=number,
         uncertain=page.uncertain,
+        offset=page.offset,
         going_on=not number,
         worker=workers.get(record.worker, ""),
         by=names.get(record.by, record.by) if record.by else "",

@@ -80,7 +80,7 @@ def test_events_of_several_peers_are_on_the_clock_of_the_one_that_was_asked() ->
         ("pull", 11.0, "b"),
         ("seal", 12.0, "a"),
     ]
-    assert events[1].uncertain == 0.25
+    assert (events[1].uncertain, events[1].offset) == (0.25, 1_000.0)
     assert events[1].by == "a"
 
 

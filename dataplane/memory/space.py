@@ -391,6 +391,10 @@ class Space:
         block of packs."""
         return {**self.figures(), "waste_bytes": self.waste_bytes()}
 
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._live_bytes)
+
     def figures(self) -> dict[str, Any]:
         """Figures of this moment, in bytes. size = used + granted + free, exactly; pinned and
         cached are parts of used, quarantined of used and granted. spilled is beside them, in a
@@ -399,7 +403,7 @@ class Space:
         lost = [holder for holder in everybody if holder.quarantined]
         return {
             "size_bytes": self.size_bytes,
-            "used_bytes": sum(self._live_bytes),
+            "used_bytes": self.used_bytes,
             "granted_bytes": self._granted_bytes(),
             "quarantined_bytes": sum(holder.granted_bytes for holder in lost)
             + self._pinned_bytes(lost),

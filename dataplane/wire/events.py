@@ -25,7 +25,8 @@ class Kind(enum.StrEnum):
     """
 
     PUT = "put"
-    """`worker` put `rows` rows of `nbytes` bytes, or added fields to them."""
+    """`worker` put `rows` rows of `nbytes` bytes, or added fields to them. `version`: the trainer's
+    when the group was begun."""
     READY = "ready"
     """`rows` rows became ready for `stage`. `field` came last, written by `worker`; `by` is the
     stage that added it, "" for a put. No field: the group was closed."""
@@ -51,6 +52,8 @@ class Kind(enum.StrEnum):
     """The trainer is at `version`."""
     STALL = "stall"
     """The peer did not run for `seconds`: it got no processor time, or was stopped."""
+    ARENA = "arena"
+    """`nbytes` of the peer's arena are in use from now on, give or take a percent of it."""
     MISSING = "missing"
     """Records of `peer` are missing: it did not answer, or those before `at` are overwritten."""
 

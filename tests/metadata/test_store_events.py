@@ -105,6 +105,18 @@ def test_drops_losses_and_versions_are_noted() -> None:
     ]
 
 
+def test_a_put_says_at_which_version_of_the_trainer_its_group_was_begun() -> None:
+    s, records = noted(group_size=2)
+    s.advance(1)
+    put(s, ["a"], ["g"])
+    s.admit(1, 7, 1, max_lag=4, per_version=1)
+    s.advance(3)
+    put(s, ["b"], ["g"])
+    s.put(wrote(named(["c"], ["h"]), [Column("tokens", values(1))], SPECS, OWNERS, holder=7))
+    told = [(r.group, r.version) for r in of(records, Kind.PUT)]
+    assert told == [("g", 1), ("g", 1), ("h", 1)]
+
+
 def test_a_store_that_nobody_watches_notes_nothing() -> None:
     s = store()
     put(s, ["a"])

@@ -144,11 +144,11 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
     rows = plan.rows
     if not rows.count:
         return 0
-    _note_put(state, rows, op)
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
     _enter_groups(state, plan, op.holder)
+    _note_put(state, plan, op)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, values)
     known: list[Block] = []
@@ -168,21 +168,25 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
     return closed
 
 
-def _note_put(state: State, rows: RowsIn, op: Put) -> None:
+def _note_put(state: State, plan: PutPlan, op: Put) -> None:
     """Once for each group of the message. Bytes of the message are counted evenly by row."""
     if state.note is None:
         return
-    nbytes = volume(op.columns)
+    rows, nbytes, now = plan.rows, volume(op.columns), state.permits.version
     each: Mapping[int, int] = {-1: rows.count}
     if rows.group is not None and rows.group_keys:
         each = {0: rows.count} if rows.whole else Counter(rows.group)
     for at, many in each.items():
         name: Name = ""
+        version = now
         if at >= 0:
-            names = rows.group_names
+            names, group = rows.group_names, plan.groups[at]
+            version = now if group is None else min(now, group.begun)
             name = format_minted(rows.group_keys[at]) if names is None else names[at]
         part = nbytes * many // rows.count
-        state.happened(Kind.PUT, group=name, rows=many, nbytes=part, worker=op.holder)
+        state.happened(
+            Kind.PUT, group=name, rows=many, nbytes=part, worker=op.holder, version=version
+        )
 
 
 def add_fields(

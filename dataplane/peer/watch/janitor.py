@@ -1,5 +1,6 @@
-"""What happens by the clock: lease limits, warm pages ahead of use, the end of puts that wait in a
-standstill, and that of an embedded peer that nobody wants, with nothing that anybody can want.
+"""What happens by the clock: lease limits, warm pages ahead of use, records of how full the arena
+is, the end of puts that wait in a standstill, and that of an embedded peer that nobody wants, with
+nothing that anybody can want.
 
 One loop, a few times a second. It decides nothing that a message decides.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 STALL_S = 0.25
 """A peer that wakes up so late had no processor time, or was stopped."""
+SAMPLE_S = 1.0
+"""How often at most the use of the arena is recorded, where it has changed by `SAMPLE_SHARE`."""
+SAMPLE_SHARE = 0.01
 PREFAULT_AHEAD_BYTES = 256 << 20
 ARRIVAL_S = 5.0
 """Whoever started this peer has so long to come, however short it is to linger."""
@@ -43,6 +48,8 @@ class Janitor:
         self._brief = self._unnamed and config.linger_s == LINGER_S
         self._began = self._over = False
         self._faulted = 0
+        self._sampled = -math.inf, -1
+        """when the use of the arena was recorded, and how many bytes it was"""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
@@ -56,6 +63,7 @@ class Janitor:
             if now - due > STALL_S:
                 self.host.events.add(Record(Kind.STALL), due)
             due = now + TICK_S
+            self._sample(now)
             self.expired_leases += peer.finishing.expire(now)
             if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):
                 peer.share.end_in_vain()
@@ -106,6 +114,15 @@ class Janitor:
             if self._over:
                 self.peer.door.shut()
         return self._over
+
+    def _sample(self, now: float) -> None:
+        space = self.host.space
+        at, told = self._sampled
+        used, size = space.used_bytes, space.size_bytes
+        changed = told < 0 or abs(used - told) >= SAMPLE_SHARE * size
+        if changed and now - at >= SAMPLE_S:
+            self._sampled = now, used
+            self.host.events.add(Record(Kind.ARENA, nbytes=used))
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use allocated: the first touch of a page is slow.

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.cluster import START_S, until
 from bench.ports import free_addresses
 from bench.processes import leashed
+from tests.cluster import START_S, until
 
 
 def missing() -> str:

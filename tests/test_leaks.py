@@ -123,7 +123,7 @@ def test_what_a_slow_collection_leaves_to_the_next_is_no_leak(
 def test_a_peer_that_hangs_as_it_is_told_to_end_fails_its_test_and_says_where(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.cluster.END_S", 0.2)
+    monkeypatch.setattr("tests.cluster.END_S", 0.2)
     hangs = """
         import signal, time
 

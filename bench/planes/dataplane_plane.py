@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import peer_command, token_file
 from bench.columns import DEDUP
 from bench.planes.base import (
     Array,
@@ -34,6 +33,7 @@ from bench.planes.base import (
 from bench.planes.fan_out import Follower, Leader
 from bench.ports import free_ports
 from bench.processes import leashed
+from tests.cluster import peer_command, token_file
 
 _REWARD_ROWS = 64
 

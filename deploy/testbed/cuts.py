@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import members, until
 from bench.links import Network
 from dataplane import DataplaneError, Partition, Plane
 from deploy.testbed.peers import Peers, name, peers
+from tests.cluster import members, until
 
 HOSTS = 4
 GROUPS, ROWS, WORDS = 12, 4, 4_096

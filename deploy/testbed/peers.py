@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.cluster import Cluster, environment, in_sync, token_file
 from bench.links import Network
 from bench.processes import leashed
 from dataplane import Plane
+from tests.cluster import Cluster, environment, in_sync, token_file
 
 PORT = 7101
 ARENA = "64MiB"

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 import dataplane
-from bench.cluster import in_sync, members, token_file
 from dataplane import Plane
 from tests.chaos.network import FAIR, Switch, Weather
+from tests.cluster import in_sync, members, token_file
 from tests.end_to_end.conftest import Cluster
 
 PORT = 7101

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cluster import START_S, Cluster, in_sync, members, until
 from dataplane import DataplaneError, Plane
+from tests.cluster import START_S, Cluster, in_sync, members, until
 from tests.faults.load import Consumer, Producer, join, start
 from tests.faults.peers import KEEPER
 

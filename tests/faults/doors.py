@@ -9,7 +9,6 @@ from typing import Any
 
 import zmq
 
-from bench.cluster import Cluster
 from dataplane.launch import rundir
 from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
@@ -18,6 +17,7 @@ from dataplane.transport.bulk_frames import (
     decode_from_owner,
     encode,
 )
+from tests.cluster import Cluster
 from tests.faults.load import CALL_S, Consumer, Producer, join, start
 from tests.faults.peers import OTHER, PLANE, VICTIM, peers
 from tests.faults.strangers import Target, attack, next_frame

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import members, until
 from dataplane import ClaimTimeout, ConnectError, DataplaneError, DeadlineExceeded, Partition
+from tests.cluster import members, until
 from tests.etcd import etcd
 from tests.faults.busy import Busy, Outcome
 from tests.faults.peers import KEEPER, NAMES, OTHER, VICTIM, peers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bench.cluster import Cluster, running
+from tests.cluster import Cluster, running
 
 PLANE = "faults"
 KEEPER, OTHER, VICTIM = NAMES = ("a", "b", "c")

@@ -23,9 +23,9 @@ import psutil
 from rich.console import Console
 
 from bench import machine, outputs
-from bench.cluster import Cluster
 from bench.options import minutes
 from dataplane import StreamEnd
+from tests.cluster import Cluster
 from tests.faults.peers import KEEPER, OTHER, VICTIM, peers
 
 STEP_ROWS = 200

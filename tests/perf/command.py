@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from bench import bounds, machine, outputs, report
-from bench.cluster import Failed
 from bench.options import names
+from tests.cluster import Failed
 from tests.perf import gpu, transports
 
 

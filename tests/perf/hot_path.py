@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import clients
 from bench.cpu import cpu_seconds, processor_s
 from bench.processes import die_with, spawned
+from tests.cluster import clients
 from tests.perf import lives
 from tests.perf.ceilings import Ceilings
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import clients
 from bench.processes import die_with, spawned
+from tests.cluster import clients
 
 ROWS = 16
 FIELDS = [f"f{n}" for n in range(7)]

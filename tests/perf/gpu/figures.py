@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import clients
+from tests.cluster import clients
 from tests.perf.gpu.device import Gpu
 
 MIB = 1 << 20

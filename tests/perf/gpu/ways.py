@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import Failed, clients
 from dataplane.errors import DataplaneError
 from dataplane.transport import registry
+from tests.cluster import Failed, clients
 from tests.perf.gpu.device import Gpu
 
 WAYS = ("cuda_ipc", "nixl", "ucx", "nccl")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.cluster import Failed, clients
 from dataplane.transport import registry
+from tests.cluster import Failed, clients
 from tests.perf.transports.loops import Loop, LoopFailed
 from tests.perf.transports.pulls import Pulls, WrongTransport
 from tests.perf.transports.shapes import SHAPES, Shape

@@ -1,7 +1,7 @@
 """Peers on this machine, each of which stands for a host: started, awaited, damaged, ended.
 
-The bench, the tests and deploy/testbed start their peers here and nowhere else. `dataplane` is
-imported where it is needed: the bench's other planes run without it.
+Tests, `deploy/testbed` and the bench start their peers with this module. It imports `dataplane`
+only where it needs it, because the other planes of the bench run without it.
 """
 
 from __future__ import annotations

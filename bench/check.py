@@ -7,7 +7,7 @@ of what the trainers read, and the two are compared when the run is over.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,32 +19,30 @@ _EXAMPLES = 5
 class Ledger:
     """`samples`: rows of a group; `fields`: what a trainer must have got of each row.
 
-    dropped: the groups that must not be trained, and why: `filtered` or `aborted`. copies: how
-    many tensor-parallel ranks read each row.
+    filtered: the groups that must not be trained. copies: how many tensor-parallel ranks read each
+    row.
     """
 
     prompts: int
     samples: int
     fields: list[str]
-    dropped: Mapping[int, str] = field(default_factory=dict)
+    filtered: Collection[int] = frozenset()
     copies: int = 1
     _produced: dict[Row, dict[str, int]] = field(default_factory=dict)
     _trained: list[tuple[int, list[Row], dict[str, list[int]]]] = field(default_factory=list)
-    _dropped: list[tuple[int, str]] = field(default_factory=list)
+    _filtered: list[int] = field(default_factory=list)
 
     @property
     def expected_rows(self) -> int:
-        return (self.prompts - len(self.dropped)) * self.samples
+        return (self.prompts - len(self.filtered)) * self.samples
 
     @property
     def trained_rows(self) -> int:
         return sum(len(rows) for rank, rows, _ in self._trained if rank == 0)
 
     @property
-    def dropped_rows(self) -> dict[str, int]:
-        """Rows that were dropped, by what became of them."""
-        groups = Counter(fate for _, fate in self._dropped)
-        return {fate: groups[fate] * self.samples for fate in ("filtered", "aborted")}
+    def filtered_rows(self) -> int:
+        return len(self._filtered) * self.samples
 
     def record(self, event: dict[str, Any]) -> None:
         """An event of a worker about rows; others are none of the ledger's business."""
@@ -56,9 +54,7 @@ class Ledger:
         elif event["event"] == "trained":
             self._trained.append((event.get("tp", 0), rows, event["digests"]))
         elif event["event"] == "filtered":
-            self._dropped += [(int(prompt), "filtered") for prompt in event["prompts"]]
-        elif event["event"] == "aborted":
-            self._dropped.append((int(event["prompt"]), "aborted"))
+            self._filtered += [int(prompt) for prompt in event["prompts"]]
 
     def problems(self) -> list[str]:
         """Every way in which the trained rows differ from what was put; empty when all is well."""
@@ -67,7 +63,7 @@ class Ledger:
         return found[:_EXAMPLES] + ([f"and {more} more"] if more > 0 else [])
 
     def _missing(self) -> list[str]:
-        kept = [prompt for prompt in range(self.prompts) if prompt not in self.dropped]
+        kept = [prompt for prompt in range(self.prompts) if prompt not in self.filtered]
         expected = {(p, s) for p in kept for s in range(self.samples)}
         found = []
         for rank in range(self.copies):
@@ -80,14 +76,14 @@ class Ledger:
         return found
 
     def _absent(self, row: Row) -> str:
-        return f"{self.dropped[row[0]]}, and trained" if row[0] in self.dropped else "never put"
+        return "filtered, and trained" if row[0] in self.filtered else "never put"
 
     def _drops(self) -> list[str]:
-        told, expected = Counter(self._dropped), set(self.dropped.items())
+        told, expected = Counter(self._filtered), set(self.filtered)
         return [
-            *(f"group {p} should have been {fate}" for p, fate in sorted(expected - told.keys())),
-            *(f"group {p} was {fate} wrongly" for p, fate in sorted(told.keys() - expected)),
-            *(f"group {p} was {fate} {n} times" for (p, fate), n in told.items() if n > 1),
+            *(f"group {p} should have been filtered" for p in sorted(expected - told.keys())),
+            *(f"group {p} was filtered wrongly" for p in sorted(told.keys() - expected)),
+            *(f"group {p} was filtered {n} times" for p, n in told.items() if n > 1),
         ]
 
     def _groups(self) -> list[str]:

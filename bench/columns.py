@@ -63,11 +63,6 @@ def all_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
     return (*rollout_fields(task, columns), *_REWARD, *_REFERENCE)
 
 
-def opening_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
-    """What is there of a row before its response: the prompt's media, once a group."""
-    return tuple(f for f in rollout_fields(task, columns) if f.name == "uid" or f.shared)
-
-
 def stage_fields(task: Task, columns: Choice) -> dict[str, list[str]]:
     """What each stage is sent: `needed`, or everything that is there, as verl does."""
     written = [field.name for field in rollout_fields(task, columns)]

@@ -24,10 +24,10 @@ _LOG_PROB_OF_TOKEN = np.float32(-1e-5)
 _NEVER_ZERO = 1e-6  # keeps a group of equal rewards at advantage 0
 
 
-def main(worker: Worker, pieces: bool, attach: Callable[[Worker], Endpoint]) -> None:
+def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
     """A worker's life: attach, wait for the start, work, say how it went."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
-    work = Work(worker, attach(worker), pieces, pace.Pace(worker.job.pace))
+    work = Work(worker, attach(worker), pace.Pace(worker.job.pace))
     body = roles[worker.role](work)
     next(body)  # what it needs is made here, before the start
     emit("ready")
@@ -96,7 +96,7 @@ def _annotate(
             with work.clock.timing("add"):
                 batch.add(columns)
             emit("produced", rows=rows, digests=told)
-            useless = [p for p in here if job.fate(prompts[p]) == "filtered"]
+            useless = [p for p in here if not job.is_trained(prompts[p])]
             if role == "reward" and useless:
                 with work.clock.timing("drop"):
                     batch.drop(useless)

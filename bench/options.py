@@ -97,14 +97,6 @@ def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return lambda text: tuple(parse(part) for part in text.split(","))
 
 
-def share(text: str) -> float:
-    """A share: at least 0 and less than 1."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise ArgumentTypeError(f"{text!r} is not a share such as 0.1")
-    return value
-
-
 def _number(text: str) -> float:
     try:
         return float(text)

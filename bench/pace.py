@@ -92,7 +92,7 @@ def recorded_seconds(job: Job) -> float:
         done = []
         for ready, prompt in _by_time(job, prompts, starts):
             scored = reward.serve(ready, reward_seconds(prompt))
-            if job.fate(prompt) == "filtered":
+            if not job.is_trained(prompt):
                 continue
             after = scored if job.task.survive is not None else ready
             referred = reference.serve(after, reference_seconds(prompt))
@@ -103,16 +103,12 @@ def recorded_seconds(job: Job) -> float:
 
 
 def _rollout(job: Job, prompts: Iterable[Prompt], host: int) -> float:
-    return max((_last(p) for p in prompts if p.index % job.hosts == host), default=0.0)
+    mine = (prompt for prompt in prompts if prompt.index % job.hosts == host)
+    return max((prompt.rollout_seconds for prompt in mine), default=0.0)
 
 
 def _by_time(
     job: Job, prompts: Sequence[Prompt], starts: Sequence[float]
 ) -> list[tuple[float, Prompt]]:
-    kept = (prompt for prompt in prompts if job.fate(prompt) != "aborted")
-    ready = [(starts[prompt.index % job.hosts] + _last(prompt), prompt) for prompt in kept]
+    ready = [(starts[p.index % job.hosts] + p.rollout_seconds, p) for p in prompts]
     return sorted(ready, key=lambda pair: pair[0])
-
-
-def _last(prompt: Prompt) -> float:
-    return max(sample.rollout_seconds for sample in prompt.samples)

@@ -116,7 +116,7 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
 
 
 def _flow(run: dict[str, Any]) -> Iterator[str]:
-    """What only some runs have: a pace, dropped rows, ranks that share what a host pulls."""
+    """What only some runs have: a pace, filtered rows, ranks that share what a host pulls."""
     if computed := run["computed_link"]:
         yield (
             f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "
@@ -127,9 +127,8 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
             f"at {run['pace']:g} × the recorded speed {run['plane_share']:.1%} of the time is the "
             f"plane's and the bench's own ({run['paced_seconds']:.2f} s without them)"
         )
-    if any(run["rows_dropped"].values()):
-        told = ", ".join(f"{rows} {fate}" for fate, rows in run["rows_dropped"].items())
-        yield f"rows dropped: {told}"
+    if run["rows_filtered"]:
+        yield f"dynamic sampling filtered {run['rows_filtered']} rows"
     if run["tp"] > 1 and run["status"] == "ok":
         pulled = ", ".join(f"{nbytes / _GB:.2f} GB" for nbytes in run["pulled_bytes"])
         yield f"with {run['tp']} ranks a trainer the hosts pulled {pulled or 'what is not known'}"

@@ -72,7 +72,6 @@ class Settings:
     timeout_s: float = 240.0
     steps: int = 1
     staleness: int = 0
-    abort: float = 0.0  # share of the groups that are cancelled while they are written
     pace: float = 0.0  # recorded seconds in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks of each trainer
     apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
@@ -99,9 +98,9 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
     """One run of one plane, as a plain dict for the report."""
     with run_folder() as folder:
         job = job_of(settings, dedup, str(folder))
-        fates = {prompt.index: job.fate(prompt) for prompt in job.generate()}
-        dropped = {index: fate for index, fate in fates.items() if fate != "trained"}
-        ledger = Ledger(len(fates), job.samples, job.stages()["train"], dropped, job.tp)
+        prompts = job.generate()
+        filtered = {prompt.index for prompt in prompts if not job.is_trained(prompt)}
+        ledger = Ledger(len(prompts), job.samples, job.stages()["train"], filtered, job.tp)
         run = _Run(job, PLANES[name], ledger, time.monotonic() + settings.timeout_s, progress)
         run.computed_link = settings.computed_link
         if missing := PLANES[name].missing():
@@ -158,7 +157,6 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         steps=settings.steps,
         staleness=settings.staleness,
         trace_file=_recorded(settings, folder),
-        abort=settings.abort,
         pace=settings.pace,
         tp=settings.tp,
         apart=settings.apart,
@@ -348,9 +346,6 @@ class _Run:
                     case "rolling":
                         at = event["at"] - (self._started or 0.0)
                         self._step_starts.setdefault(int(event["step"]), at)
-                    case "cancel":
-                        self._plane.cancel(int(event["step"]), int(event["prompt"]))
-                        crew.tell(name, f"cancelled {event['prompt']}")
                     case "rolled":
                         self._rolled(crew, int(event["step"]))
                     case "stepped":
@@ -394,7 +389,7 @@ class _Run:
             "error": error,
             "rows": self._ledger.trained_rows,
             "rows_expected": self._ledger.expected_rows,
-            "rows_dropped": self._ledger.dropped_rows,
+            "rows_filtered": self._ledger.filtered_rows,
             "bytes_unique": sum(self._unique_bytes()),
             "bytes_moved": self._moved.total,
             "moved": {
@@ -504,5 +499,5 @@ class _Run:
     def _unique_bytes(self) -> Iterator[int]:
         """Of the groups that are trained."""
         fields = all_fields(self._job.task, self._job.columns)
-        trained = (p for p in self._job.generate() if self._job.fate(p) == "trained")
+        trained = filter(self._job.is_trained, self._job.generate())
         return (group_bytes(fields, prompt, dedup=True) for prompt in trained)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import bounds, links, machine, outputs, page, report
-from bench.options import names, positive, seconds, share, size, whole
+from bench.options import names, positive, seconds, size, whole
 from bench.planes import PLANES
 from bench.run import Progress, Settings, execute, variants
 from bench.traces import TASKS, load
@@ -87,9 +87,6 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         type=positive,
         default=0.0,
         help="replay recorded times this many times as fast; default: wait for none of them",
-    )
-    run.add_argument(
-        "--abort", type=share, default=0.0, help="share of the groups cancelled on their way"
     )
 
 
@@ -242,7 +239,6 @@ def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Itera
             timeout_s=options.timeout,
             steps=options.steps,
             staleness=options.staleness,
-            abort=options.abort,
             pace=options.pace,
             tp=options.tp,
             apart=options.apart,

@@ -39,12 +39,10 @@ class Clock:
 
 class Orders:
     """What the runner tells a worker, a line at a time on stdin: `policy N` when the trainers have
-    finished N steps, `rolled N` when rollout has finished step N, `cancelled P` when group P was
-    dropped."""
+    finished N steps, `rolled N` when rollout has finished step N."""
 
     def __init__(self) -> None:
         self._version = self._rolled = -1
-        self._cancelled: set[int] = set()
 
     def wait_for_policy(self, version: int) -> None:
         """Until the trainers have finished `version` steps; 0 is the start of the run."""
@@ -56,11 +54,6 @@ class Orders:
         while self._rolled < step:
             self._hear()
 
-    def wait_for_cancelled(self, prompt: int) -> None:
-        """Until the plane has dropped the group."""
-        while prompt not in self._cancelled:
-            self._hear()
-
     def _hear(self) -> None:
         line = sys.stdin.readline()
         if not line:
@@ -70,8 +63,6 @@ class Orders:
                 self._version = int(version)
             case ["rolled", step]:
                 self._rolled = int(step)
-            case ["cancelled", prompt]:
-                self._cancelled.add(int(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class Work:
 
     worker: Worker
     endpoint: Endpoint
-    pieces: bool  # whether the plane takes groups in pieces
     pace: Pace
     clock: Clock = field(default_factory=Clock)
     orders: Orders = field(default_factory=Orders)

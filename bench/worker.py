@@ -22,7 +22,7 @@ if __name__ == "__main__":
     worker = msgspec.json.decode(sys.argv[1], type=Worker)
     die_with(worker.job.parent)
     plane = PLANES[worker.plane]
-    flow.main(worker, plane.pieces, plane.attach)
+    flow.main(worker, plane.attach)
     atexit._run_exitfuncs()  # of what a plane brought along: Ray says farewell to its own
     sys.stdout.flush()
     sys.stderr.flush()

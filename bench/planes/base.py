@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from bench.columns import Choice, group_bytes, rollout_fields, stage_fields
@@ -28,13 +27,6 @@ from bench.traces import TASKS, Prompt, Task, generate
 Array = NDArray[Any]
 Columns = Mapping[str, Sequence[Array]]
 Counts = Mapping[str, Mapping[str, int]]
-Fate = Literal["trained", "filtered", "aborted"]
-
-_ABORTS = 1 << 34  # a stream of random numbers of its own
-
-
-class Cancelled(Exception):
-    """Rows that were being put had been dropped: whoever makes them can stop."""
 
 
 class Unsupported(Exception):
@@ -58,7 +50,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 1
     staleness: int = 0  # steps that rollout may be ahead of the trainers' last finished one
     trace_file: str = ""  # a Parquet trace in `folder`; without one it is generated
-    abort: float = 0.0  # share of the groups that are cancelled while they are being written
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks that read each trainer's batches
     apart: bool = False  # rollout and the other stages on hosts of their own
@@ -81,15 +72,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def of_step(self, step: int) -> list[Prompt]:
         return [prompt for prompt in self.generate() if prompt.step == step]
 
-    def fate(self, prompt: Prompt) -> Fate:
-        """What becomes of a group: the trace and the seed say it, so the check knows it too.
-
-        A group of one row is never aborted: nobody would come late.
-        """
-        if self.abort and self.samples > 1 and _aborted(prompt.index, self.seed, self.abort):
-            return "aborted"
-        filtered = self.task.survive is not None and not prompt.survives
-        return "filtered" if filtered else "trained"
+    def is_trained(self, prompt: Prompt) -> bool:
+        """Whether a group reaches the trainers. The reward stage filters out the others. The trace
+        decides, so the check knows it too."""
+        return self.task.survive is None or prompt.survives
 
     def phases(self) -> tuple[tuple[str, ...], ...]:
         """Stages that can work at the same time, in order: where groups are filtered by their
@@ -127,10 +113,6 @@ def _prompts(
     from bench.traces import parquet  # costs an import that generated traces need not pay
 
     return tuple(parquet.read(Path(trace_file))[1])
-
-
-def _aborted(index: int, seed: int, share: float) -> bool:
-    return float(np.random.default_rng((seed, _ABORTS, index)).random()) < share
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,14 +215,6 @@ class Endpoint(ABC):
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         """One whole group. The caller may overwrite the arrays afterwards."""
 
-    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
-        """Some fields of some rows of a group, where the plane takes `pieces`.
-
-        The first call for a group names all its rows. A field that is there is replaced. Raises
-        Cancelled when the group was dropped meanwhile.
-        """
-        raise Unsupported(f"{type(self).__name__} takes whole groups only")
-
     @abstractmethod
     def finish(self, step: int) -> None:
         """This rollout worker has put all its groups of the step."""
@@ -267,7 +241,6 @@ class Plane(ABC):
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
     dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
-    pieces: ClassVar[bool] = False  # put_rows and cancel; without it groups are put when complete
     fans_out: ClassVar[bool] = False  # `train` batches go to all tensor-parallel ranks (job.tp > 1)
 
     def __init__(self, job: Job) -> None:
@@ -288,10 +261,6 @@ class Plane(ABC):
     @abstractmethod
     def address(self, host: int) -> dict[str, Any]:
         """What a worker on this host needs in order to attach."""
-
-    def cancel(self, step: int, prompt: int) -> None:
-        """Drop a group that is being put in pieces; whoever puts the next one learns of it."""
-        raise Unsupported(f"{self.name} takes whole groups only")
 
     def rolled(self, step: int) -> None:  # noqa: B027  # many planes need not know it
         """All rollout workers have finished the step: it gets no further rows."""

@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
 
 from bench.columns import Field, all_fields, group_bytes
 from bench.events import emit
 from bench.planes.base import (
     Array,
     Batch,
-    Cancelled,
     Columns,
     Endpoint,
     Group,
@@ -58,7 +56,6 @@ from bench.planes.frames import (
 from bench.traces import Prompt
 
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
-_NOTHING: Array = np.zeros(0, np.int64)  # of a row that is not there yet
 
 
 def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> int:
@@ -72,10 +69,8 @@ class ControllerPlane(Plane):
     name = "controller"
     module: ClassVar[str] = "bench.planes.controller"
     dedup_variants = (False, True)
-    pieces = True
     fans_out = True
     _port = 0
-    _sock: socket.socket | None = None  # of the runner, where it has something to say
 
     @property
     def _path(self) -> str:
@@ -96,20 +91,11 @@ class ControllerPlane(Plane):
             return {"path": self._path}
         return {"address": [self.job.address_of(0), self._port]}
 
-    def cancel(self, step: int, prompt: int) -> None:
-        if self._sock is None:
-            self._sock = socket.socket(socket.AF_UNIX)
-            self._sock.connect(self._path)
-            send(self._sock, Frame("hello", name="driver-0"))
-        send(self._sock, Frame("drop", step=step, prompt=prompt))
-        receive_table(self._sock)  # it is done
-
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)
 
     def close(self) -> None:
-        if self._sock:
-            self._sock.close()
+        """The runner holds nothing of it."""
 
     @classmethod
     def attach(cls, worker: Worker) -> Endpoint:
@@ -137,12 +123,6 @@ class ControllerEndpoint(Endpoint):
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         frame, parts = pack("rows", columns, self._dedup, step=step, prompt=prompt)
         send(self._sock, frame, parts)
-
-    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
-        named = {"step": step, "prompt": prompt, "samples": list(samples)}
-        send(self._sock, *pack("rows", columns, self._dedup, **named))
-        if receive_table(self._sock)[0].kind == "dropped":
-            raise Cancelled(f"the group of prompt {prompt} was dropped")
 
     def finish(self, step: int) -> None:
         send(self._sock, Frame("end", step=step))
@@ -195,7 +175,6 @@ class Stock:
     def __init__(self, job: Job, step: int, landing: Landing) -> None:
         fields = all_fields(job.task, job.columns)
         prompts = job.of_step(step)
-        self._samples = job.samples
         self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
         self._weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
         self._landing = landing
@@ -205,19 +184,10 @@ class Stock:
         with self._lock:
             return self._landing.keep(nbytes)
 
-    def merge(self, frame: Frame, columns: dict[str, list[Array]]) -> bool:
-        """Take these columns, of the rows that the frame names; False for a dropped group."""
-        group = self._groups.get(frame.prompt)
-        if group is None:
-            return False
-        for name, values in columns.items():
-            if frame.samples:
-                column = group.setdefault(name, [_NOTHING] * self._samples)
-                for sample, value in zip(frame.samples, values, strict=True):
-                    column[sample] = value
-            else:
-                group[name] = values
-        return True
+    def merge(self, prompt: int, columns: dict[str, list[Array]]) -> None:
+        """Take these columns of a group, unless it was dropped."""
+        if prompt in self._groups:
+            self._groups[prompt] |= columns
 
     def drop(self, prompt: int) -> None:
         del self._groups[prompt]
@@ -227,12 +197,8 @@ class Stock:
         return list(self._groups)
 
     def is_complete(self, prompt: int, fields: Sequence[str]) -> bool:
-        """Whether every row of a group has these fields; a dropped group never does."""
-        group = self._groups.get(prompt, {})
-        return all(
-            field in group and not any(value is _NOTHING for value in group[field])
-            for field in fields
-        )
+        """Whether a group has these fields; a dropped group never does."""
+        return self._groups.get(prompt, {}).keys() >= set(fields)
 
     def columns(self, prompt: int, fields: Sequence[str]) -> dict[str, list[Array]]:
         return {field: self._groups[prompt][field] for field in fields}
@@ -363,8 +329,6 @@ class Controller:
                     continue
                 case "drop":
                     stock.drop(frame.prompt)
-                    if worker.role == "driver":
-                        worker.send(Frame("dropped"))
                 case "rows":
                     self._merge(worker, frame, nbytes, stock)
             self._events.put(Event(worker.role, frame.step, frame.prompt))
@@ -373,9 +337,7 @@ class Controller:
         room = stock.keep(nbytes)
         receive_payload(worker.sock, room)
         worker.received += sum(frame.parts)
-        kept = stock.merge(frame, unpack(frame, room))
-        if frame.samples:  # whoever makes rows one by one must know whether they are wanted
-            worker.send(Frame("kept" if kept else "dropped"))
+        stock.merge(frame.prompt, unpack(frame, room))
 
     def _dispatch(self, worker: Connection, step: int, stage: str, prompts: list[int]) -> None:
         fields = self._job.stages()[stage]

@@ -20,7 +20,6 @@ from bench.columns import DEDUP
 from bench.planes.base import (
     Array,
     Batch,
-    Cancelled,
     Columns,
     Counts,
     Endpoint,
@@ -47,7 +46,6 @@ class DataplanePlane(Plane):
 
     name = "dataplane"
     dedup_variants = (True, False)
-    pieces = True
     fans_out = True
 
     def __init__(self, job: Job) -> None:
@@ -99,9 +97,6 @@ class DataplanePlane(Plane):
             for where, counts in client.stats()["messages"].items():
                 total[where].update(counts)
         return total
-
-    def cancel(self, step: int, prompt: int) -> None:
-        self._clients[0].partition(f"step-{step}").drop(groups=[prompt])
 
     def rolled(self, step: int) -> None:
         self._clients[0].partition(f"step-{step}").seal()
@@ -168,27 +163,10 @@ class DataplaneEndpoint(Endpoint):
         return self._partitions[step]
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
-        shared = self._count(columns)
-        self._partition(step).put(dict(columns), group=prompt, dedup=shared)
-
-    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
-        from dataplane.errors import RowsDropped
-
-        keys = [prompt * self._job.samples + sample for sample in samples]
-        shared = self._count(columns)
-        try:
-            self._partition(step).put(
-                dict(columns), key=keys, group=prompt, dedup=shared, replace=True
-            )
-        except RowsDropped as exc:
-            raise Cancelled(str(exc)) from exc
-
-    def _count(self, columns: Columns) -> list[str]:
-        """Counts what a put copies; returns the columns whose values it stores once."""
         shared = [name for name in self._dedup if name in columns]
         for name, values in columns.items():
             self._copied += sum(v.nbytes for v in (values[:1] if name in shared else values))
-        return shared
+        self._partition(step).put(dict(columns), group=prompt, dedup=shared)
 
     def finish(self, step: int) -> None:
         """Nothing to do: the runner seals the partition when all workers have finished."""

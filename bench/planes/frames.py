@@ -41,15 +41,11 @@ class ColumnTable(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """`parts`: byte lengths in order; each part starts at a multiple of 64 of the payload.
-
-    samples: the rows of the group that this is about, where it is not about all of them.
-    """
+    """`parts`: byte lengths in order; each part starts at a multiple of 64 of the payload."""
 
     kind: str
     step: int = 0
     prompt: int = -1
-    samples: list[int] = []
     name: str = ""
     columns: dict[str, ColumnTable] = {}
     parts: list[int] = []

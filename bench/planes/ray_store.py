@@ -52,16 +52,11 @@ def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
         object_store_bytes=store_bytes(job),
         folder=job.folder,
         parent=job.parent,
-        groups=[len(written(job, step)) for step in range(job.steps)],
+        groups=[len(job.of_step(step)) for step in range(job.steps)],
         phases=[list(stages) for stages in job.phases()],
         storage_units=storage_units,
         addresses=job.addresses,
     )
-
-
-def written(job: Job, step: int) -> list[int]:
-    """The prompts of a step whose groups are put: these planes take complete groups only."""
-    return [prompt.index for prompt in job.of_step(step) if job.fate(prompt) != "aborted"]
 
 
 class RayPlane(Plane):

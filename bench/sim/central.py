@@ -34,12 +34,10 @@ class Central(Design):
         self.outcome.peak_bytes = [0]
         self.env.process(self._serve())
 
-    def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
+    def put(self, host: int, prompt: Prompt) -> Steps:
         work = self.plan.work_of("written", prompt)
-        nbytes = work.nbytes * share
-        own = share * self.costs.of("rollout", ("put",), work)
-        yield from self._move(host, _AT, nbytes, own)
-        self._hold(prompt.step, round(nbytes))
+        yield from self._move(host, _AT, work.nbytes, self.costs.of("rollout", ("put",), work))
+        self._hold(prompt.step, work.nbytes)
 
     def rolled(self, step: int) -> None:
         self._rolled[step] += 1

@@ -71,21 +71,18 @@ class Decentral(Design):
         self._attached: set[tuple[int, str, int]] = set()
         self.outcome.peak_bytes = [0] * hosts
 
-    def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
+    def put(self, host: int, prompt: Prompt) -> Steps:
         work = self.plan.work_of("written", prompt)
-        yield self.hosts.work(share * self.costs.of("rollout", ("put",), work))
-        stored = round(work.nbytes * share)
-        self._hold(host, stored)
-        self.outcome.copied_bytes += stored
-        self.hosts.copy(host, self.costs.service(0, stored))  # meanwhile
+        yield self.hosts.work(self.costs.of("rollout", ("put",), work))
+        self._hold(host, work.nbytes)
+        self.outcome.copied_bytes += work.nbytes
+        self.hosts.copy(host, self.costs.service(0, work.nbytes))  # meanwhile
         yield from self._attach(host, prompt.step, "rollout", host)
         yield from self._enter(host, prompt.step)
-        if last and self.job.fate(prompt) != "aborted":
-            self._owner[prompt.index] = host
-            self._missing[prompt.index] = {"reward", "reference"}
-            first = self.job.phases()[0]
-            for stage in first:
-                self._ready(stage, prompt)
+        self._owner[prompt.index] = host
+        self._missing[prompt.index] = {"reward", "reference"}
+        for stage in self.job.phases()[0]:
+            self._ready(stage, prompt)
 
     def rolled(self, step: int) -> None:
         """Sealing is one message, in the background."""
@@ -192,14 +189,13 @@ class Decentral(Design):
         queue.wake(owner)
 
     def _done(self, stage: str, prompt: Prompt) -> None:
-        phases, fate = self.job.phases(), self.job.fate(prompt)
         missing = self._missing[prompt.index]
         missing.discard(stage)
-        if fate == "filtered" and self.job.task.survive is not None:
+        if not self.job.is_trained(prompt):
             self._free(prompt)
         elif not missing:
             self._ready("train", prompt)
-        elif len(phases) > 2 and stage == "reward":
+        elif len(self.job.phases()) > 2 and stage == "reward":
             self._ready("reference", prompt)
 
     def _hold(self, host: int, nbytes: int) -> None:

@@ -72,7 +72,7 @@ class Seen:
 
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""
-        groups = (p for p in self.job.generate() if self.job.fate(p) == "trained")
+        groups = filter(self.job.is_trained, self.job.generate())
         if role == "rollout":
             return sum((written(self.job, p) for p in groups), Work())
         return sum((read(self.job, role, p) for p in groups), Work())

@@ -20,7 +20,6 @@ import simpy
 from bench import pace
 from bench.columns import ADDED, Field, all_fields, group_bytes, rollout_fields
 from bench.planes.base import Job
-from bench.schedule import Piece, schedule
 from bench.sim.share import Loop, Shared
 from bench.traces import Prompt
 
@@ -147,15 +146,14 @@ class Plan:
         self._steps: list[list[Prompt]] = [[] for _ in range(job.steps)]
         for prompt in job.generate():
             self._steps[prompt.step].append(prompt)
-        self._pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        for piece in schedule(job, job.generate(), takes_pieces=True):
-            prompt = piece.prompt
-            self._pieces[prompt.step, prompt.index % job.hosts].append(piece)
+        self._of_host: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
+        for prompt in sorted(job.generate(), key=lambda prompt: prompt.rollout_seconds):
+            self._of_host[prompt.step, prompt.index % job.hosts].append(prompt)
         self._work: dict[tuple[str, int], Work] = {}
 
-    def pieces(self, step: int, host: int) -> list[Piece]:
-        """In order of time."""
-        return self._pieces[step, host]
+    def rolled_out(self, step: int, host: int) -> list[Prompt]:
+        """The groups that a host's rollout worker makes, in order of time."""
+        return self._of_host[step, host]
 
     def work_of(self, kind: str, prompt: Prompt) -> Work:
         """What is `written` of a group, or read by a stage, or added by one (`added reward`)."""
@@ -171,9 +169,8 @@ class Plan:
 
     def stage_of(self, stage: str, step: int) -> list[Prompt]:
         """The groups of a step that a stage gets to see."""
-        everybody = stage == "reward" or self.job.task.survive is None
-        seen = ("trained", "filtered") if everybody else ("trained",)
-        return [prompt for prompt in self._steps[step] if self.job.fate(prompt) in seen]
+        everything = stage == "reward"
+        return [prompt for prompt in self._steps[step] if everything or self.job.is_trained(prompt)]
 
 
 class Hosts:
@@ -248,8 +245,8 @@ class Design(ABC):
         self.hosts, self.outcome = model.hosts, model.outcome
 
     @abstractmethod
-    def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
-        """A share of a group's bytes; with the last one the group is there."""
+    def put(self, host: int, prompt: Prompt) -> Steps:
+        """A whole group."""
 
     @abstractmethod
     def rolled(self, step: int) -> None:
@@ -302,23 +299,14 @@ class Model:
             if behind >= 0:
                 yield self._trained[behind]
             start = self.env.now
-            pieces = self.plan.pieces(step, host)
-            left = Counter(p.prompt.index for p in pieces)
-            for piece in pieces:
-                due = start + (piece.at / job.pace if job.pace else 0.0)
+            for prompt in self.plan.rolled_out(step, host):
+                due = start + (prompt.rollout_seconds / job.pace if job.pace else 0.0)
                 if due > self.env.now:
                     yield self.env.timeout(due - self.env.now)
-                prompt = piece.prompt
-                share = (len(piece.samples) or len(prompt.samples)) / len(prompt.samples)
-                share = share / 2 if piece.kind != "group" else 1.0  # opening and rows: both ways
-                left[prompt.index] -= 1
-                yield from self._write(host, prompt, share, last=not left[prompt.index])
+                work = self.plan.work_of("written", prompt)
+                yield self.hosts.work(self.costs.of("rollout", _GENERATE, work))
+                yield from self._design.put(host, prompt)
             self._design.rolled(step)
-
-    def _write(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
-        work = self.plan.work_of("written", prompt)
-        yield self.hosts.work(share * self.costs.of("rollout", _GENERATE, work))
-        yield from self._design.put(host, prompt, share, last)
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job

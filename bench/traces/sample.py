@@ -81,6 +81,11 @@ class Prompt:
         return tuple(sample.tokens for sample in self.samples)
 
     @property
+    def rollout_seconds(self) -> float:
+        """Until the slowest row is done."""
+        return max(sample.rollout_seconds for sample in self.samples)
+
+    @property
     def pixel_rows(self) -> int:
         return sum(medium.pixel_rows for medium in self.media)
 

@@ -223,7 +223,6 @@ def test_the_command_prints_a_table_and_writes_the_report(
         ["--trace", "math", "--arena", "lots"],
         ["--trace", "math", "--columns", "some"],
         ["--trace", "math", "--dedup", "perhaps"],
-        ["--trace", "math", "--abort", "1"],
         ["--trace", "math", "--pace", "0"],
         ["--trace", "math", "--seed", "-1"],
         ["--trace", "math", "--timeout", "nan"],

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from bench.options import up_to, whole
 
-_PROCESSES = 512
 _GROUPS = 32_768
 _ROUNDS = 1_000
 
 hosts = up_to(64, "each is a service and three workers on this machine")
 trainers = up_to(64, "each is a process of this machine")
-ranks = up_to(64, "each is a process of this machine")
 prompts = up_to(_GROUPS, "every process of a run holds all its groups")
 steps = up_to(_GROUPS, "every process of a run holds the groups of all steps")
 staleness = up_to(64, "a controller holds the batch of every step that rollout is ahead", whole)
@@ -30,14 +28,8 @@ class TooMuch(Impossible):
     """Together they are more than a run may be."""
 
 
-def check(hosts: int, trainers: int, tp: int, prompts: int, steps: int) -> None:
+def check(prompts: int, steps: int) -> None:
     """Raises TooMuch."""
-    if (processes := 4 * hosts + trainers * tp) > _PROCESSES:
-        raise TooMuch(
-            f"{hosts} hosts and {trainers} trainers of {tp} ranks are {processes} processes of "
-            f"this machine, more than {_PROCESSES}: ask `sim` about more, or reduce --hosts, "
-            "--trainers or --tp"
-        )
     if (groups := prompts * steps) > _GROUPS:
         raise TooMuch(
             f"{steps} steps of {prompts} prompts are {groups} groups, more than {_GROUPS:,}: every "

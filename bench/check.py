@@ -19,17 +19,15 @@ _EXAMPLES = 5
 class Ledger:
     """`samples`: rows of a group; `fields`: what a trainer must have got of each row.
 
-    filtered: the groups that must not be trained. copies: how many tensor-parallel ranks read each
-    row.
+    filtered: the groups that must not be trained.
     """
 
     prompts: int
     samples: int
     fields: list[str]
     filtered: Collection[int] = frozenset()
-    copies: int = 1
     _produced: dict[Row, dict[str, int]] = field(default_factory=dict)
-    _trained: list[tuple[int, list[Row], dict[str, list[int]]]] = field(default_factory=list)
+    _trained: list[tuple[list[Row], dict[str, list[int]]]] = field(default_factory=list)
     _filtered: list[int] = field(default_factory=list)
 
     @property
@@ -38,7 +36,7 @@ class Ledger:
 
     @property
     def trained_rows(self) -> int:
-        return sum(len(rows) for rank, rows, _ in self._trained if rank == 0)
+        return sum(len(rows) for rows, _ in self._trained)
 
     @property
     def filtered_rows(self) -> int:
@@ -52,7 +50,7 @@ class Ledger:
                 for row, digest in zip(rows, digests, strict=True):
                     self._produced.setdefault(row, {})[name] = digest
         elif event["event"] == "trained":
-            self._trained.append((event.get("tp", 0), rows, event["digests"]))
+            self._trained.append((rows, event["digests"]))
         elif event["event"] == "filtered":
             self._filtered += [int(prompt) for prompt in event["prompts"]]
 
@@ -65,15 +63,12 @@ class Ledger:
     def _missing(self) -> list[str]:
         kept = [prompt for prompt in range(self.prompts) if prompt not in self.filtered]
         expected = {(p, s) for p in kept for s in range(self.samples)}
-        found = []
-        for rank in range(self.copies):
-            seen = Counter(row for r, rows, _ in self._trained if r == rank for row in rows)
-            found += [
-                *(f"row {row} was never trained" for row in sorted(expected - seen.keys())),
-                *(f"row {row} was {self._absent(row)}" for row in sorted(seen.keys() - expected)),
-                *(f"row {row} was trained {n} times" for row, n in seen.items() if n > 1),
-            ]
-        return found
+        seen = Counter(row for rows, _ in self._trained for row in rows)
+        return [
+            *(f"row {row} was never trained" for row in sorted(expected - seen.keys())),
+            *(f"row {row} was {self._absent(row)}" for row in sorted(seen.keys() - expected)),
+            *(f"row {row} was trained {n} times" for row, n in seen.items() if n > 1),
+        ]
 
     def _absent(self, row: Row) -> str:
         return "filtered, and trained" if row[0] in self.filtered else "never put"
@@ -89,13 +84,13 @@ class Ledger:
     def _groups(self) -> list[str]:
         return [
             f"a batch mixes or splits groups: {len(rows)} rows of prompts {sorted(prompts)}"
-            for _, rows, _ in self._trained
+            for rows, _ in self._trained
             if len(prompts := {p for p, _ in rows}) != 1 or len(set(rows)) != self.samples
         ]
 
     def _contents(self) -> list[str]:
         found = []
-        for _, rows, columns in self._trained:
+        for rows, columns in self._trained:
             if columns.keys() != set(self.fields):
                 found.append(f"fields {sorted(columns)} arrived instead of {sorted(self.fields)}")
             for name, digests in columns.items():

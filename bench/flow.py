@@ -130,7 +130,7 @@ def train(work: Work) -> Iterator[None]:
             with work.clock.timing("train"):
                 work.pace.spend(pace.train_seconds(prompts[rows[0][0]]))
             size = sum(map(len, tokens))
-            emit("trained", tp=work.worker.tp_rank, rows=rows, digests=told, tokens=size)
+            emit("trained", rows=rows, digests=told, tokens=size)
             del batch, masks  # as above
         with work.clock.timing("train"):
             work.pace.spend(pace.OPTIMISER_SECONDS)

@@ -116,7 +116,7 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
 
 
 def _flow(run: dict[str, Any]) -> Iterator[str]:
-    """What only some runs have: a pace, filtered rows, ranks that share what a host pulls."""
+    """What only some runs have: a computed link, a pace, filtered rows."""
     if computed := run["computed_link"]:
         yield (
             f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "
@@ -129,9 +129,6 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
         )
     if run["rows_filtered"]:
         yield f"dynamic sampling filtered {run['rows_filtered']} rows"
-    if run["tp"] > 1 and run["status"] == "ok":
-        pulled = ", ".join(f"{nbytes / _GB:.2f} GB" for nbytes in run["pulled_bytes"])
-        yield f"with {run['tp']} ranks a trainer the hosts pulled {pulled or 'what is not known'}"
 
 
 def _label(run: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ from bench.links import (
 from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES, Plane
-from bench.planes.base import Counts, Job, Moved, Service, Unsupported, Worker
+from bench.planes.base import Counts, Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
 from bench.traces import TASKS
 
@@ -73,7 +73,6 @@ class Settings:
     steps: int = 1
     staleness: int = 0
     pace: float = 0.0  # recorded seconds in one; 0: none are waited for
-    tp: int = 1  # tensor-parallel ranks of each trainer
     apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
     phased: bool = False  # stages begin a step when rollout has finished it
     trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
@@ -100,7 +99,7 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
         job = job_of(settings, dedup, str(folder))
         prompts = job.generate()
         filtered = {prompt.index for prompt in prompts if not job.is_trained(prompt)}
-        ledger = Ledger(len(prompts), job.samples, job.stages()["train"], filtered, job.tp)
+        ledger = Ledger(len(prompts), job.samples, job.stages()["train"], filtered)
         run = _Run(job, PLANES[name], ledger, time.monotonic() + settings.timeout_s, progress)
         run.computed_link = settings.computed_link
         if missing := PLANES[name].missing():
@@ -158,7 +157,6 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         staleness=settings.staleness,
         trace_file=_recorded(settings, folder),
         pace=settings.pace,
-        tp=settings.tp,
         apart=settings.apart,
         phased=settings.phased,
         addresses=addresses_of(settings),
@@ -239,8 +237,6 @@ class _Run:
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
-        if self._job.tp > 1 and not self._kind.fans_out:
-            raise Unsupported(f"{self._kind.name} sends no batch to several ranks: leave --tp out")
         self._plane = self._kind(self._job)
         if not self._job.memory_limit_bytes:
             self._perform()
@@ -313,8 +309,8 @@ class _Run:
 
     def _workers(self, crew: Crew) -> set[str]:
         job = self._job
-        crowd = {role: job.hosts for role in ("rollout", "reward", "reference")}
-        crowd["train"] = job.trainers * job.tp
+        crowd = dict.fromkeys(("rollout", "reward", "reference"), job.hosts)
+        crowd["train"] = job.trainers
         workers = [
             Worker(
                 job=job,
@@ -374,7 +370,7 @@ class _Run:
         """A trainer has finished a step; after the last of them the next policy is out."""
         step = int(event["step"])
         self._trainers_done[step] += 1
-        if self._trainers_done[step] == self._job.trainers * self._job.tp:
+        if self._trainers_done[step] == self._job.trainers:
             self._step_ends.append(event["at"] - (self._started or 0.0))
             for rank in range(self._job.hosts):
                 crew.tell(f"rollout-{rank}", f"policy {step + 1}")
@@ -420,7 +416,6 @@ class _Run:
             "columns": job.columns,
             "hosts": job.hosts,
             "trainers": job.trainers,
-            "tp": job.tp,
             "prompts": job.prompts,
             "steps": job.steps,
             "staleness": job.staleness,

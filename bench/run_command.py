@@ -69,9 +69,6 @@ def _job_options(run: argparse.ArgumentParser) -> None:
     run.add_argument("--seed", type=whole, default=0, help="the same draws the same trace; 0")
     run.add_argument("--trainers", type=bounds.trainers, help="trainer ranks; one a host")
     run.add_argument(
-        "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer; 1"
-    )
-    run.add_argument(
         "--apart",
         action="store_true",
         help="rollout on the first half of the hosts, the other stages on the second; default: "
@@ -136,7 +133,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         raise TraceError(options.trace_file[0], "it is of one task: give one --trace with it")
     prompts = _prompts(options)
     trainers = options.trainers or options.hosts
-    bounds.check(options.hosts, trainers, options.tp, prompts, options.steps)
+    bounds.check(prompts, options.steps)
     if options.apart and options.hosts < 2:
         raise bounds.Impossible("--apart wants two hosts at least: --hosts 2")
     rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
@@ -240,7 +237,6 @@ def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Itera
             steps=options.steps,
             staleness=options.staleness,
             pace=options.pace,
-            tp=options.tp,
             apart=options.apart,
             phased=options.phased,
             trace_files=tuple(options.trace_file),

@@ -74,10 +74,6 @@ def _style() -> str:
 
 
 def _figure(figure: Figure) -> str:
-    key = "".join(
-        f'<li><i style="background: var(--{colour})"></i>{escape(what)}</li>'
-        for colour, what in (figure.key or {}).items()
-    )
     panels = "".join(
         f"<figure><figcaption>{escape(panel.title)}</figcaption>"
         + f"{drawing.inline(panel, f'{figure.name}{nth}')}</figure>"
@@ -86,7 +82,6 @@ def _figure(figure: Figure) -> str:
     return (
         f'<section id="{figure.name}"><h2>{escape(figure.title)}</h2>'
         f"<p>{escape(figure.sentence)}</p>"
-        + (f'<ul class="key">{key}</ul>' if key else "")
         + f'<div class="panels{" large" * (figure.name in _LARGE)}">{panels}</div></section>'
     )
 

@@ -32,15 +32,13 @@ LIGHT: Theme = {
     "paper": "#ffffff", "ink": "#1c2430", "soft": "#5c6672", "grid": "#e3e7ec", "bad": "#b3261e",
     "dataplane": "#0072b2", "controller": "#d55e00", "controller-stream": "#6a4fa3",
     "other": "#6b7280", "ray-store": "#00876b", "transfer_queue": "#a67400",
-    "put": "#2f6fc4", "wait": "#93b7ee", "add": "#7652b8", "idle": "#e0b84c",
-    "work": "#aab2bd", "bench": "#d3d9e0",
+    "work": "#aab2bd",
 }  # fmt: skip
 DARK: Theme = {
     "paper": "#0d1117", "ink": "#e4e8ee", "soft": "#9ba6b4", "grid": "#262d36", "bad": "#ff8a80",
     "dataplane": "#56b4e9", "controller": "#f08b43", "controller-stream": "#b39ddb",
     "other": "#9aa3af", "ray-store": "#2cc295", "transfer_queue": "#e8b93f",
-    "put": "#5b95e6", "wait": "#2b4d7e", "add": "#a98be6", "idle": "#b08f35",
-    "work": "#56606d", "bench": "#343d47",
+    "work": "#56606d",
 }  # fmt: skip
 
 WIDTH = 360  # pixels
@@ -69,13 +67,12 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Panels that say one thing. `key`: colours that no panel names, and what they mean."""
+    """Panels that say one thing."""
 
     name: str
     title: str
     sentence: str
     panels: Sequence[Panel]
-    key: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

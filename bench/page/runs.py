@@ -6,7 +6,6 @@ links and limit. Over hosts it is the same work a host.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,25 +19,16 @@ GIB = 1 << 30
 
 _WORK = (
     "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
-    "steps", "staleness", "seed", "trainers", "tp", "pace", "apart", "phased",
+    "steps", "staleness", "seed", "trainers", "pace", "apart", "phased",
     "memory_limit_bytes",
 )  # fmt: skip
-_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "tp", "pace", "apart",
+_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "pace", "apart",
            "phased", "memory_limit_bytes")  # fmt: skip
 _COUNTED = {
     "columns": "columns", "hosts": "hosts", "prompts": "prompts", "steps": "steps",
-    "trainers": "trainers", "tp": "ranks a trainer",
+    "trainers": "trainers",
 }  # fmt: skip
 
-# What a worker does, in the order of drawing: colour, what it is called, its activities.
-_ACTIVITIES = (
-    ("put", "putting rows", ("put", "finish")),
-    ("wait", "waiting for rows, reading", ("claim", "read")),
-    ("add", "adding fields, dropping", ("add", "drop")),
-    ("idle", "waiting for the policy", ("policy",)),
-    ("bench", "the bench's own work", ("generate", "digest", "check")),
-    ("work", "the stage's own work", ()),  # and whatever else there is
-)
 _LEAD_S = -1.0  # of the start-up is shown
 
 
@@ -333,53 +323,8 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
     return said
 
 
-def stages(runs: Sequence[Run]) -> Figure | None:
-    """For each run a panel, a bar a role: seconds split by what its workers did."""
-    finished = [r for r in runs if r["status"] == "ok" and r["seconds"] and r.get("workers")]
-    panels = []
-    for members in grouped(finished, _WORK):
-        most = max(run["seconds"] for run in members) * 1.02
-        for run in members:
-            content = []
-            for role, seconds in _by_role(run).items():
-                two = sorted(seconds, key=lambda kind: -seconds[kind])[:2]
-                told = ", ".join(f"{kind} {seconds[kind]:.2f} s" for kind in two)
-                parts = [(kind, seconds.get(kind, 0.0)) for kind, _, _ in _ACTIVITIES]
-                content.append(Row(role, told, drawing.stack(parts)))
-            scale = Scale("seconds, mean over the workers of a stage", low=0, high=most)
-            title = f"{label(run, members)}: {_job(run, runs)}"
-            if content:
-                panels.append(drawing.rows(title, content, scale))
-    sentence = (
-        "Each bar is the mean over a stage's workers for the whole run. Colours: time in the "
-        "plane, or waiting for the policy. Greys: other work. Waiting for rows includes the time "
-        "that the stage before needs."
-    )
-    key = {kind: f"{kind}: {what}" for kind, what, _ in _ACTIVITIES}
-    title = "Where the time goes"
-    return Figure("stages", title, sentence, panels, key) if panels else None
-
-
-def _by_role(run: Run) -> dict[str, dict[str, float]]:
-    """Mean seconds by role and kind of activity."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    workers: dict[str, int] = defaultdict(int)
-    for name, worker in run["workers"].items():
-        if not worker["seconds"]:
-            continue  # a service, which reports no activities
-        role = name.rpartition("-")[0]
-        workers[role] += 1
-        for activity, seconds in worker["seconds"].items():
-            kinds = (kind for kind, _, activities in _ACTIVITIES if activity in activities)
-            sums[role][next(kinds, "work")] += seconds
-    return {
-        role: {kind: seconds / workers[role] for kind, seconds in kinds.items()}
-        for role, kinds in sums.items()
-    }
-
-
 def figures(reports: Sequence[Report]) -> list[Figure]:
     """All that can be drawn of the runs in these reports."""
     found = [run for report in reports for run in report.get("runs", ())]
-    drawn = (draw(found) for draw in (hosts, memory, share, links, stages))
+    drawn = (draw(found) for draw in (hosts, memory, share, links))
     return [figure for figure in drawn if figure]

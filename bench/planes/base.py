@@ -29,10 +29,6 @@ Columns = Mapping[str, Sequence[Array]]
 Counts = Mapping[str, Mapping[str, int]]
 
 
-class Unsupported(Exception):
-    """This plane cannot do what the run needs."""
-
-
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run: everything that a service or a worker must know, as JSON."""
 
@@ -51,7 +47,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # steps that rollout may be ahead of the trainers' last finished one
     trace_file: str = ""  # a Parquet trace in `folder`; without one it is generated
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
-    tp: int = 1  # tensor-parallel ranks that read each trainer's batches
     apart: bool = False  # rollout and the other stages on hosts of their own
     phased: bool = False  # stages begin a step when rollout has finished it
     addresses: list[str] = []  # of the hosts, where they have links of their own; else loopback
@@ -85,9 +80,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return (("reward", "reference"), ("train",))
 
     def host_of(self, role: str, rank: int) -> int:
-        """Tensor-parallel ranks of one trainer are on one host. Apart, the first half of the hosts
-        roll out."""
-        rank = rank // self.tp if role == "train" else rank
+        """Apart, the first half of the hosts roll out."""
         half = self.hosts // 2
         if not self.apart:
             return rank % self.hosts
@@ -121,17 +114,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     plane: str
     role: str  # rollout, reward, reference or train
-    rank: int  # of a trainer: its number × tp + the tensor-parallel rank
+    rank: int
     host: int
     address: dict[str, Any]
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.rank}"
-
-    @property
-    def tp_rank(self) -> int:
-        return self.rank % self.job.tp if self.role == "train" else 0
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -180,9 +169,9 @@ class Batch(ABC):
     def add(self, columns: Columns) -> None:
         """New fields for these rows, once."""
 
+    @abstractmethod
     def drop(self, prompts: Collection[int]) -> None:
-        """These groups are out: no stage gets them any more. The batch is the other groups."""
-        raise Unsupported(f"{type(self).__name__} drops no groups")
+        """Free these groups: no stage gets them any more. The batch is the other groups."""
 
     def rows(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each row, as the rollout worker wrote them into `uid`."""
@@ -241,7 +230,6 @@ class Plane(ABC):
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
     dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
-    fans_out: ClassVar[bool] = False  # `train` batches go to all tensor-parallel ranks (job.tp > 1)
 
     def __init__(self, job: Job) -> None:
         self.job = job

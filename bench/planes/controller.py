@@ -69,7 +69,6 @@ class ControllerPlane(Plane):
     name = "controller"
     module: ClassVar[str] = "bench.planes.controller"
     dedup_variants = (False, True)
-    fans_out = True
     _port = 0
 
     @property
@@ -242,7 +241,7 @@ class Controller:
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
             self._thread(self._greet, listener)
-        self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers * self._job.tp)
+        self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers)
         cpu_start = time.process_time()
         for step in range(self._job.steps):
             self.perform(step, self._stock(step))
@@ -270,16 +269,17 @@ class Controller:
     def _stage(self, step: int, stage: str, stock: Stock) -> int:
         """Send the stage its groups; returns how many events follow: one for each batch that is
         answered, and one for each worker that was sent all of its own, to the frame that says so.
-
-        All tensor-parallel ranks of a trainer are sent the same, each by itself, as verl does.
         """
-        copies = self._job.tp if stage == "train" else 1
-        workers = [c for c in self._connections.values() if c.role == stage]
-        hands = stock.deal(len(workers) // copies)
-        for worker in workers:
-            hand = hands[worker.rank // copies]
+        workers = self.workers_of(stage)
+        hands = stock.deal(len(workers))
+        for worker, hand in zip(workers, hands, strict=True):
             self._thread(self._dispatch, worker, step, stage, hand)
-        return len(workers) + copies * sum(map(len, hands))
+        return len(workers) + sum(map(len, hands))
+
+    def workers_of(self, stage: str) -> list[Connection]:
+        """By rank."""
+        found = (c for c in self._connections.values() if c.role == stage)
+        return sorted(found, key=lambda connection: connection.rank)
 
     def _greet(self, listener: socket.socket) -> None:
         while True:

@@ -29,7 +29,6 @@ from bench.planes.base import (
     Service,
     Worker,
 )
-from bench.planes.fan_out import Follower, Leader
 from bench.ports import free_ports
 from bench.processes import leashed
 from tests.cluster import peer_command, token_file
@@ -46,7 +45,6 @@ class DataplanePlane(Plane):
 
     name = "dataplane"
     dedup_variants = (True, False)
-    fans_out = True
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -152,7 +150,6 @@ class DataplaneEndpoint(Endpoint):
         self._partitions: dict[int, Any] = {}
         self._dedup = [name for name in DEDUP if job.dedup]
         self._copied = 0
-        self._end = Follower(worker) if worker.tp_rank else Leader(worker)
 
     def _partition(self, step: int) -> Any:
         if step not in self._partitions:
@@ -172,32 +169,17 @@ class DataplaneEndpoint(Endpoint):
         """Nothing to do: the runner seals the partition when all workers have finished."""
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        if isinstance(self._end, Follower):
-            yield from self._followed(step, self._end)
-            return
-        leader = self._end
         # A full batch of a reward worker may never fit into the arena: from one group on.
         groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
         for batch in self._partition(step).stream(stage, groups=groups, min=1):
-            leader.tell(batch.keys)
             taken = DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for
             yield taken
             self._copied += taken.added
             del taken
-            leader.wait()
-        leader.tell(None)
-
-    def _followed(self, step: int, follower: Follower) -> Iterator[Batch]:
-        """The leader's batches, read without a lease while the leader holds one."""
-        fields = self._job.stages()["train"]
-        while keys := follower.hear():
-            yield DataplaneBatch(self._partition(step).get(keys, fields))
-            follower.answer()
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied)
 
     def close(self) -> None:
-        self._end.close()
         self._plane.close()

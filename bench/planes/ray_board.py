@@ -118,15 +118,8 @@ class Board:
             prompt = ready.popleft()
             self._handed[step, stage] += 1
             self._change.notify_all()  # it may have been the last
-        return prompt, *self._places(prompt, fields, host)
-
-    def _places(self, prompt: int, fields: list[str], host: int) -> tuple[dict[str, Any], int]:
         group = self._groups[prompt]
         places = {name: group.places[name] for name in fields}
         new = {(name, host) for name in fields} - group.seen
         group.seen |= new
-        return places, sum(places[name][0] for name, _ in new)
-
-    async def places(self, prompt: int, fields: list[str], host: int) -> tuple[dict[str, Any], int]:
-        """A group that another worker was given, for whoever reads it beside that one."""
-        return self._places(prompt, fields, host)
+        return prompt, places, sum(places[name][0] for name, _ in new)

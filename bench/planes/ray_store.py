@@ -29,7 +29,6 @@ from bench.planes.base import (
     Service,
     Worker,
 )
-from bench.planes.fan_out import Follower, Leader
 
 _SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
 _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
@@ -63,7 +62,6 @@ class RayPlane(Plane):
     """The runner's side of whatever runs on a Ray cluster."""
 
     packages = ("ray",)
-    fans_out = True
     _cluster = ""
 
     def services(self) -> list[Service]:
@@ -131,7 +129,6 @@ class BoardEndpoint(Endpoint):
         self.job = worker.job
         self._host = worker.host
         self._board = ray_cluster.attach(worker.address)
-        self._end = Follower(worker) if worker.tp_rank else Leader(worker)
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         import ray
@@ -146,17 +143,11 @@ class BoardEndpoint(Endpoint):
         import ray
 
         fields = self.job.stages()[stage]
-        if isinstance(self._end, Follower):
-            yield from self._followed(step, fields, self._end)
-            return
-        leader = self._end
         while taken := ray.get(self._board.next.remote(step, stage, fields, self._host)):
             prompt, places, unseen = taken
-            leader.tell(prompt)
             group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
-            leader.wait()
             added = {} if group.dropped else self.store(step, prompt, group.added)
             if group.dropped or stage == "train":
                 self.discard(step, prompt)
@@ -165,19 +156,6 @@ class BoardEndpoint(Endpoint):
             else:
                 ray.get(self._board.add.remote(stage, prompt, self._host, added))
             del group
-        leader.tell(None)
-
-    def _followed(self, step: int, fields: list[str], follower: Follower) -> Iterator[Batch]:
-        """The groups of the trainer's first rank, which ends them when all have read."""
-        import ray
-
-        while (prompt := follower.hear()) is not None:
-            places, unseen = ray.get(self._board.places.remote(prompt, fields, self._host))
-            group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
-            del places
-            yield group
-            del group
-            follower.answer()
 
     def offer(self, places: Sequence[dict[str, Any]]) -> None:
         """Offer places of rows on the board, where a consumer takes them."""
@@ -215,7 +193,6 @@ class BoardEndpoint(Endpoint):
         import ray
 
         ray.get(self._board.finished.remote())
-        self._end.close()
         ray.shutdown()
 
 

@@ -40,25 +40,13 @@ class StreamingControllerPlane(ControllerPlane):
     module = "bench.planes.streaming_controller"
 
 
-class Team:
-    """Workers that are sent the same groups: a trainer's tensor-parallel ranks, else one worker."""
-
-    def __init__(self, workers: Sequence[Connection]) -> None:
-        self.workers = workers
-        self.unanswered: dict[int, int] = {}  # by group: the workers that have not answered yet
-
-    @property
-    def has_room(self) -> bool:
-        return len(self.unanswered) < _IN_FLIGHT
-
-
 class Line:
     """One stage of one step: a queue of complete groups, and the workers that take them."""
 
-    def __init__(self, stage: str, fields: Sequence[str], teams: Sequence[Team]) -> None:
-        self.stage = stage
+    def __init__(self, fields: Sequence[str], workers: Sequence[Connection]) -> None:
         self.fields = fields
-        self.teams = teams
+        self.workers = workers
+        self.unanswered: list[set[int]] = [set() for _ in workers]  # groups that each has
         self.waiting: deque[int] = deque()
         self.taken: set[int] = set()  # groups that were queued
         self.is_closed = False  # no group follows
@@ -72,25 +60,23 @@ class Line:
 
     def answered(self, prompt: int) -> None:
         """A worker is done with a group."""
-        team = next(team for team in self.teams if prompt in team.unanswered)
-        team.unanswered[prompt] -= 1
-        if not team.unanswered[prompt]:
-            del team.unanswered[prompt]
+        for groups in self.unanswered:
+            groups.discard(prompt)
 
-    def due(self) -> tuple[Team, int] | None:
-        """The next group, and the least busy team if that has room."""
-        team = min(self.teams, key=lambda team: len(team.unanswered))
-        if not self.waiting or not team.has_room:
+    def due(self) -> tuple[Connection, int] | None:
+        """The next group, and the least busy worker if that has room."""
+        worker, groups = min(
+            zip(self.workers, self.unanswered, strict=True), key=lambda pair: len(pair[1])
+        )
+        if not self.waiting or len(groups) == _IN_FLIGHT:
             return None
         prompt = self.waiting.popleft()
-        team.unanswered[prompt] = len(team.workers)
-        return team, prompt
+        groups.add(prompt)
+        return worker, prompt
 
     @property
     def is_done(self) -> bool:
-        everybody = sum(len(team.workers) for team in self.teams)
-        busy = any(team.unanswered for team in self.teams)
-        return self.workers_told == everybody and not busy
+        return self.workers_told == len(self.workers) and not any(self.unanswered)
 
 
 class StreamingController(Controller):
@@ -103,7 +89,8 @@ class StreamingController(Controller):
 
     def perform(self, step: int, stock: Stock) -> None:
         """Every group through its stages, until all workers have answered and know the end."""
-        lines = self._lines()
+        stages = self._job.stages().items()
+        lines = {stage: Line(fields, self.workers_of(stage)) for stage, fields in stages}
         told = {_TOLD + stage: line for stage, line in lines.items()}
         rolling = self._job.hosts
         early = [event for event in self._later if event.step == step]
@@ -126,30 +113,17 @@ class StreamingController(Controller):
                 if not (rolling or line.waiting or line.is_closed):
                     self._close(step, line, stock)
 
-    def _lines(self) -> dict[str, Line]:
-        lines = {}
-        for stage, fields in self._job.stages().items():
-            workers = sorted(
-                (c for c in self._connections.values() if c.role == stage), key=lambda c: c.rank
-            )
-            ranks = self._job.tp if stage == "train" else 1
-            teams = [Team(workers[i : i + ranks]) for i in range(0, len(workers), ranks)]
-            lines[stage] = Line(stage, fields, teams)
-        return lines
-
     def _send_due(self, step: int, line: Line) -> None:
         while due := line.due():
-            team, prompt = due
-            for worker in team.workers:
-                self._outbox(worker).put((step, prompt))
+            worker, prompt = due
+            self._outbox(worker).put((step, prompt))
 
     def _close(self, step: int, line: Line, stock: Stock) -> None:
         """Tell a stage's workers that no group follows, once each group that is left was sent."""
         if line.taken.issuperset(stock.groups()):
             line.is_closed = True
-            for team in line.teams:
-                for worker in team.workers:
-                    self._outbox(worker).put((step, None))
+            for worker in line.workers:
+                self._outbox(worker).put((step, None))
 
     def _outbox(self, worker: Connection) -> queue.SimpleQueue[tuple[int, int | None]]:
         name = f"{worker.role}-{worker.rank}"

@@ -48,7 +48,7 @@ class Central(Design):
         asked = self.env.now
         yield self._dealt[step, stage]
         hand = self._hands[step, stage, rank]
-        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
+        host = self.job.host_of(stage, rank)
         if not hand:
             yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))
             return []
@@ -60,7 +60,7 @@ class Central(Design):
         return [prompt]
 
     def answer(self, step: int, stage: str, rank: int, groups: Sequence[Prompt]) -> Steps:
-        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
+        host = self.job.host_of(stage, rank)
         for prompt in groups:
             own = self.costs.of(stage, ("add",), self.plan.work_of(stage, prompt))
             nbytes = self.plan.work_of(f"added {stage}", prompt).nbytes

@@ -88,7 +88,7 @@ class Decentral(Design):
         """Sealing is one message, in the background."""
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
-        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
+        host = self.job.host_of(stage, rank)
         queue, asked = self._stages[step, stage], self.env.now
         primary, *backup = self._serving[step]
         yield from self._attach(host, step, stage, rank)
@@ -116,7 +116,7 @@ class Decentral(Design):
         return groups
 
     def answer(self, step: int, stage: str, rank: int, groups: Sequence[Prompt]) -> Steps:
-        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
+        host = self.job.host_of(stage, rank)
         if stage != "train":
             work = sum((self.plan.work_of(stage, prompt) for prompt in groups), Work())
             yield self.hosts.work(self.costs.of(stage, ("add",), work))

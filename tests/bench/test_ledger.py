@@ -112,13 +112,3 @@ def test_a_group_that_was_filtered_wrongly_is_named(
     events: list[dict[str, Any]], problem: str
 ) -> None:
     assert any(problem in found for found in filtering(*events).problems())
-
-
-def test_every_tensor_parallel_rank_must_have_read_every_row() -> None:
-    kept = Ledger(prompts=1, samples=2, fields=FIELDS, copies=2)
-    kept.record({"event": "produced", **group(0)})
-    kept.record({"event": "trained", "tp": 0, **group(0)})
-    assert "row (0, 0) was never trained" in kept.problems()
-    kept.record({"event": "trained", "tp": 1, **group(0)})
-    assert kept.problems() == []
-    assert kept.trained_rows == 2

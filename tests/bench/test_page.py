@@ -151,8 +151,8 @@ def test_a_browser_shows_every_picture_legibly_and_fetches_nothing(
     assert (seen["ink"], seen["paper"], seen["letters"]) == (ink, paper, soft)
     assert seen["headings"] == [
         "Step time over hosts", "Memory under the limit", "Share of a step",
-        "Bytes through the busiest host's link", "Where the time goes",
-        "Figures", "Messages of a trained group", "Commands and machine",
+        "Bytes through the busiest host's link", "Figures", "Messages of a trained group",
+        "Commands and machine",
     ]  # fmt: skip
 
 

@@ -116,22 +116,3 @@ def test_every_row_reaches_a_trainer_through_another_plane(name: str, trace: str
         run = execute(settings, name, dedup, silent)
         assert (run["status"], run["error"]) == ("ok", "")
         assert run["moved"]["copied_in"] > 0
-
-
-@pytest.mark.compare
-@pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_all_ranks_of_a_trainer_read_every_row_of_its_batches(name: str) -> None:
-    if missing := PLANES[name].missing():
-        pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
-    settings = Settings(trace="math", planes=(name,), prompts=4, tp=2, timeout_s=LIMIT_S)
-    run = execute(settings, name, False, silent)
-    assert (run["status"], run["error"]) == ("ok", "")
-    assert run["rows"] == run["rows_expected"]
-
-
-async def test_another_rank_finds_the_group_that_its_first_rank_was_given() -> None:
-    board = Board([1], TOGETHER)
-    await board.put(0, 1, 0, {"tokens": (10,)})
-    assert await board.next(0, "reward", ["tokens"], 1) == (1, {"tokens": (10,)}, 10)
-    assert await board.places(1, ["tokens"], 1) == ({"tokens": (10,)}, 0)

@@ -143,7 +143,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     console = Console()
     if options.least > options.most:
         raise TooMuch(f"--least is {options.least} bytes, more than --most: {options.most}")
-    bounds.check(options.hosts, options.trainers, 1, max(options.prompts), 1)
+    bounds.check(max(options.prompts), 1)
     settings = Settings(
         trace=options.trace,
         planes=options.planes,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bench.planes.base import Plane
-from bench.planes.controller import ControllerPlane
+from bench.planes.controller import ControllerPlane, StreamingControllerPlane
 from bench.planes.dataplane_plane import DataplanePlane
 from bench.planes.ray_store import RayStorePlane
-from bench.planes.streaming_controller import StreamingControllerPlane
 from bench.planes.transfer_queue import TransferQueuePlane
 
 PLANES: dict[str, type[Plane]] = {

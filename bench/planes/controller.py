@@ -1,16 +1,21 @@
 """One controller process through which every byte of every stage passes: the best case of it.
 
-Modelled design: verl's classic driver (`DataProto` in a single controller). It gathers the output
-of all workers of a stage, holds the whole batch until that stage is complete, then sends each
-worker of the next stage its slice: one stage after the other, but reward and reference together.
+Two planes, which differ in one thing. `controller` has barriers, as verl's classic driver has
+(`DataProto` in a single controller): a stage begins when the one before has all groups of the step,
+and reward and reference run together. `controller-stream` has none: a group goes to its next stage
+as soon as it is complete. A comparison of the latter with `dataplane`, which streams as well,
+changes one thing too: whether bytes pass through one process.
+
+A stage has one queue of complete groups. The worker with the fewest bytes takes from its front and
+has at most two groups at a time: it works on one while the next one arrives.
 
 Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
-concatenation, no padding and no reordering (whole groups are dealt to the least loaded rank, so no
-prompt goes to two ranks of a stage; verl's shuffled rows send it up to 5.25 times); a stage is sent
-only its columns if so asked; rollout workers stream groups in as they finish; arrays go out from
-where they landed, by sendmsg, and land by recv_into in memory that was mapped and touched before
-the clock started, in the workers too; one blocking thread a connection (asyncio reaches 2.6 GB/s at
-its best, raw sockets as much, and here several run at once without the GIL); unix sockets on the
+concatenation, no padding and no reordering (whole groups are dealt, so no prompt goes to two ranks
+of a stage; verl's shuffled rows send it up to 5.25 times); a stage is sent only its columns if so
+asked; rollout workers stream groups in as they finish; arrays go out from where they landed, by
+sendmsg, and land by recv_into in memory that was mapped and touched before the clock started, in
+the workers too; one blocking thread a connection and direction (asyncio reaches 2.6 GB/s at its
+best, raw sockets as much, and here several run at once without the GIL); unix sockets on the
 controller's own host, TCP to the others; workers hold one group at a time. `dedup` sends a value
 that the rows of a group share once; verl has no such thing.
 """
@@ -22,8 +27,8 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,6 +61,11 @@ from bench.planes.frames import (
 from bench.traces import Prompt
 
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
+_IN_FLIGHT = 2
+"""Groups that a worker has: one to work on, one on the way."""
+_BARRIERS = "barriers"
+_TOLD = "told "
+"""Prefix of an event: a worker of this stage was sent the end of the step."""
 
 
 def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> int:
@@ -67,7 +77,7 @@ class ControllerPlane(Plane):
     """The runner's side: one service, on the first host."""
 
     name = "controller"
-    module: ClassVar[str] = "bench.planes.controller"
+    barriers: ClassVar[bool] = True
     dedup_variants = (False, True)
     _port = 0
 
@@ -77,7 +87,8 @@ class ControllerPlane(Plane):
 
     def services(self) -> list[Service]:
         job = msgspec.json.encode(self.job).decode()
-        argv = [sys.executable, "-m", self.module, job, self._path]
+        order = _BARRIERS if self.barriers else "stream"
+        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path, order]
         return [Service("controller", argv, speaks=True)]
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
@@ -99,6 +110,13 @@ class ControllerPlane(Plane):
     @classmethod
     def attach(cls, worker: Worker) -> Endpoint:
         return ControllerEndpoint(worker)
+
+
+class StreamingControllerPlane(ControllerPlane):
+    """The same without barriers."""
+
+    name = "controller-stream"
+    barriers = False
 
 
 class ControllerEndpoint(Endpoint):
@@ -155,6 +173,14 @@ class Connection:
         self.host = job.host_of(self.role, self.rank)
         self.remote = sock.family == socket.AF_INET
         self.received = self.sent = 0
+        self.outbox: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
+        """(step, prompt) of each group to send; no prompt ends a step, and None the thread."""
+        self.unanswered: dict[int, int] = {}
+        """Bytes of the groups that it has, by prompt."""
+
+    def load(self) -> tuple[bool, int]:
+        """By which the least busy worker is found: whether it has no room, and its bytes."""
+        return len(self.unanswered) == _IN_FLIGHT, sum(self.unanswered.values())
 
     def send(self, frame: Frame, parts: Sequence[Any] = ()) -> None:
         self.sent += send(self.sock, frame, parts)
@@ -175,7 +201,7 @@ class Stock:
         fields = all_fields(job.task, job.columns)
         prompts = job.of_step(step)
         self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
-        self._weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
+        self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
         self._landing = landing
         self._lock = threading.Lock()
 
@@ -202,22 +228,60 @@ class Stock:
     def columns(self, prompt: int, fields: Sequence[str]) -> dict[str, list[Array]]:
         return {field: self._groups[prompt][field] for field in fields}
 
-    def deal(self, workers: int) -> list[list[int]]:
-        """Whole groups, each to the worker that has the fewest bytes so far."""
-        hands: list[list[int]] = [[] for _ in range(workers)]
-        loads = [0] * workers
-        for prompt in self._groups:
-            worker = loads.index(min(loads))
-            hands[worker].append(prompt)
-            loads[worker] += self._weights[prompt]
-        return hands
+
+class Line:
+    """One stage of one step: a queue of complete groups, and the workers that take them."""
+
+    def __init__(self, fields: Sequence[str], workers: Sequence[Connection], stock: Stock) -> None:
+        self.is_open = False
+        self.workers_told = 0  # that no group follows
+        self._fields = fields
+        self._workers = workers
+        self._stock = stock
+        self._waiting: deque[int] = deque()
+        self._taken: set[int] = set()  # groups that were queued
+        self._is_closed = False  # no group follows
+
+    def offer(self, prompts: Iterable[int]) -> None:
+        """Queue each group once, when it has all that the stage needs."""
+        for prompt in prompts:
+            if prompt not in self._taken and self._stock.is_complete(prompt, self._fields):
+                self._taken.add(prompt)
+                self._waiting.append(prompt)
+
+    def answered(self, prompt: int) -> None:
+        """A worker is done with a group."""
+        for worker in self._workers:
+            worker.unanswered.pop(prompt, None)
+
+    def send(self, step: int, no_more: bool) -> None:
+        """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
+        group that is left was sent, the workers hear that none follows."""
+        while self._waiting:
+            worker = min(self._workers, key=Connection.load)
+            if len(worker.unanswered) == _IN_FLIGHT:
+                return
+            prompt = self._waiting.popleft()
+            worker.unanswered[prompt] = self._stock.weights[prompt]
+            worker.outbox.put((step, prompt))
+        if no_more and not self._is_closed and self._taken.issuperset(self._stock.groups()):
+            self._is_closed = True
+            for worker in self._workers:
+                worker.outbox.put((step, None))
+
+    @property
+    def is_done(self) -> bool:
+        busy = any(worker.unanswered for worker in self._workers)
+        return self.workers_told == len(self._workers) and not busy
 
 
 class Controller:
-    """The batches of the steps in flight, and the threads that fill them and send them on."""
+    """The batches of the steps in flight. One thread decides what goes where; each connection has a
+    thread that receives, and each worker of a stage one that sends to it."""
 
-    def __init__(self, job: Job, path: str) -> None:
+    def __init__(self, job: Job, path: str, barriers: bool) -> None:
         self._job = job
+        self._barriers = barriers
         fields = all_fields(job.task, job.columns)
         reserve = max(_reserve(job, fields, job.of_step(step)) for step in range(job.steps))
         in_flight = min(job.steps, job.staleness + 1)
@@ -229,7 +293,7 @@ class Controller:
         self._connections: dict[str, Connection] = {}
         # Events of all threads, or the exception that ended one.
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        self._seen: Counter[tuple[str, int]] = Counter()
+        self._later: list[Event] = []  # of steps that have not begun
         self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(path)
@@ -241,21 +305,56 @@ class Controller:
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
             self._thread(self._greet, listener)
-        self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers)
+        absent = 3 * self._job.hosts + self._job.trainers
+        while absent:
+            if (event := self._event()).kind == "hello":
+                absent -= 1
+            else:
+                self._later.append(event)
         cpu_start = time.process_time()
         for step in range(self._job.steps):
-            self.perform(step, self._stock(step))
+            self._perform(step, self._stock(step))
             del self._stocks[step]
         self.cpu_seconds = time.process_time() - cpu_start
+        for connection in self._connections.values():
+            connection.outbox.put(None)
         return self._moved()
 
-    def perform(self, step: int, stock: Stock) -> None:
-        """One stage after the other: each begins when the one before has all of its rows."""
-        self._wait("end", step, self._job.hosts)
-        for stages in self._job.phases():
-            awaited = {stage: self._stage(step, stage, stock) for stage in stages}
-            for stage, events in awaited.items():
-                self._wait(stage, step, events)
+    def _perform(self, step: int, stock: Stock) -> None:
+        """Every group through its stages, until all workers have answered and know the end."""
+        lines = {
+            stage: Line(fields, self._workers_of(stage), stock)
+            for stage, fields in self._job.stages().items()
+        }
+        told = {_TOLD + stage: line for stage, line in lines.items()}
+        phases = [[lines[stage] for stage in stages] for stages in self._job.phases()]
+        rolling = self._job.hosts
+        early = [event for event in self._later if event.step == step]
+        self._later = [event for event in self._later if event.step != step]
+        while not all(line.is_done for line in lines.values()):
+            event = early.pop(0) if early else self._event()
+            if event.step != step:
+                self._later.append(event)
+                continue
+            if event.kind == "end":
+                rolling -= 1
+            elif event.kind in told:
+                told[event.kind].workers_told += 1
+            elif event.kind in lines:
+                lines[event.kind].answered(event.prompt)
+            for line in self._open(phases, rolling):
+                line.offer([event.prompt] if line.is_open else stock.groups())
+                line.is_open = True
+                line.send(step, no_more=not rolling)
+
+    def _open(self, phases: Sequence[Sequence[Line]], rolling: int) -> Iterator[Line]:
+        """The stages that may begin. With barriers: when all that is before them is done."""
+        if self._barriers and rolling:
+            return
+        for lines in phases:
+            yield from lines
+            if self._barriers and not all(line.is_done for line in lines):
+                return
 
     def _stock(self, step: int) -> Stock:
         """The step's batch. Whoever it takes the memory from was trained: the policy said so."""
@@ -266,17 +365,7 @@ class Controller:
                 self._stocks[step] = Stock(self._job, step, landing)
             return self._stocks[step]
 
-    def _stage(self, step: int, stage: str, stock: Stock) -> int:
-        """Send the stage its groups; returns how many events follow: one for each batch that is
-        answered, and one for each worker that was sent all of its own, to the frame that says so.
-        """
-        workers = self.workers_of(stage)
-        hands = stock.deal(len(workers))
-        for worker, hand in zip(workers, hands, strict=True):
-            self._thread(self._dispatch, worker, step, stage, hand)
-        return len(workers) + sum(map(len, hands))
-
-    def workers_of(self, stage: str) -> list[Connection]:
+    def _workers_of(self, stage: str) -> list[Connection]:
         """By rank."""
         found = (c for c in self._connections.values() if c.role == stage)
         return sorted(found, key=lambda connection: connection.rank)
@@ -293,6 +382,8 @@ class Controller:
             connection = self._connections[name] = Connection(sock, name, self._job)
             self._events.put(Event("hello", 0))
             self._thread(self._gather, connection)
+            if connection.role in self._job.stages():
+                self._thread(self._post, connection)
 
     def _thread(self, target: Any, *args: Any) -> None:
         def guarded() -> None:
@@ -302,12 +393,6 @@ class Controller:
                 self._events.put(exc)
 
         threading.Thread(target=guarded, daemon=True).start()
-
-    def _wait(self, kind: str, step: int, count: int) -> None:
-        """Until `count` events of this kind and step have come; those of later steps are kept."""
-        while self._seen[kind, step] < count:
-            event = self._event()
-            self._seen[event.kind, event.step] += 1
 
     def _event(self) -> Event:
         event = self._events.get()
@@ -339,14 +424,17 @@ class Controller:
         worker.received += sum(frame.parts)
         stock.merge(frame.prompt, unpack(frame, room))
 
-    def _dispatch(self, worker: Connection, step: int, stage: str, prompts: list[int]) -> None:
-        fields = self._job.stages()[stage]
-        stock = self._stock(step)
-        for prompt in prompts:
-            columns = stock.columns(prompt, fields)
+    def _post(self, worker: Connection) -> None:
+        """Send one worker what is put into its outbox."""
+        fields = self._job.stages()[worker.role]
+        while order := worker.outbox.get():
+            step, prompt = order
+            if prompt is None:
+                worker.send(Frame("end", step=step))
+                self._events.put(Event(_TOLD + worker.role, step))
+                continue
+            columns = self._stock(step).columns(prompt, fields)
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
-        worker.send(Frame("end", step=step))
-        self._events.put(Event(stage, step))
 
     def _moved(self) -> Moved:
         local = [c for c in self._connections.values() if not c.remote]
@@ -364,17 +452,17 @@ class Controller:
         )
 
 
-def main(kind: type[Controller], job_json: str, path: str) -> None:
+def main(job_json: str, path: str, order: str) -> None:
     """The controller's process: all steps, then its counters, then the end."""
     from bench.processes import die_with
 
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
-    controller = kind(job, path)
+    controller = Controller(job, path, order == _BARRIERS)
     moved = msgspec.to_builtins(controller.run())
     Path(path).unlink(missing_ok=True)
     emit("done", moved=moved, cpu_seconds={"controller": controller.cpu_seconds})
 
 
 if __name__ == "__main__":
-    main(Controller, *sys.argv[1:3])
+    main(*sys.argv[1:4])

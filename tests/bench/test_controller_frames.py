@@ -48,7 +48,7 @@ def test_a_controller_that_cannot_greet_its_workers_ends(
         raise RuntimeError("can't start new thread")
 
     job = job_of(Settings(trace="math", planes=(), prompts=1), dedup=False, folder=str(tmp_path))
-    controller = Controller(job, f"{tmp_path}/c.sock")
+    controller = Controller(job, f"{tmp_path}/c.sock", barriers=True)
     with controller._unix, controller._tcp:
         monkeypatch.setattr(controller, "_greet", failing)
         with pytest.raises(RuntimeError, match="new thread"):
@@ -56,8 +56,9 @@ def test_a_controller_that_cannot_greet_its_workers_ends(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("barriers", [True, False])
 def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, barriers: bool
 ) -> None:
     """Its process ends with it, which a trainer that waits for a next frame takes for its death."""
     settings = Settings(trace="math", planes=(), prompts=1)
@@ -77,7 +78,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
 
     monkeypatch.setattr(Connection, "send", slow)
     path = f"{tmp_path}/c.sock"
-    controller = Controller(job, path)
+    controller = Controller(job, path, barriers)
     with controller._unix, controller._tcp, ThreadPoolExecutor() as threads:
         controller._unix.listen()
         rollouts = [endpoint("rollout", host) for host in range(job.hosts)]

@@ -88,7 +88,7 @@ class Directory:
                 return await parts.define(name, None, wait_s)
         except PartitionUndefined as exc:
             await self.learn_names()
-            said = f"partition {name!r} does not exist: {self.undeclared(name)}"
+            said = f"partition {name!r} was not found: {self.undeclared(name)}"
             raise PartitionUndefined(said, **exc.details) from exc
         finally:
             learning.cancel()
@@ -190,8 +190,14 @@ class Directory:
         self._elsewhere = {n for one in told if isinstance(one, CensusDone) for n in one.partitions}
 
     def undeclared(self, partition: str) -> str:
-        """Why who attaches to it waits, and what to do."""
-        said = f"no process has declared it in run {self.host.plane!r}"
+        """Why a client that attaches to the partition waits, and what to do."""
+        run = f"run {self.host.plane!r}"
+        if partition in self._elsewhere or partition in self.host.entries:
+            return f"a peer of {run} has it, but the peer that serves it now does not: repeat the call"
+        again = f"with plane.partition({partition!r}, stages={{…}})"
+        if partition in self.partitions.declared:
+            return f"it was in {run} before, and was dropped or lost: declare it again {again}"
+        said = f"no process has declared it in {run}"
         if similar := self.similar(partition):
             said += f", which has a partition {similar[0]!r}: is one of the names misspelt?"
         elif elsewhere := self.other_runs(partition):
@@ -199,8 +205,7 @@ class Directory:
             said += "sides to the same run with connect(run=…)"
         else:
             known = few([repr(name) for name in self.names()], SHOWN) or "none"
-            said += f" (partitions of this run: {known}): declare it in one process with "
-            said += f"plane.partition({partition!r}, stages={{…}})"
+            said += f" (partitions of this run: {known}): declare it in one process {again}"
         return said
 
     def similar(self, partition: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any as _Any
 
 if sys.platform != "linux":
     raise ImportError(
-        "dataplane runs only on Linux, because it needs memfd_create and pidfd_open, and this is "
-        f"{sys.platform}: run it in a Linux container or on a remote host"
+        f"dataplane runs only on Linux, not on {sys.platform}: it needs memfd_create and "
+        "pidfd_open. Run it in a Linux container or on a remote host"
     )
 
 from dataplane import errors

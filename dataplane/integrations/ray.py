@@ -277,9 +277,9 @@ class Attendant:
         if here != plane:
             raise InvalidConfig(
                 f"the workers of node {self._name} belong to run {here!r}, but the driver belongs "
-                f"to {plane!r}: call connect() after ray.init(), or set DATAPLANE_RUN to the same "
-                "value in the driver and in the workers, with "
-                'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": ...}})'
+                f"to {plane!r}. Call connect() after ray.init(), or set DATAPLANE_RUN in the "
+                "driver, and pass the same value to the workers with "
+                'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": …}})'
             )
         host = ray.util.get_node_ip_address()
         first = discovery.seed_port(plane)

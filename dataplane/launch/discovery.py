@@ -112,9 +112,9 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     if named is None:
         launcher = several[0].launcher
         raise SeedsMissing(
-            f"this {launcher} job spans several hosts, and its variables do not name them: "
-            "set DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on "
-            "every host (or DATAPLANE_SEEDS=none for a plane of this host alone)",
+            f"this {launcher} job spans several hosts, and its variables do not name them. Set "
+            "DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on every host. "
+            "For a plane of this host alone, set DATAPLANE_SEEDS=none",
             launcher=launcher,
         )
     port = seed_port(run)

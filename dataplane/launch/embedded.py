@@ -287,16 +287,16 @@ def embedded_config(
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
         raise RunMissing(
-            f"this job has peers on several hosts ({', '.join(seeds)}), and no run name is "
-            "common to all of them: set DATAPLANE_RUN=NAME to the same value on every host "
-            "(with torchrun, --rdzv-id NAME is enough), and to a new name for each launch",
+            f"this job has peers on several hosts ({', '.join(seeds)}), and they have no common "
+            "run name. Set DATAPLANE_RUN=NAME to the same value on every host, and to a new name "
+            "for each launch. With torchrun, --rdzv-id NAME is enough",
             seeds=seeds,
         )
     if seeds and place.listen is None:
         raise ConnectError(
             f"none of the seeds ({', '.join(seeds)}) is an address of this host: start this "
-            "host's peer by hand with dataplane peer --name ... --listen tcp://host:port "
-            "--seeds ...",
+            "host's peer by hand with `dataplane peer --name … --listen tcp://host:port "
+            "--seeds …`",
             seeds=seeds,
         )
     given = settings.by_hand({"run": run, "name": embedded_name(place.listen)})
@@ -391,7 +391,7 @@ def _choose(
         if name not in living:
             raise PeerNotFound(
                 f"run {run!r} has no peer named {name!r} on this host (running: {names}): start "
-                f"it with dataplane peer --name {name} --run {run}, or name another peer",
+                f"it with `dataplane peer --name {name} --run {run}`, or name another peer",
                 name=name,
                 running=list(living),
             )

@@ -69,9 +69,9 @@ class FreshStart:
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
                 f"fresh=True cannot tell this launch of run {run!r} from the previous one on "
-                "other hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) provides an id "
-                "that all hosts share and that changes with each launch; give the new launch "
-                "another run name (DATAPLANE_RUN)"
+                "other hosts: no launcher gives the hosts a common id for each launch (Slurm, "
+                "mpirun, Ray and torchrun --rdzv-id do). Give the new launch another run name "
+                "(DATAPLANE_RUN)"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -139,8 +139,8 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
     if several and mine and not starter.fresh:
         raise InvalidCall(
             f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
-            f"{run!r} without fresh=True: in a run of several hosts, either all processes "
-            "of a launch pass fresh=True or none does"
+            f"{run!r} without fresh=True. In a run of several hosts, either all processes "
+            "of a launch pass fresh=True, or none does"
         )
     return not mine or (starter.process == me.process and not several)
 

@@ -118,12 +118,11 @@ def check_listen(address: str, token: Token | None) -> None:
         return
     if token is None:
         raise TokenMissing(
-            f"{address} can be reached from other machines, so its peers need a cluster token: "
-            "make one with dataplane token > F (or head -c 32 /dev/urandom | base64 > F; chmod 600 "
-            "F), and start every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. Slurm: put F "
-            "in the home directory that all nodes share; Ray: copy F to every node and name it in "
-            "runtime_env's env_vars; Kubernetes: mount a Secret with defaultMode 0400. If "
-            "all peers run on one machine, use tcp://127.0.0.1:port, which needs no token",
+            f"{address} can be reached from other machines, so its peers need a cluster token. "
+            "Make one with `dataplane token > F`. Copy F to every host, with mode 0600. Start "
+            "every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. With Ray, set the variable "
+            "in runtime_env's env_vars. On Kubernetes, mount F as a Secret with defaultMode 0400. "
+            "If all peers run on one machine, use tcp://127.0.0.1:port, which needs no token",
             address=address,
         )
     if host in ("0.0.0.0", "::"):

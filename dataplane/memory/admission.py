@@ -33,7 +33,7 @@ ShareOfEach = tuple[float, float, float]
 """Of an arena, guaranteed to each class."""
 DEFAULT_SHARES: ShareOfEach = (0.60, 0.25, 0.15)
 
-_PURPOSE = ("opening new groups", "continuing groups", "pulls from other hosts and the spill file")
+_PURPOSE = ("new groups", "existing groups", "pulls from other hosts and the spill file")
 
 
 MAX_EXTENTS = 1024
@@ -89,10 +89,10 @@ class Shares:
         needed, cap = page_up(nbytes), self.caps[admission]
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or one group's part, needs {sized(needed)} at once, but "
-                f"{_PURPOSE[admission]} may use only {sized(cap)} of this host's arena of "
-                f"{sized(self.size_bytes)}: make the arena larger (--arena, DATAPLANE_ARENA), or "
-                "put less at once",
+                f"one row, or the rows of one group in this call, need {sized(needed)} at once, "
+                f"but {_PURPOSE[admission]} may use only {sized(cap)} of this host's arena of "
+                f"{sized(self.size_bytes)}: put fewer bytes at a time, or give the peer a larger "
+                "arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed,
                 cap_bytes=cap,
                 arena_bytes=self.size_bytes,

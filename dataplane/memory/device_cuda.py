@@ -93,7 +93,7 @@ class CudaDevice(Device):
         """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"{handle.device} is not another GPU that {self.identity} could reach"
+                f"GPU {self.identity} can reach only other GPUs, and {handle.device} is not one"
             )
         try:
             other: int | None = CudaDevice.of(handle.device).number
@@ -102,7 +102,7 @@ class CudaDevice(Device):
         if other is not None:
             with self._said():
                 if not self._runtime.deviceCanAccessPeer(self.number, other):
-                    raise DeviceMissing(f"GPU {self.identity} has no access to {handle.device}")
+                    raise DeviceMissing(f"GPU {self.identity} cannot access GPU {handle.device}")
         return self._opened(handle)
 
     def _opened(self, handle: PoolHandle) -> Pool:

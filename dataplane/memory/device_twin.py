@@ -151,7 +151,7 @@ class TwinDevice(Device):
     def reach(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"{handle.device} is not another device that {self.identity} could reach"
+                f"{self.identity} can reach only other devices, and {handle.device} is not one"
             )
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 

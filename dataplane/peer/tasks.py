@@ -49,9 +49,9 @@ class Tasks:
         self._tasks.discard(task)
         failure = None if task.cancelled() else task.exception()
         if isinstance(failure, DataplaneError):
-            log.warning("background task failed: %s", failure)
+            log.warning("peer: a background task failed: %s", failure)
         elif failure is not None:
-            log.error("background task failed with an internal error", exc_info=failure)
+            log.error("peer: internal error in a background task", exc_info=failure)
 
     async def close(self) -> None:
         self.closed = True

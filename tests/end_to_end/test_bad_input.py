@@ -222,7 +222,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "an unknown stage": (
         lambda p: p.claim("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        r"Declare a new stage in plane.partition\(stages=…\), or with a claim",
+        r"Declare a new stage in plane.partition\(stages=…\), or claim with fields=",
     ),
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),

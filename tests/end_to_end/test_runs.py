@@ -492,7 +492,7 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
         assert say(second, "rows") == "['new']"
         assert line(step(hosts[1], 2, "fresh")) == "['new']"  # once a launch
         assert "InvalidCall" in (told := line(step(hosts[0], None, "fresh")))
-        assert "give the new launch another run name (DATAPLANE_RUN)" in told
+        assert "Give the new launch another run name (DATAPLANE_RUN)" in told
 
 
 def test_ranks_of_mpirun_are_of_one_run(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

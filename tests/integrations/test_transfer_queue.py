@@ -372,7 +372,7 @@ def test_who_began_the_queue_ends_it(plane: None) -> None:
 @pytest.mark.parametrize(
     ("conf", "why"),
     [
-        ({"controller": {"sampler": "NoSuchSampler"}}, "NoSuchSampler is not a sampler"),
+        ({"controller": {"sampler": "NoSuchSampler"}}, "of a sampler, not 'NoSuchSampler'"),
         ({"controller": {"sampler": 5}}, "controller.sampler must be the name"),
     ],
 )

@@ -106,7 +106,7 @@ def test_an_embedded_peers_command_names_the_file_and_not_the_token(
 
 def test_without_a_token_a_peer_listens_on_loopback_only(file: Path) -> None:
     for address in (OUTSIDE, "tcp://host-a:7101", "tcp://0.0.0.0:7101"):
-        with pytest.raises(TokenMissing, match=r"dataplane token > F.*Slurm.*Ray.*Kubernetes"):
+        with pytest.raises(TokenMissing, match=r"dataplane token > F.*Ray.*Kubernetes"):
             configured(None, address)
     assert configured(None, "tcp://127.0.0.1:7101").token is None
     assert configured(file).listen == OUTSIDE

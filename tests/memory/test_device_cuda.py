@@ -160,11 +160,11 @@ def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
     reader.close()
     assert runtime.asked[-1] == (1, "ipcCloseMemHandle", 4096 * 2) and not reached.address
     runtime.access = False
-    with pytest.raises(DeviceMissing, match="no access"):
+    with pytest.raises(DeviceMissing, match="cannot access GPU"):
         reader.reach(handle)
     with pytest.raises(DeviceMissing, match="not this GPU"):
         reader.open(handle)
-    with pytest.raises(DeviceMissing, match="is not another GPU"):
+    with pytest.raises(DeviceMissing, match="can reach only other GPUs"):
         CudaDevice(0).reach(handle)
 
 

@@ -71,7 +71,7 @@ def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
     space = Space(100 * PAGE)
     assert space.share_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
     with pytest.raises(
-        ValueTooLarge, match="244 KiB at once, but opening new groups may use only 240 KiB of"
+        ValueTooLarge, match="244 KiB at once, but new groups may use only 240 KiB of"
     ) as caught:
         space.reserve(ALICE, OPEN, [sizes(5), sizes(59 * PAGE, 2 * PAGE)])
     assert caught.value.details == {

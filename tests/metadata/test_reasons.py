@@ -484,3 +484,4 @@ def test_a_tag_that_no_row_has_is_named_with_those_that_rows_have() -> None:
     where = ["and", ["eq", "vresion", 3], ["or", ["eq", "zzz", 1], ["eq", "lang", "a"]]]
     assert unknown_tags(s, where) == {"vresion": ["version"], "zzz": ["lang", "version"]}
     assert unknown_tags(s, None) == {}
+    assert unknown_tags(s, ["not", ["exists", "zzz"]]) == {}  # it asks whether rows have the tag

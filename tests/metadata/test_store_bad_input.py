@@ -98,9 +98,9 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        (["full"], r"'full' already has all its 2 rows; a restarted producer should continue"),
-        (["short", "short"], r"'short' closes with 2 rows and has 1, and this put adds 2; "),
-        (["new"] * 3, r"'new' closes with 2 rows and has 0, and this put adds 3; "),
+        (["full"], r"'full' already has all its 2 rows: a restarted producer should continue"),
+        (["short", "short"], r"'short' closes with 2 rows and has 1, and this put adds 2\. "),
+        (["new"] * 3, r"'new' closes with 2 rows and has 0, and this put adds 3\. "),
     ],
 )
 def test_a_group_without_room_says_what_it_has(groups: list[str], why: str) -> None:

@@ -45,6 +45,5 @@ def test_a_partition_whose_hosts_died_was_there_before() -> None:
     told = played(cluster, script)
     assert told.startswith("partition NAME was not found: it was in run ")
     assert told.endswith(
-        " before, and was dropped or lost: declare it again with "
-        "plane.partition(NAME, stages={…})"
+        " before, and was dropped or lost: declare it again with plane.partition(NAME, stages={…})"
     )

@@ -88,9 +88,9 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
             body = Drop(handle.name, handle.generation)
             yield from ask(body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r} remains partly restored: {exc}; drop it"
+            said = f"partition {handle.name!r}: restored in part, and could not be dropped: {exc}"
             failure.add_note(said)
-            log.warning("restore: %s", said)
+            log.warning("%s", said)
 
 
 def _partition(

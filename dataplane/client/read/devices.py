@@ -146,7 +146,8 @@ class DeviceColumn(ColumnView):
         for device in touched.values():
             if not device.finish(FETCH_S):
                 raise DeviceMissing(
-                    f"{device} did not finish copying field {self.field!r} within {FETCH_S:g} s"
+                    f"{device} did not finish copying field {self.field!r} within {FETCH_S:g} s: "
+                    "check the device, then read the field again"
                 )
         return self._over(memory, places)
 
@@ -232,7 +233,10 @@ def _torch_form(torch: Any, column: ColumnView, row: int) -> tuple[Any, tuple[in
     try:
         return getattr(torch, dtype_name(array.dtype) or ""), array.shape
     except AttributeError as exc:
-        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
+        raise InvalidValue(
+            f"field {column.field!r}: torch has no dtype {array.dtype}; use "
+            f"batch.numpy({column.field!r})"
+        ) from exc
 
 
 def _joined(
@@ -270,7 +274,9 @@ def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
     try:
         return plain.view(getattr(torch, dtype_name(dtype) or ""))
     except (AttributeError, TypeError) as exc:
-        raise InvalidValue(f"field {column.field!r}: torch has no dtype {dtype}") from exc
+        raise InvalidValue(
+            f"field {column.field!r}: torch has no dtype {dtype}; use batch.numpy({column.field!r})"
+        ) from exc
 
 
 def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding: Padding) -> Any:

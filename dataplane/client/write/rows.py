@@ -136,7 +136,7 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
         name = (identity.group_names or [])[int(counts.argmax())]
         raise GroupClosed(
             f"nothing was put: group {name!r} has {most} rows in this put, but groups of this "
-            f"partition close with {group_size}",
+            f"partition close with {group_size}: use another group id for the rest",
             groups=[name],
         )
 

@@ -173,15 +173,14 @@ def _client(store: Store) -> TransferQueueClient:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    if isinstance(given, str):
-        given = getattr(samplers, given, None) or f"{given} is not a sampler"
-    if isinstance(given, type):
-        given = given()
-    if not isinstance(given, BaseSampler):
+    made = getattr(samplers, given, None) if isinstance(given, str) else given
+    if isinstance(made, type):
+        made = made()
+    if not isinstance(made, BaseSampler):
         raise ValueError(
             f"controller.sampler must be the name, class or instance of a sampler, not {given!r}"
         )
-    return given
+    return made
 
 
 def _serve(store: Store, port: int) -> Any:

@@ -140,10 +140,11 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     ]
     closed = column(told.closed, _BYTE, count).tolist()
     found = list(zip(*columns, closed, strict=True))
-    if not all(0 <= dropped <= gone for _, gone, dropped, _ in found):
-        raise ProtocolError(
-            "a group's count of dropped rows is negative or exceeds its count of freed rows"
-        )
+    for at, (_, gone, dropped, _) in enumerate(found):
+        if not 0 <= dropped <= gone:
+            raise ProtocolError(
+                f"group {at} of the snapshot has {dropped} dropped rows, but {gone} freed rows"
+            )
     return found
 
 
@@ -212,9 +213,11 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     keys = _new(state.index, op.rows.keys, "row", state.partition)
     group_keys = _new(state.groups, op.rows.group_keys, "group", state.partition)
     rows = rows_in(op.rows) if keys else None
-    if op.closed_groups < 0 or (rows is None and (op.columns or op.tags)):
+    if op.closed_groups < 0:
+        raise ProtocolError(f"the snapshot has {op.closed_groups} closed groups")
+    if rows is None and (op.columns or op.tags):
         raise ProtocolError(
-            "the snapshot has columns or tags without rows, or a negative number of groups"
+            f"the snapshot has {len(op.columns)} columns and {len(op.tags)} tags, but no rows"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
@@ -236,8 +239,12 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     sizes = _sizes_in(told, len(group_keys))
     for at, (expected, gone, _, closed) in enumerate(sizes):
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
-        if (closed and not live[at]) or (full and not closed):
-            raise ProtocolError("the row counts of a group are inconsistent")
+        if closed and not live[at]:
+            raise ProtocolError(f"group {at} of the snapshot is closed, but has no rows")
+        if full and not closed:
+            raise ProtocolError(
+                f"group {at} of the snapshot has all its {expected} rows, but is open"
+            )
     return rows, values, sizes
 
 

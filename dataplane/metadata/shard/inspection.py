@@ -124,18 +124,18 @@ def _near_group(group: Group, still_open: list[Group]) -> Name:
     return nearest(str(group.name), map(str, others)) if alike is None else alike
 
 
-def _unknown_tags(state: State, where: Where | None) -> list[str]:
+def _unknown_tags(state: State, where: Where | None, exists: bool = True) -> list[str]:
     """The tags of a filter that no row has ever had."""
     if where is None or not state.producers.rows:
         return []
-    return sorted(tags_of(where) - state.tag_names)
+    return sorted(tags_of(where, exists) - state.tag_names)
 
 
 def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
-    """Tags of a filter that no row has ever had, each with the one of a similar name that rows
-    have; where there is none, with some that they have."""
+    """Tags that a filter compares and no row has ever had, each with the one of a similar name that
+    rows have; where there is none, with some that they have. `tag(…).exists()` is no mistake."""
     found = {}
-    for tag in _unknown_tags(state, where)[:SHOWN_TAGS]:
+    for tag in _unknown_tags(state, where, exists=False)[:SHOWN_TAGS]:
         near = nearest(tag, sorted(state.tag_names))
         found[tag] = [near] if near else sorted(state.tag_names)[:SHOWN_TAGS]
     return found

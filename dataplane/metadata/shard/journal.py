@@ -240,7 +240,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
 def _given(store: Store, op: Given, now: float) -> None:
     blocks = [_block(store, number) for number in column(op.numbers, U8).tolist()]
     if len(set(blocks)) < len(blocks):
-        raise ProtocolError("the record names a block twice")
+        raise ProtocolError(f"the record names {len(blocks)} blocks, but some of them twice")
     counts = [block.count for block in blocks]
     values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
     store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)

@@ -302,11 +302,10 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             groups = sorted({rows.group[i] for i in new if rows.group[i] >= 0})
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
-            f"partition {state.partition!r} is sealed and takes no new rows, and "
-            f"{counted(len(new), 'row')} of this put would be new: put them into another "
-            "partition (existing rows still take new fields). If the partition is left over from "
-            "an earlier launch of this run, start with connect(fresh=True), which ends that "
-            "launch first",
+            f"partition {state.partition!r} is sealed and takes no new rows: "
+            f"{counted(len(new), 'row')} of this put would be new. Put them into another "
+            "partition; existing rows still take new fields. If an earlier launch of this run "
+            "left the partition behind, connect(fresh=True) ends that launch first",
             partition=state.partition,
             rows=len(new),
         )
@@ -368,13 +367,14 @@ def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
     """Why a group has no room for the new rows of a put."""
     if group is not None and group.closed:
         return (
-            f"group {name!r} already has all its {counted(group.seen, 'row')}; a restarted "
+            f"group {name!r} already has all its {counted(group.seen, 'row')}: a restarted "
             "producer should continue with its next group"
         )
     seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
     return (
         f"group {name!r} closes with {counted(size, 'row')} and has {seen}, and this put adds "
-        f"{added}; a repeated put with the same key= skips rows that exist"
+        f"{added}. If the put is repeated, give its rows the same key=: it then skips those that "
+        "exist"
     )
 
 

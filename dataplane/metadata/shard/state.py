@@ -172,8 +172,7 @@ class State:
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
                 f"{name!r}{did_you_mean(name, self.stages)}: its stages are {known}. "
-                "Declare a new stage in plane.partition(stages=…), or with a claim that "
-                "passes fields=[…]",
+                "Declare a new stage in plane.partition(stages=…), or claim with fields=[…]",
                 stage=name,
             ) from None
 

@@ -194,9 +194,9 @@ class Store(State):
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
                 f"{name!r}{did_you_mean(name, self.stages)}: its stages are "
-                f"{sorted(self.stages)}, and it frees rows that all of these have acked "
-                "(free='acked'), so a stage that is added now may have missed rows: declare it "
-                "with the partition",
+                f"{', '.join(map(repr, sorted(self.stages)))}. Declare all stages in "
+                "plane.partition(stages=…): with free='acked' a stage that is added later may "
+                "have missed rows",
                 stage=name,
             )
         self.check_stage_room(name, fields)

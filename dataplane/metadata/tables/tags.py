@@ -61,7 +61,9 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
             )
     if tags and len(tags.keys() | known) > MAX_TAGS:
         raise LimitExceeded(
-            f"a partition can have at most {MAX_TAGS} different tags", limit=MAX_TAGS
+            f"a partition can have at most {MAX_TAGS} different tags, and this call adds "
+            f"{counted(len(tags.keys() - set(known)), 'tag')}: put the values as a field",
+            limit=MAX_TAGS,
         )
 
 

@@ -196,12 +196,13 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
             )
 
 
-def tags_of(where: WireWhere) -> set[str]:
-    """The names of the tags that a checked filter asks for."""
+def tags_of(where: WireWhere, exists: bool = True) -> set[str]:
+    """The names of the tags that a checked filter asks for. exists: also where it only asks
+    whether a row has the tag."""
     how, *rest = where
     if how in _JOINTS or how == "not":
-        return set[str]().union(*map(tags_of, rest))
-    return {rest[0]}
+        return set[str]().union(*(tags_of(part, exists) for part in rest))
+    return {rest[0]} if exists or how != "exists" else set()
 
 
 def _spend(budget: list[int], nodes: int) -> None:

@@ -239,7 +239,7 @@ class EtcdKeeper(SeedKeeper):
                 else:
                     await self._look(office, began)
             except DataplaneError as exc:
-                log.warning("etcd: %s", exc)
+                log.warning("peer %r: %s", self.host.name, exc)
             if office.is_open and not self.sure():
                 log.warning("peer %r: no longer the roster keeper", self.host.name)
                 office.close()
@@ -290,7 +290,7 @@ class EtcdKeeper(SeedKeeper):
         try:
             revision = await self.etcd.put_if(self._roster_key, raw, mine, before, 0)
         except Unavailable as exc:  # it may be there or not: whoever comes next reads it
-            log.warning("etcd: could not store the roster: %s", exc)
+            log.warning("roster keeper: could not store the roster: %s", exc)
             revision = 0
         if not revision:
             self._sure_until = 0.0
@@ -310,7 +310,7 @@ class EtcdKeeper(SeedKeeper):
             if self._lease and self.sure():
                 await self.etcd.revoke(self._lease)
         except Unavailable as exc:
-            log.info("etcd: could not revoke the keeper's lease, which will expire: %s", exc)
+            log.info("roster keeper: could not end its lease, which will expire: %s", exc)
         await self.etcd.close()
 
 

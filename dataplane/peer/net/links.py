@@ -103,8 +103,8 @@ class Acquaintances:
                 raise RosterMismatch(
                     f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, but this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds, or have every process of one launch call "
-                    "connect(fresh=True)",
+                    "with the same --run and --seeds. If one process of a launch calls "
+                    "connect(fresh=True), all must",
                     what=what,
                 )
         taken = {met.name: address for address, met in self._met.items()} | {

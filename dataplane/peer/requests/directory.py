@@ -193,7 +193,7 @@ class Directory:
         """Why a client that attaches to the partition waits, and what to do."""
         run = f"run {self.host.plane!r}"
         if partition in self._elsewhere or partition in self.host.entries:
-            return f"a peer of {run} has it, but the peer that serves it now does not: repeat the call"
+            return f"a peer of {run} has it, but not the peer that serves it now: repeat the call"
         again = f"with plane.partition({partition!r}, stages={{…}})"
         if partition in self.partitions.declared:
             return f"it was in {run} before, and was dropped or lost: declare it again {again}"

@@ -190,7 +190,9 @@ class Shipping:
         else:
             self._enqueue(entry, encode(op))
         if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
-            log.error("backup: too slow (%d bytes queued), resyncing in %g s", waiting, RETRY_S)
+            backup = "" if self.backup is None else self.backup.peer
+            said = "backup %s: too slow (%d bytes queued), resyncing in %g s"
+            log.error(said, backup, waiting, RETRY_S)
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 

@@ -39,7 +39,6 @@ _LIMIT_BYTES = 3 << 30
 _LIMITED_PROMPTS = 16
 _LIMITED_ARENA_BYTES = 1536 << 20
 """Half of the limit: without dedup the largest group of one clip is 0.6 GB."""
-_NO_FIGURE = "no plane has a figure"
 _HARDLY = 0.02
 """Share of a step below which a transfer hardly matters."""
 
@@ -168,34 +167,29 @@ def _on_most_hosts(runs: list[Run]) -> list[list[Run]]:
 def _transfers(placements: list[list[Run]]) -> str:
     """How long a steady step's data takes through each plane; what has no figure, and why."""
     first = placements[0][0]
-    link = f"with {_rated(first['link'])} links" if first["link"] else "over loopback"
+    link = f"with {links.rated(first['link'])} links" if first["link"] else "over loopback"
     dedup = "" if first["dedup"] else ", dedup off"
-    said = f"{first['trace'].capitalize()} on {first['hosts']} hosts {link}{dedup}: "
-    named = [_called(run) for run in placements[0] if _steady(run)]
-    for nth, same in enumerate(placements):
+    said = f"{first['trace'].capitalize()} on {first['hosts']} hosts {link}{dedup}."
+    named: list[str] = []
+    for same in placements:
         timed = [run for run in same if _steady(run)]
-        if nth and named == [_called(run) for run in timed]:
-            told = _listed([_seconds(_steady(run)) for run in timed])
+        names = [_called(run) for run in timed]
+        took = [_seconds(_steady(run)) for run in timed]
+        if not timed:
+            said += f" If {_placed(same[0])}, no plane has a figure."
+        elif names == named:  # those that the sentence before named
+            said += f" If {_placed(same[0])}: {_listed(took)}."
         else:
-            told = _listed([f"{_seconds(_steady(run))} through {_called(run)}" for run in timed])
-        if nth:
-            said += f" If {_placed(same[0])}, {f'it takes {told}' if told else _NO_FIGURE}."
-        else:
-            said += f"moving a step's data takes {told}" if told else _NO_FIGURE
-            said += f" if {_placed(same[0])}."
+            told = [f"{one} through {name}" for one, name in zip(took, names, strict=True)]
+            said += f" If {_placed(same[0])}, a step's data takes {_listed(told)}."
+        named = names
     for run in (run for same in placements for run in same if not _steady(run)):
         said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."
     return said
 
 
-def _rated(link: str) -> str:
-    """`520mbit`, as tc writes it, for people: `520 Mbit/s`."""
-    number = link.rstrip("kmgbit")
-    return f"{number} {link.removeprefix(number).capitalize()}/s"
-
-
 def _listed(told: Sequence[str]) -> str:
-    *most, last = told or [""]
+    *most, last = told
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -210,17 +204,17 @@ def _shares(placements: list[list[Run]]) -> str:
         return ""
     recorded = finished[0][0]["recorded_step_seconds"]
     shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
-    said = f"Recorded rollout and training of the step took {_seconds(recorded)}, so moving data"
+    said = f"Recorded rollout and training of the step took {_seconds(recorded)}. Moving data is"
     if (most := max(map(max, shares))) < _HARDLY:
-        return f"{said} is at most {most:.1%} of the step and hardly matters."
+        return f"{said} at most {most:.1%} of the step."
     told = [_listed([f"{share:.0%}" for share in some]) for some in shares]
-    return f"{said} is {_by_case(told, [same[0] for same in finished], ' of the step')}."
+    return f"{said} {_by_case(told, [same[0] for same in finished], ' of the step')}."
 
 
 def _by_case(told: Sequence[str], runs: Sequence[Run], what: str = "") -> str:
-    """One part of the sentence for each placement. With two, the sentence before named both."""
+    """Figures of each placement. With two, the sentence before named both."""
     if len(told) == 2:
-        return f"{told[0]}{what}, in the second case {told[1]}"
+        return f"{told[0]}{what}. If {_placed(runs[1])}: {told[1]}"
     return f"{told[0]}{what} if {_placed(runs[0])}"
 
 
@@ -235,7 +229,7 @@ def _computed(placements: list[list[Run]]) -> str:
     busy = [[run["full_step"]["link_seconds"] for run in some] for some in full]
     told = [_listed(list(map(_seconds, some))) for some in busy]
     said = (
-        f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links, the busiest link is "
+        f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links: the busiest link is "
         f"busy for {_by_case(told, [same[0] for same in full])}. "
         f"Rollout and training take {_seconds(one['recorded_seconds'])}."
     )
@@ -298,11 +292,10 @@ def _faster(runs: list[Run]) -> str:
             continue
         best = min(others, key=_steady)
         if _steady(ours) > _steady(best):
-            link = f"{_rated(ours['link'])} links" if ours["link"] else "unlimited links"
-            took = [f"{_seconds(_steady(run))} through {_called(run)}" for run in (ours, best)]
+            link = f"{links.rated(ours['link'])} links" if ours["link"] else "unlimited links"
             told.append(
-                f"a {ours['trace']} step on {ours['hosts']} hosts with {link} takes "
-                f"{_listed(took)} if {_placed(ours)}"
+                f"{ours['trace']} on {ours['hosts']} hosts with {link} if {_placed(ours)} "
+                f"({_seconds(_steady(ours))}, {_called(best)} {_seconds(_steady(best))})"
             )
     if not told:
         return "No controller was faster in any job of this set."

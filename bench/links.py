@@ -58,6 +58,12 @@ def bits_per_second(rate: str) -> float:
     return bits
 
 
+def rated(rate: str) -> str:
+    """`520mbit`, as tc writes it, for people: `520 Mbit/s`."""
+    number = rate.rstrip("kmgbit")
+    return f"{number} {rate.removeprefix(number).capitalize()}/s"
+
+
 def fair_rate(hosts: int) -> str:
     """The rate that a host's link has here if it is to its cores as 100 Gbit/s is to 64 cores, a
     usual training node: `390mbit` for one of eight hosts on two cores."""

@@ -19,6 +19,7 @@ from rich.console import Console
 from bench import outputs
 from bench.figures import others_cores
 from bench.headline import CALLED, OURS
+from bench.links import rated
 from bench.page import document
 from bench.page.runs import Report, Run, figures, gib
 from bench.report import steady_range, steady_seconds
@@ -72,6 +73,7 @@ def trimmed(told: Report) -> dict[str, Any]:
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
         runs.append({name: value for name, value in run.items() if name not in unseen})
+        runs[-1]["error"] = str(run["error"]).partition("\n")[0]
         if run.get("workers") and "machine" in run.get("cpu_seconds", {}):
             runs[-1]["others_cores"] = round(others_cores(run), 2)
         if curve := runs[-1].get("memory_curve"):
@@ -109,7 +111,7 @@ def _steps(runs: Sequence[Run]) -> str:
 
 def _job(run: Run) -> str:
     where = "rollout apart" if run["apart"] else "every stage on every host"
-    link = run["link"] or "no link limit"
+    link = f"{rated(run['link'])} links" if run["link"] else "no link limit"
     dedup = "" if run["dedup"] else ", dedup off"
     prompts = f"{run['prompts']} prompts × {run['samples']}"
     return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {link}, {where}{dedup}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from bench import outputs
+from bench.links import rated
 from bench.page import drawing
 from bench.page.drawing import Figure, number
 from bench.page.runs import Report, Run, carried, figures, gib, step, switch
@@ -167,7 +168,7 @@ def _cells(run: Run) -> dict[str, str]:
     return {
         "run": f"{_name(run)}, {run['columns']}",
         "status": str(run["status"]),
-        "link": run.get("link") or "–",
+        "link": rated(run["link"]) if run.get("link") else "–",
         "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
         "seconds": f"{run['seconds']:.2f}" if run["seconds"] else "–",
         "a step": f"{took[0]:.2f} {took[1]}".rstrip() if took else "–",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.links import rated
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Figure, Line, Row, Scale, number
 from bench.report import steady_range, steady_seconds
@@ -64,7 +65,7 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
     shown["apart"] = "rollout apart" if run.get("apart") else "every stage on every host"
     shown["phased"] = "no stage overlaps rollout" if run.get("phased") else "stages overlap"
-    shown["link"] = f"links of {link}" if link else "no link limit"
+    shown["link"] = f"{rated(link)} links" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
@@ -141,7 +142,7 @@ def _family(run: Run) -> str:
         f"{run['trace']}, "
         + ("rollout on half of the hosts, " if run.get("apart") else "every stage on every host, ")
         + f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
-        + (f"links of {link}" if link else "no link limit")
+        + (f"{rated(link)} links" if link else "no link limit")
         + (f", {gib(limit)} a host" if limit else "")
     )
 

@@ -41,31 +41,31 @@ APART = [
 def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
     transfers, shares, computed, faster = sentences([*TOGETHER, *APART])
     assert transfers == (
-        "Video on 6 hosts with 400 Mbit/s links: moving a step's data takes 5 s through dataplane, "
-        "6 s through a streaming controller and 7 s through a controller with barriers if rollout "
-        "has its own hosts. If every host runs every stage, it takes 0.4 s, 10 s and 22 s."
+        "Video on 6 hosts with 400 Mbit/s links. If rollout has its own hosts, a step's data takes "
+        "5 s through dataplane, 6 s through a streaming controller and 7 s through a controller "
+        "with barriers. If every host runs every stage: 0.4 s, 10 s and 22 s."
     )
     assert shares == (
-        "Recorded rollout and training of the step took 30 s, so moving data is 14%, 17% and 19% "
-        "of the step, in the second case 1%, 25% and 42%."
+        "Recorded rollout and training of the step took 30 s. Moving data is 14%, 17% and 19% of "
+        "the step. If every host runs every stage: 1%, 25% and 42%."
     )
     assert computed == (
-        "Computed for 64 prompts a step and 100 Gbit/s links, the busiest link is busy for 0.5 s, "
-        "0.5 s and 0.5 s, in the second case 0.5 s, 0.5 s and 0.5 s. Rollout and training take "
-        "60 s. At that rate links alone are no reason to choose a plane."
+        "Computed for 64 prompts a step and 100 Gbit/s links: the busiest link is busy for 0.5 s, "
+        "0.5 s and 0.5 s. If every host runs every stage: 0.5 s, 0.5 s and 0.5 s. Rollout and "
+        "training take 60 s. At that rate links alone are no reason to choose a plane."
     )
     assert faster == "No controller was faster in any job of this set."
 
 
 def test_small_transfers_hardly_matter() -> None:
     short = [{**one, "step_seconds": [0.1, 0.1, 0.1]} for one in TOGETHER]
-    assert "moving data is at most 0.3% of the step and hardly matters." in sentences(short)[1]
+    assert "Moving data is at most 0.3% of the step." in sentences(short)[1]
 
 
 def test_other_traces_follow_the_first_and_memory() -> None:
     math = [{**one, "trace": "math"} for one in TOGETHER]
     told = sentences([*TOGETHER, *math])
-    moved = [said.split()[0] for said in told if "moving a step's data takes" in said]
+    moved = [said.split()[0] for said in told if "a step's data takes" in said]
     assert moved == ["Video", "Math"]
 
 
@@ -77,8 +77,8 @@ def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
     told = sentences([*TOGETHER, *queued])
     assert told[:2] == sentences(TOGETHER)[:2]
     assert told[-2] == (
-        "Video on 4 hosts with 400 Mbit/s links, dedup off: moving a step's data takes 2 s through "
-        "dataplane and 20 s through TransferQueue if rollout has its own hosts."
+        "Video on 4 hosts with 400 Mbit/s links, dedup off. If rollout has its own hosts, a step's "
+        "data takes 2 s through dataplane and 20 s through TransferQueue."
     )
 
 
@@ -109,9 +109,8 @@ def test_where_we_lose_is_said_with_its_figures() -> None:
     slow = run("dataplane", "math", 2, [1.0, 0.4], **loopback)
     fast = run("controller", "math", 2, [1.0, 0.1], **loopback)
     assert sentences([*TOGETHER, slow, fast])[-1] == (
-        "Where dataplane is slower: a math step on 2 hosts with unlimited links takes 0.4 s "
-        "through dataplane and 0.1 s through a controller with barriers if every host runs every "
-        "stage."
+        "Where dataplane is slower: math on 2 hosts with unlimited links if every host runs every "
+        "stage (0.4 s, a controller with barriers 0.1 s)."
     )
 
 
@@ -145,11 +144,12 @@ def test_a_plane_that_failed_is_named_beside_those_that_finished() -> None:
         "twice (ProcessDied: a)."
     )
     nobody = sentences([{**one, **failed} for one in TOGETHER])
-    assert "no plane has a figure if every host runs every stage." in nobody[0]
+    assert "If every host runs every stage, no plane has a figure." in nobody[0]
     assert nobody[-1] == "No controller was faster in any job of this set."
 
 
 def test_planes_are_named_again_if_others_finished_on_the_other_placement() -> None:
     failed = {**TOGETHER[1], "status": "oom", "step_seconds": []}
     told = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[0]
-    assert "it takes 0.4 s through dataplane and 22 s through a controller with barriers." in told
+    taken = "a step's data takes 0.4 s through dataplane and 22 s through a controller with"
+    assert f"If every host runs every stage, {taken} barriers." in told

@@ -194,8 +194,8 @@ def test_the_page_opens_with_the_headline_and_the_same_work_over_hosts(tmp_path:
     assert places == sorted(places)
     hosts = section(told, "hosts")
     assert captions(hosts) == [
-        "math, every stage on every host, 2 prompts a host, links of 400mbit",
-        "video, every stage on every host, 1 prompt a host, links of 400mbit",
+        "math, every stage on every host, 2 prompts a host, 400 Mbit/s links",
+        "video, every stage on every host, 1 prompt a host, 400 Mbit/s links",
     ]  # fmt: skip
     assert {"0.6 s", "8.6 s", "2", "4", "8", "seconds"} <= set(texts(hosts))
     assert {"0.1 GB", "0.9 GB", "full 10%", "full 90%"} <= set(texts(section(told, "links")))

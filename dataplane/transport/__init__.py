@@ -8,8 +8,7 @@
 | their connections, one stream, the same inside TLS | connections, stream, secure_stream |
 | frames and records, proofs and tickets | bulk_frames, tickets |
 | what an engine must be able to do, which there are | seam, registry |
-| the engines | nixl, ucx, libucp, cuda_ipc, nccl |
-| a region as they register it; two ranks, also of NCCL | region, communicators |
+| the engines; a region as they register it; NCCL's two ranks | engines/ |
 """
 
 from __future__ import annotations

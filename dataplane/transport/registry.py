@@ -30,10 +30,10 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Name: the modules of which one must be installed, and how to install it."""
 CLASSES = {
-    "nixl": "dataplane.transport.nixl:NixlTransport",
-    "ucx": "dataplane.transport.ucx:UcxTransport",
-    CUDA_IPC: "dataplane.transport.cuda_ipc:CudaIpcTransport",
-    NCCL: "dataplane.transport.nccl:NcclTransport",
+    "nixl": "dataplane.transport.engines.nixl:NixlTransport",
+    "ucx": "dataplane.transport.engines.ucx:UcxTransport",
+    CUDA_IPC: "dataplane.transport.engines.cuda_ipc:CudaIpcTransport",
+    NCCL: "dataplane.transport.engines.nccl:NcclTransport",
 }
 
 

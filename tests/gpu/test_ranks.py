@@ -13,8 +13,8 @@ import pytest
 
 from dataplane.errors import TransportMissing
 from dataplane.memory.device_cuda import CudaDevice
-from dataplane.transport import communicators
-from dataplane.transport.communicators import NcclRanks
+from dataplane.transport.engines import communicators
+from dataplane.transport.engines.communicators import NcclRanks
 from tests.gpu.conftest import bring, two_planes
 from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
 

@@ -85,3 +85,11 @@ def test_clients_and_peers_know_nothing_of_each_other() -> None:
         assert room != "peer" or "dataplane.client" not in text, path
         assert room != "client" or "from dataplane.peer" not in text, path
         assert room == "integrations" or "from dataplane.integrations" not in text, path
+
+
+def test_the_registry_names_engines_and_nobody_imports_them() -> None:
+    """A bulk worker loads the one that it runs."""
+    engines = HOUSE / "transport" / "engines"
+    for path in HOUSE.rglob("*.py"):
+        if engines not in path.parents:
+            assert "from dataplane.transport.engines" not in path.read_text(), path

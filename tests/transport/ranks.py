@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from dataplane.errors import TransferFailed
-from dataplane.transport.communicators import Communicator, Ranks, joined, wait
+from dataplane.transport.engines.communicators import Communicator, Ranks, joined, wait
 
 
 def nothing() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import TransferFailed
-from dataplane.transport.communicators import HostRanks, _GpuRank, joined, wait
+from dataplane.transport.engines.communicators import HostRanks, _GpuRank, joined, wait
 from tests.transport.ranks import check_abort, check_given_up, check_order, nothing, pair_of
 
 

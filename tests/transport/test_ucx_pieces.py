@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import ProtocolError, TransportMissing
-from dataplane.transport import ucx
-from dataplane.transport.ucx import PIECE_BYTES, _pieces
+from dataplane.transport.engines import ucx
+from dataplane.transport.engines.ucx import PIECE_BYTES, _pieces
 
 
 def columns(*triples: tuple[int, int, int]) -> list[np.ndarray]:

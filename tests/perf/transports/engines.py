@@ -70,8 +70,8 @@ class UcxEnd:
     """A UCP worker: gets of PIECE_BYTES, as many under way as its shared memory holds."""
 
     def __init__(self, memory: Memory) -> None:
-        from dataplane.transport.libucp import UcpWorker, settle
-        from dataplane.transport.ucx import _binding
+        from dataplane.transport.engines.libucp import UcpWorker, settle
+        from dataplane.transport.engines.ucx import _binding
 
         settle()
         binding = _binding()
@@ -97,8 +97,8 @@ class UcxEnd:
         self._line = self._ucp.connect(address, key)
 
     def read(self, count: int, size: int) -> None:
-        from dataplane.transport.libucp import PENDING
-        from dataplane.transport.ucx import MEMORY_WINDOW_BYTES, PIECE_BYTES, WINDOW
+        from dataplane.transport.engines.libucp import PENDING
+        from dataplane.transport.engines.ucx import MEMORY_WINDOW_BYTES, PIECE_BYTES, WINDOW
 
         step = min(size, PIECE_BYTES)
         left = deque(
@@ -133,7 +133,7 @@ class NixlEnd:
     """A NIXL agent: one transfer for all values, polled to its end."""
 
     def __init__(self, memory: Memory) -> None:
-        from dataplane.transport.nixl import _agent
+        from dataplane.transport.engines.nixl import _agent
 
         self._agent: Any = _agent(f"loop-{os.getpid()}")
         self._base = memory.ctypes.data

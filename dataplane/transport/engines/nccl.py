@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
-from dataplane.transport.communicators import (
+from dataplane.transport.engines.communicators import (
     CHECK_S,
     Communicator,
     HostRanks,
@@ -30,8 +30,8 @@ from dataplane.transport.communicators import (
     shares_gpus,
     wait,
 )
-from dataplane.transport.cuda_ipc import this_host
-from dataplane.transport.region import OpenRegion
+from dataplane.transport.engines.cuda_ipc import this_host
+from dataplane.transport.engines.region import OpenRegion
 from dataplane.transport.seam import (
     Capabilities,
     Offsets,

@@ -36,9 +36,9 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.transport.bulk_frames import MAX_PULL_ITEMS
-from dataplane.transport.cuda_ipc import this_host
-from dataplane.transport.libucp import settle
-from dataplane.transport.region import OpenRegion, Stretch, Stretches
+from dataplane.transport.engines.cuda_ipc import this_host
+from dataplane.transport.engines.libucp import settle
+from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
     Held,

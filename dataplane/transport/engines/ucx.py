@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
-from dataplane.transport.libucp import PENDING, UcpLine, UcpWorker, settle
-from dataplane.transport.region import OpenRegion, Stretch, Stretches
+from dataplane.transport.engines.libucp import PENDING, UcpLine, UcpWorker, settle
+from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
     Held,

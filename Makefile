@@ -57,7 +57,7 @@ test: test-packages $(VENV)/.test-installed
 # What thinks, without torch, a browser or Debian's packages: two minutes with the installation. A second
 # environment, so that what it lacks is not there by accident. Left out: what starts peers and runs, and what needs torch.
 QUICK := $(VENV)/quick
-QUICK_TESTS := tests/metadata tests/peer tests/memory tests/client tests/protocol tests/launch \
+QUICK_TESTS := tests/metadata tests/peer tests/memory tests/twin tests/client tests/protocol tests/launch \
   $(patsubst %,tests/packaging/test_%.py,flakes phrases quick rooms) $(patsubst %,tests/bench/test_%.py,columns headline ledger traces)
 QUICK_LEFT_OUT := tests/protocol/test_value_vectors.py tests/protocol/test_raw_peer.py \
   $(patsubst %,tests/launch/test_%.py,cli embedded rundir runs)

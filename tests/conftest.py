@@ -19,6 +19,10 @@ from tests.leaks import FAILED
 # Tests start hundreds of processes, which share compiled modules whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Processes that tests start find the kind of device that is host memory.
+_TWIN = str(Path(__file__).with_name("twin"))
+os.environ["PYTHONPATH"] = os.pathsep.join([_TWIN, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -229,9 +229,9 @@ TABLE = (
     ),
     Setting(
         "device-arena",
-        "SIZE",
+        "[cuda@N,…:]SIZE",
         "none",
-        "GPU memory for rows on each GPU that is visible to the peer",
+        "GPU memory for rows on each GPU that is visible to the peer, or on those named",
         values.parse_device_arena,
         field="device_arena",
     ),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.errors import InvalidConfig, TokenMissing, sized
+from dataplane.gpu import registry
 from dataplane.launch.dns import SCHEME, seeds_of
 from dataplane.launch.token import Token
 
@@ -331,44 +332,39 @@ def check_metrics(metrics: MetricsAddress, token: Token | None) -> None:
 
 MIN_BYTES = 1 << 20
 MAX_DEVICES = 16
-_TWIN = re.compile(r"twin(?:@([0-9]))?")
-_SEVERAL = re.compile(r"([1-9])x(.+)")
+_DEVICES = re.compile(r"(?P<kind>[a-z0-9_-]+)(@(?P<numbers>\d{1,3}(,\d{1,3})*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """nbytes: of each device. twins: how many in host memory, instead of the GPUs, from `first`:
-    for tests and trials on machines without a GPU, nothing else ever chooses them."""
+    """nbytes: of each device. kind: of the devices. numbers: of those that are meant; (): all that
+    the peer sees."""
 
     nbytes: int
-    twins: int = 0
-    first: int = 0
+    kind: str = registry.CUDA
+    numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if not self.twins:
-            return str(self.nbytes)
-        number = f"@{self.first}" if self.first else ""
-        several = f"{self.twins}x" if self.twins > 1 else ""
-        return f"twin{number}:{several}{self.nbytes}"
+        numbers = f"@{','.join(map(str, self.numbers))}" if self.numbers else ""
+        return f"{self.kind}{numbers}:{self.nbytes}"
 
 
 def parse_device_arena(text: str) -> DeviceMemory:
-    """`2GiB`: so much of each GPU that the peer sees. `twin:64MiB`: of the twin in host memory,
-    `twin:2x64MiB` of two of them, `twin@1:64MiB` of the second, as if another peer had the first.
-    InvalidConfig for anything else."""
-    head, colon, tail = text.partition(":")
-    twin = _TWIN.fullmatch(head)
-    if colon and twin is None:
+    """`2GiB`: so much of each GPU that the peer sees. `cuda@0,2:2GiB`: of these two alone.
+    InvalidConfig for anything else, also for a kind of device that is not installed."""
+    given, colon, size = text.rpartition(":")
+    devices = _DEVICES.fullmatch(given if colon else registry.CUDA)
+    if devices is None or (colon and devices["kind"] not in registry.names()):
         raise InvalidConfig(
-            f"{text!r} is not a device arena: write a size per GPU such as 2GiB, or "
-            "twin:64MiB for a simulated device in host memory"
+            f"{text!r} is not a device arena: write a size per GPU such as 2GiB, or name the GPUs, "
+            "such as cuda@0,2:2GiB"
         )
-    twins, first = 0, 0
-    if twin is not None and colon:
-        first = int(twin[1] or 0)
-        several = _SEVERAL.fullmatch(tail)
-        twins, tail = (int(several[1]), several[2]) if several else (1, tail)
-    memory = DeviceMemory(parse_size(tail if colon else text), twins, first)
+    numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
+    if len(numbers) > MAX_DEVICES or len(set(numbers)) < len(numbers):
+        raise InvalidConfig(
+            f"{text!r} is not a device arena: name up to {MAX_DEVICES} devices, each of them once"
+        )
+    memory = DeviceMemory(parse_size(size), devices["kind"], numbers)
     if memory.nbytes < MIN_BYTES:
         raise InvalidConfig(
             f"a device arena of {sized(memory.nbytes)} is too small: use at least "

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
+from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, Piece, ShareOfEach
-from dataplane.memory.device import Device, PoolHandle
 from dataplane.memory.extents import Bytes, Mask, Records, page_up
 from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges
 from dataplane.memory.space import Holder, Space, pinned_by

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
+from dataplane.gpu.device import PoolHandle
 from dataplane.memory.arena import Arena
-from dataplane.memory.device import PoolHandle
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Flags, Heirs, Roster

@@ -10,10 +10,10 @@ import functools
 import secrets
 
 from dataplane.errors import DataplaneError
+from dataplane.gpu.device import Device
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
-from dataplane.memory.device import Device
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers

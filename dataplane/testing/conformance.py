@@ -23,6 +23,7 @@ from dataplane.errors import (
     TicketRefused,
     TransferFailed,
 )
+from dataplane.gpu.device import Device
 from dataplane.testing.hosts import Host, Records, StartHost, hosts, until
 from dataplane.transport import COPY, plane_key
 from dataplane.transport.reader import MAX_RENEWALS
@@ -54,12 +55,12 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.mark.asyncio
 class TransportConformance:
-    """Set `transport` to the name of the one to try; tls: with `--bulk-tls`, for TCP; device:
-    between device arenas, those of twins in host memory."""
+    """Set `transport` to the name of the one to try. tls: with `--bulk-tls`, for TCP. device:
+    between arenas on devices of this kind, whose memory this process can read and write."""
 
     transport: ClassVar[str] = "tcp"
     tls: ClassVar[bool] = False
-    device: ClassVar[bool] = False
+    device: ClassVar[type[Device] | None] = None
 
     @pytest_asyncio.fixture
     async def start(self) -> AsyncIterator[StartHost]:

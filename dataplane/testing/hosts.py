@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import TransferFailed
-from dataplane.memory.device_twin import TwinDevice
+from dataplane.gpu.device import Device
 from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
@@ -37,7 +37,7 @@ class Host:
         key: bytes,
         transport: str,
         identity: Identity | None = None,
-        device: TwinDevice | None = None,
+        device: Device | None = None,
     ) -> None:
         self.owner = Owner(name, 7)
         self.transport = transport
@@ -140,12 +140,13 @@ class StartHost(Protocol):
 
 @asynccontextmanager
 async def hosts(
-    transport: str = TCP, tls: bool = False, device: bool = False
+    transport: str = TCP, tls: bool = False, device: type[Device] | None = None
 ) -> AsyncIterator[StartHost]:
     """A function that starts a host; all are stopped at the end, and every pin must be back.
 
     tls: all of them use TLS only, except those that are started with another `tls`.
-    device: their memory is a device arena each, of a twin of its own.
+    device: the memory of each host is an arena on a device of this kind, another one per host. The
+    host must be able to read and write the memory of that kind.
     """
     every = tls
     started: list[Host] = []
@@ -157,8 +158,8 @@ async def hosts(
         tls: bool | None = None,
     ) -> Host:
         identity = new_identity() if (every if tls is None else tls) else None
-        twin = TwinDevice(f"twin:{len(started)}") if device else None
-        host = Host(name, arena_bytes, key, transport, identity, twin)
+        own = None if device is None else device.numbered(len(started))
+        host = Host(name, arena_bytes, key, transport, identity, own)
         started.append(host)
         await host.engine.start()
         return host

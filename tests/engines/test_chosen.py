@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import psutil
 import pytest
+from dataplane_twin import TwinArray, TwinDevice
 
-from dataplane.memory.device_twin import TwinArray, TwinDevice
 from dataplane.testing import hosts
 from dataplane.transport import registry
 from tests.end_to_end.conftest import PLANE, Cluster, cluster
@@ -45,7 +45,7 @@ def test_peers_carry_values_from_device_to_device_over_an_engine(
     the owner's and the reader's workers open them by handle, and no host arena has the values."""
     monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
     device = TwinDevice()
-    cluster.start("a", "b", devices={"a": "twin:2x32MiB", "b": "twin:64MiB"})
+    cluster.start("a", "b", devices={"a": "twin@0,1:32MiB", "b": "twin:64MiB"})
     with cluster.connect("a") as here, cluster.connect("b") as there:
         arrays = [np.random.default_rng(row).integers(0, 256, MIB, np.uint8) for row in range(8)]
         part = here.partition("p", free="drop")

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from dataplane_twin import TwinDevice
 
 from dataplane.testing import TransportConformance, hosts
 from dataplane.transport import registry
@@ -25,7 +26,7 @@ class TestNixlBetweenDevices(TransportConformance):
     """Device arenas of the twin, which NIXL takes for what they are: host memory."""
 
     transport = "nixl"
-    device = True
+    device = TwinDevice
 
 
 async def test_two_threads_share_large_reads_on_one_host_and_stop_together(

@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from dataplane_twin import TwinDevice
 
 from dataplane.errors import DeadlineExceeded, Unavailable
 from dataplane.testing import TransportConformance, hosts
@@ -27,7 +28,7 @@ class TestUcxBetweenDevices(TransportConformance):
     """Device arenas of the twin, which UCX takes for what they are: host memory."""
 
     transport = "ucx"
-    device = True
+    device = TwinDevice
 
 
 def test_peers_that_require_it_carry_values_over_it(monkeypatch: pytest.MonkeyPatch) -> None:

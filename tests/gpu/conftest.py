@@ -10,7 +10,7 @@ import pytest
 
 import dataplane
 from dataplane.errors import DeviceMissing
-from dataplane.memory.device_cuda import CudaDevice
+from dataplane.gpu.cuda import CudaDevice
 from tests.end_to_end.conftest import PLANE, Cluster
 
 

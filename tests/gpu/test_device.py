@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dataplane.gpu.cuda import CudaDevice
+from dataplane.gpu.device import Device
 from dataplane.memory.admission import Admission
-from dataplane.memory.device import Device
-from dataplane.memory.device_cuda import CudaDevice
 from dataplane.memory.host_memory import HostMemory
-from dataplane.testing.devices import MIB, Child, DeviceConformance
+from tests.twin.conformance import MIB, Child, DeviceConformance
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import TransportMissing
-from dataplane.memory.device_cuda import CudaDevice
+from dataplane.gpu.cuda import CudaDevice
 from dataplane.transport.engines import communicators
 from dataplane.transport.engines.communicators import NcclRanks
 from tests.gpu.conftest import bring, two_planes

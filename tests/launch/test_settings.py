@@ -117,7 +117,7 @@ TEXTS = {
     "token-file": "FILE",
     "arena": "64MiB",
     "spill": "/tmp:16MiB",
-    "device-arena": "twin@1:2x4MiB",
+    "device-arena": "cuda@0,2:4MiB",
     "transport": "off:nixl,ucx",
     "bulk-tls": "1",
     "metrics": "[::1]:9464",

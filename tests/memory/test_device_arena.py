@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from dataplane_twin import TwinDevice
 
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
-from dataplane.memory.device_twin import TwinDevice
 from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.ranges import Ranges
 from dataplane.memory.spill import DISK, Spilled
-from dataplane.testing.devices import MIB, Child
 from dataplane.wire.records import EXTENT, RANGE
+from tests.twin.conformance import MIB, Child
 
 HOST, SIZE = 8 * MIB, 16 * MIB
 A, B, PEER = 1, 2, 0

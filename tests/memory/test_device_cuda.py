@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory import device_cuda
-from dataplane.memory.device_cuda import CudaDevice
+from dataplane.gpu import cuda
+from dataplane.gpu.cuda import CudaDevice
 
 
 class Runtime:
@@ -71,8 +71,14 @@ class Driver:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
-    monkeypatch.setattr(device_cuda, "_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
     return runtime
+
+
+def test_a_gpu_that_this_process_does_not_see_is_named(runtime: Runtime) -> None:
+    assert CudaDevice.numbered(1).identity == "0000:01:00.0"
+    with pytest.raises(DeviceMissing, match="no GPU 2 here: this process sees 2"):
+        CudaDevice.numbered(2)
 
 
 def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
@@ -117,7 +123,7 @@ def test_copies_that_go_together_make_their_gpu_current_once_and_wait_for_their_
 def test_no_gpu_is_made_current_again_that_this_process_does_not_use(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_cuda, "_in_use", lambda number: False)
+    monkeypatch.setattr(cuda, "_in_use", lambda number: False)
     CudaDevice(1).allocate(8192)
     assert runtime.current == 1
 
@@ -145,7 +151,7 @@ def test_where_an_array_lies_is_asked_of_a_gpu_that_this_process_uses(
     assert runtime.asked == [(1, "pointerGetAttributes", 4096)] and runtime.current == 0
     assert CudaDevice(0).locate(Held(4096)) is None
     runtime.asked.clear()
-    monkeypatch.setattr(device_cuda, "_in_use", lambda number: False)
+    monkeypatch.setattr(cuda, "_in_use", lambda number: False)
     assert CudaDevice(1).locate(Held(4096)) is None and not runtime.asked
 
 
@@ -183,7 +189,7 @@ def test_graphs_that_other_threads_capture_are_left_alone(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, modes = Driver(), list[int]()
-    monkeypatch.setattr(device_cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
 
     def refused() -> None:
         modes.append(driver.mode)

@@ -13,6 +13,7 @@ ORDER = {
         "version",
         "wire",
         "timeline",
+        "gpu",
         "memory",
         "transport",
         "metadata",

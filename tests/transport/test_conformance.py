@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dataplane_twin import TwinDevice
 
 from dataplane.errors import TransportMissing
 from dataplane.testing import TransportConformance, hosts
@@ -15,7 +16,7 @@ THEIRS = Path(__file__).parent / "third_party"
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other package is where bulk workers find it."""
-    monkeypatch.setenv("PYTHONPATH", f"{THEIRS}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{THEIRS}:{Path(__file__).parents[2]}", prepend=":")
 
 
 class TestTcp(TransportConformance):
@@ -34,14 +35,14 @@ class TestDeviceMemory(TransportConformance):
     """`cuda_ipc` over the twin."""
 
     transport = "cuda_ipc"
-    device = True
+    device = TwinDevice
 
 
 class TestRanks(TransportConformance):
     """`nccl` over the twin, whose ranks are those of NCCL but for the library."""
 
     transport = "nccl"
-    device = True
+    device = TwinDevice
 
 
 @pytest.mark.parametrize(

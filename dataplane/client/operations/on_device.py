@@ -23,7 +23,7 @@ from dataplane.client.write.parcel import Parcel
 from dataplane.client.write.values import Prepared, PreparedColumn, Specs, Strip, checked_name
 from dataplane.client.write.written import Written, written_of
 from dataplane.errors import InvalidCall, InvalidRows
-from dataplane.memory.device import Copy, Located
+from dataplane.gpu.device import Copy, Located
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.arrays import spec_of
 from dataplane.wire.limits import MAX_RANK, MAX_ROWS_PER_MESSAGE

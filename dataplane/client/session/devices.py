@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,17 @@ from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
+from dataplane.gpu import registry
+from dataplane.gpu.device import Device, Located, Pool, PoolHandle
 from dataplane.launch import settings
-from dataplane.memory.device import Device, Located, Pool, PoolHandle, device_of
 from dataplane.wire.messages import Welcome
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "required", "off"]
-_DLPACK_CUDA = 2
 MAX_TOLD = 64
 """Fields that the log is told of."""
 FINISH_S = 1.0
@@ -53,20 +51,9 @@ def wish_of(given: str | None, environ: Mapping[str, str] = os.environ) -> Wish:
     mode: Any = given or settings.of_variable("devices", environ) or "auto"
     if mode not in get_args(Mode):
         raise InvalidCall(f"devices={mode!r:.40}: expected 'auto', 'required' or 'off'")
-    return Wish(mode, _current_gpu())
+    from dataplane.gpu.cuda import current_gpu
 
-
-def _current_gpu() -> int | None:
-    torch: Any = sys.modules.get("torch")
-    cupy: Any = sys.modules.get("cupy")
-    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        return int(torch.cuda.current_device())
-    if hasattr(cupy, "cuda"):
-        try:
-            return int(cupy.cuda.runtime.getDevice())
-        except cupy.cuda.runtime.CUDARuntimeError:
-            return None
-    return None
+    return Wish(mode, current_gpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +81,8 @@ class Devices:
         """the pools whose values this session reads in place"""
         self.arena_bytes = 0
         self._handles: list[PoolHandle] = []
+        self._kinds: list[type[Device] | None] = []
+        """of each pool; None: no package here supports it"""
         self._bases: list[int] = []
         self._devices: dict[int, Device] = {}
         """devices that were looked at, which takes nothing of them"""
@@ -123,8 +112,9 @@ class Devices:
             self._handles = list(welcome.pools)
             sizes = accumulate((pool.nbytes for pool in self._handles), initial=self.arena_bytes)
             self._bases = list(sizes)[:-1]
-        for number, handle in enumerate(self._handles, 1):
-            if self._is_wanted(handle) and self._open(number) is not None:
+            self._kinds = [self._kind(n) for n in range(1, len(self._handles) + 1)]
+        for number in range(1, len(self._handles) + 1):
+            if self._is_used(number) and self._open(number) is not None:
                 self.in_place.append(number)
         own = [self._opened[number] for number in self.in_place]
         if self.mode == "required" and not self.in_place:
@@ -151,24 +141,20 @@ class Devices:
         self._reached.append(Opened(number, base, reader, pool, reached=True))
         return True
 
-    def _is_wanted(self, handle: PoolHandle) -> bool:
-        """Whether this process works on that device already; to open one takes GPU memory."""
-        if handle.kind == "twin":
-            return self._gpu is None or handle.device == f"twin:{self._gpu}"
-        if handle.kind != "cuda":
-            return True
-        if self.mode == "auto" and self._gpu is None:
-            return False
-        from dataplane.memory.device_cuda import CudaDevice
-
+    def _kind(self, number: int) -> type[Device] | None:
         try:
-            if not CudaDevice.count():
-                raise DeviceMissing("this process sees no GPU: check CUDA_VISIBLE_DEVICES")
-            return CudaDevice(self._gpu or 0).identity == handle.device
+            return registry.load(self._handles[number - 1].kind)
         except DeviceMissing as exc:
-            if self.mode == "required":
-                raise
-            log.warning("device %s: copying values through the host arena: %s", handle.device, exc)
+            self._refuse(number, exc)
+            return None
+
+    def _is_used(self, number: int) -> bool:
+        """Whether this process works on that device already; to open one takes GPU memory."""
+        kind, device = self._kinds[number - 1], self._handles[number - 1].device
+        try:
+            return kind is not None and kind.is_used(device, self._gpu, self.mode == "required")
+        except DeviceMissing as exc:
+            self._refuse(number, exc)
             return False
 
     def _open(self, number: int) -> Opened | None:
@@ -188,7 +174,7 @@ class Devices:
         """Called with the lock."""
         if number not in self._devices and number not in self._refused:
             try:
-                self._devices[number] = device_of(self._handles[number - 1])
+                self._devices[number] = registry.device_of(self._handles[number - 1])
             except DeviceMissing as exc:
                 self._refuse(number, exc)
         return self._devices.get(number)
@@ -205,8 +191,8 @@ class Devices:
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
         """Where these values lie, at least one, that are all arrays on one of these devices."""
-        for number, handle in enumerate(self._handles, 1):
-            if not _may_be_on(handle.kind, values[0]):
+        for number, kind in enumerate(self._kinds, 1):
+            if kind is None or not kind.may_hold(values[0]):
                 continue
             with self._lock:
                 device = self._device(number)
@@ -229,7 +215,8 @@ class Devices:
                 if isinstance(values, (list, tuple)) and values
                 else [values]
             )
-            if any(_may_be_on(pool.kind, value) for pool in self._handles for value in ends):
+            kinds = [kind for kind in self._kinds if kind is not None]
+            if any(kind.may_hold(value) for kind in kinds for value in ends):
                 self._told.add(name)
                 log.warning("field %r: copying device values to the host arena: %s", name, why)
 
@@ -291,26 +278,8 @@ class Devices:
             opened, self._opened = [*self._opened.values(), *self._reached], {}
             self._reached = []
             devices, self._devices = list(self._devices.values()), {}
-            self._handles = []
+            self._handles, self._kinds = [], []
         for one in opened:
             one.pool.close()
         for device in devices:
             device.close()
-
-
-def _may_be_on(kind: str, value: object) -> bool:
-    """What can be seen without any library."""
-    if kind == "twin":
-        from dataplane.memory.device_twin import TwinArray
-
-        return isinstance(value, TwinArray)
-    if isinstance(value, np.ndarray):
-        return False
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return bool(value.device.type == "cuda")
-    if hasattr(value, "__array_interface__"):
-        return False
-    if hasattr(value, "__cuda_array_interface__"):
-        return True
-    return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA

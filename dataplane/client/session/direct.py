@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing
-from dataplane.memory.device import Device, Event
+from dataplane.gpu.device import Device, Event
 from dataplane.memory.mapping import ReadMap
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class CudaLandings:
         number = torch.cuda.current_device() if asked.index is None else asked.index
         stream = torch.cuda.current_stream(number).cuda_stream
         if number not in self._devices:
-            from dataplane.memory.device_cuda import CudaDevice
+            from dataplane.gpu.cuda import CudaDevice
 
             self._devices[number] = CudaDevice(number)
         return Landing(self._devices[number], stream, f"cuda:{number}")

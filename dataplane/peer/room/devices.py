@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
+from dataplane.gpu import registry
+from dataplane.gpu.device import Device
 from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
-from dataplane.memory.device import Device
 from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import Array
@@ -32,20 +33,14 @@ def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
 
 def devices_of(memory: DeviceMemory) -> list[Device]:
     """The devices that give the memory. DeviceMissing where there is none, or no library for it."""
-    if memory.twins:
-        from dataplane.memory.device_twin import TwinDevice
-
-        numbers = range(memory.first, memory.first + memory.twins)
-        return [TwinDevice(f"twin:{number}") for number in numbers]
-    from dataplane.memory.device_cuda import CudaDevice
-
-    count = CudaDevice.count()
-    if not count:
+    kind = registry.load(memory.kind)
+    numbers = memory.numbers or range(min(kind.count(), MAX_DEVICES))
+    if not numbers:
         raise DeviceMissing(
             "--device-arena (or DATAPLANE_DEVICE_ARENA) needs a GPU, and this process sees none: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or leave the option out"
         )
-    return [CudaDevice(number) for number in range(min(count, MAX_DEVICES))]
+    return [kind.numbered(number) for number in numbers]
 
 
 class Devices:

@@ -1,35 +1,30 @@
 """Two ranks that send memory to each other in order: what `nccl` needs of a library.
 
-There are two: `NcclRanks` over NCCL itself, by way of cupy, and `HostRanks`, which moves host
-memory over a socket with the same order of things and runs everywhere. Neither tells one transfer
-from another: what one rank asks for first meets what the other asks for first, in pieces of the
-same lengths. A rank that waits for one that does not come can only be aborted, and a pair that was
-aborted is made anew.
+`NcclRanks` are those of NCCL, by way of cupy. A rank does not tell one transfer from another: what
+one rank asks for first meets what the other asks for first, in pieces of the same lengths. A rank
+that waits for one that does not come can only be aborted. A new pair takes the place of an aborted
+one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
-import secrets
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
-from dataplane.memory.device import Device
+from dataplane.gpu.device import Device
+from dataplane.gpu.registry import CUDA
 
 Pieces = Sequence[tuple[int, int]]
 """Address and length of each piece, in order."""
-JOIN_S = 30.0
 JOINS = 8
 """Joins under way at once; one whose other rank does not come may never end."""
 CHECK_S = 0.02
@@ -179,73 +174,6 @@ class _Attempt:
         )
 
 
-class HostRanks:
-    """Host memory over a socket between processes of one machine: for the twin of a device."""
-
-    def __init__(self) -> None:
-        self._doors: dict[bytes, socket.socket] = {}
-
-    def unique_id(self) -> bytes:
-        door = socket.socket(socket.AF_UNIX)
-        name = b"\0dataplane-ranks-" + secrets.token_hex(16).encode()
-        door.bind(name)
-        door.listen(1)
-        self._doors[name] = door
-        return name
-
-    def join(self, unique_id: bytes, rank: int) -> Communicator:
-        try:
-            sock = _connected(unique_id) if rank else self._doors[unique_id].accept()[0]
-        except (OSError, KeyError) as exc:
-            why = f"the other rank did not join: {exc!r}; the transfer can be retried"
-            raise TransferFailed(why) from exc
-        finally:
-            self.forget(unique_id)
-        return _SocketRank(sock)
-
-    def forget(self, unique_id: bytes) -> None:
-        door = self._doors.pop(unique_id, None)
-        if door is not None:
-            with suppress(OSError):
-                door.shutdown(socket.SHUT_RDWR)
-            door.close()
-
-
-def _connected(name: bytes) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.settimeout(JOIN_S)
-        sock.connect(name)
-        sock.settimeout(None)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-class _SocketRank(Communicator):
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        super().__init__()
-
-    def _move(self, pieces: Pieces, sends: bool) -> None:
-        for address, nbytes in pieces:
-            left = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            while len(left):
-                moved = self._sock.send(left) if sends else self._sock.recv_into(left)
-                if not moved:
-                    raise ConnectionResetError("the other rank disconnected")
-                left = left[moved:]
-
-    def _break(self) -> None:
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def abort(self) -> None:
-        super().abort()
-        self._sock.close()
-
-
 def wait(communicator: Communicator, check: Callable[[], None]) -> None:
     """Until all that was asked of it is done. What `check` raises, or TransferFailed."""
     looked = time.monotonic()
@@ -286,6 +214,20 @@ class NcclRanks:
 
     def forget(self, unique_id: bytes) -> None:
         """A join that nobody needs ends when the other rank's process does, see `JOINS`."""
+
+
+RANKS: dict[str, Callable[[Device], Ranks]] = {CUDA: NcclRanks}
+"""By kind of device. A package that brings a kind may add ranks for it."""
+
+
+def ranks_on(device: Device) -> Ranks:
+    """Ranks that work with this device. TransportMissing where there are none for its kind."""
+    if device.kind not in RANKS:
+        raise TransportMissing(
+            f"nccl cannot use devices of kind {device.kind!r} (it can use: {', '.join(RANKS)})",
+            transport="nccl",
+        )
+    return RANKS[device.kind](device)
 
 
 class _GpuRank(Communicator):

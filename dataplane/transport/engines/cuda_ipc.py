@@ -3,7 +3,8 @@
 Runs in a bulk worker of its own, whose region is the device arenas of its peer. The card names the
 pools by their IPC handles; a reader opens its own pools and the owner's when it first needs them,
 and its device copies from pool to pool, also from one GPU to another where these have access to
-each other. Nothing here knows CUDA: the twin in host memory is read the same way.
+each other. Nothing here knows CUDA: a device of another kind that can open pools is read the same
+way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
-from dataplane.memory.device import Copy, Device, Pool, PoolHandle, device_of
+from dataplane.gpu.device import Copy, Device, Pool, PoolHandle
+from dataplane.gpu.registry import device_of
 from dataplane.transport.seam import (
     Capabilities,
     PlacedPool,

@@ -3,9 +3,8 @@
 Runs in a bulk worker that has opened its device arenas. The two workers are the two ranks of a
 pair, which is made when it is first needed; its unique id travels in the card of the hold, over our
 authenticated connection. NCCL cannot tell transfers apart, so a reader takes them in turn, one at a
-time from each owner. A transfer that breaks off, on whatever side, takes its pair
-along: the reader names another with its next hold. Nothing here knows NCCL: the twin's ranks are
-used the same way.
+time from each owner. A transfer that fails on either side ends its pair: the reader names another
+one with its next hold. Only `communicators` knows NCCL.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any
 import msgspec
 
 from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
+from dataplane.gpu.registry import CUDA
 from dataplane.transport.engines.communicators import (
     CHECK_S,
     Communicator,
-    HostRanks,
-    NcclRanks,
     Ranks,
     joined,
+    ranks_on,
     shares_gpus,
     wait,
 )
@@ -65,11 +64,11 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
 class _Line:
     """The pair with an owner's worker, as its reader has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.turn = threading.Lock()
+        self.ranks = ranks
         self.number = 0
         self.unique_id = b""
-        self.ranks: Ranks = HostRanks()
         self.pair: Communicator | None = None
 
     def drop(self) -> None:
@@ -104,7 +103,7 @@ class NcclTransport(Transport):
         of its memory."""
         first = region.pools[0].handle
         self._region = region
-        self._shares = first.kind == "cuda" and shares_gpus()
+        self._shares = first.kind == CUDA and shares_gpus()
         self._card = Card(this_host(), first.device)
         return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(self._card))
 
@@ -112,8 +111,7 @@ class NcclTransport(Transport):
         with self._lock:
             if self._opened is None:
                 region = OpenRegion(self._region, by_one=True)
-                ranks = NcclRanks(region.devices[0]) if region.on_gpu else HostRanks()
-                self._opened = region, ranks
+                self._opened = region, ranks_on(region.devices[0])
             return self._opened
 
     # the reader
@@ -121,13 +119,13 @@ class NcclTransport(Transport):
     @contextmanager
     def turn(self, request: ReadRequest, own: RegionKey) -> Iterator[bytes]:
         _, ranks = self._open()
-        line = self._line(request.remote.owner)
+        line = self._line(request.remote.owner, ranks)
         while not line.turn.acquire(timeout=CHECK_S):
             request.check()
         self._reading[request.job] = line
         try:
             if line.pair is None:
-                line.number, line.ranks = line.number + 1, ranks
+                line.number += 1
                 line.unique_id = ranks.unique_id()
             card = msgspec.structs.replace(
                 self._card,
@@ -158,10 +156,10 @@ class NcclTransport(Transport):
             line.drop()  # nothing of it is written any more
             raise
 
-    def _line(self, owner: Owner) -> _Line:
+    def _line(self, owner: Owner, ranks: Ranks) -> _Line:
         """The one to this owner; one that nobody uses goes where there are too many."""
         with self._lock:
-            line = self._lines.setdefault(owner, _Line())
+            line = self._lines.setdefault(owner, _Line(ranks))
             self._lines.move_to_end(owner)
             spare = [] if len(self._lines) <= PAIRS else list(self._lines.items())[:-1]
             for other, idle in spare:

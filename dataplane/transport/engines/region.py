@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing, ProtocolError, TransportMissing
-from dataplane.memory.device import Device, Pool, device_of
+from dataplane.gpu.device import Device, Pool
+from dataplane.gpu.registry import CUDA, device_of
 from dataplane.transport.seam import Offsets, Region
 from dataplane.wire.tables import PoolHandle
 
@@ -68,8 +69,8 @@ class OpenRegion:
         self._by_one = by_one
         self.devices: list[Device] = []
         self._pools: list[Pool] = []
-        self.on_gpu = any(placed.handle.kind == "cuda" for placed in region.pools)
-        """else it is host memory to every engine, a twin's too"""
+        self.on_gpu = any(placed.handle.kind == CUDA for placed in region.pools)
+        """else it is host memory to every engine"""
         try:
             stretches = [self._opened(placed.start, placed.handle) for placed in region.pools]
         except DeviceMissing as exc:

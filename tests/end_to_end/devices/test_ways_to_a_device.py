@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
 from dataplane.errors import TransportMissing
-from dataplane.memory.device_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, until
 from tests.end_to_end.devices.twins import (
     MIB,
@@ -173,12 +173,12 @@ def test_ranks_that_are_required_bring_values_to_other_devices_and_say_what_is_m
 def test_a_client_on_another_device_of_the_host_gets_copies_made_by_that_device(
     cluster: Cluster, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.start("a", arena="64MiB", devices={"a": "twin:2x16MiB"})
+    cluster.start("a", arena="64MiB", devices={"a": "twin@0,1:16MiB"})
     arrays = values(4, 200_000)
     with cluster.connect("a") as first:
         part = first.partition("p", stages={"s": ["x"], "t": ["y"]})
         part.put({"x": given(device, arrays)}, key=list(range(4)))
-        monkeypatch.setattr("dataplane.client.session.devices._current_gpu", lambda: 1)
+        monkeypatch.setattr("dataplane.gpu.cuda.current_gpu", lambda: 1)
         with dataplane.connect("a", run=PLANE, devices="required") as second:
             batch = second.partition("p").claim("s", rows=4, timeout=10)
             entry = batch["x"][0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
-from dataplane.memory.device_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import until
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ HOLDING = """
     import signal
     import numpy as np
     import dataplane
-    from dataplane.memory.device_twin import TwinDevice
+    from dataplane_twin import TwinDevice
 
     device = TwinDevice()
     plane = dataplane.connect("a")

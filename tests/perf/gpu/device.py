@@ -72,7 +72,7 @@ class Cuda:
 def missing() -> str:
     """What stands in the way of measuring on a GPU, as far as looking tells; "" for nothing."""
     from dataplane.errors import DeviceMissing
-    from dataplane.memory.device_cuda import CudaDevice
+    from dataplane.gpu.cuda import CudaDevice
 
     try:
         if not CudaDevice.count():

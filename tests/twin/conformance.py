@@ -1,4 +1,4 @@
-"""What every device must do for the code above it: subclass `DeviceConformance`, give it `device`.
+"""What every device must do: subclass `DeviceConformance`, and override its fixture `device`.
 
 Two processes take part: this one owns a pool, a child opens it, as a client does.
 """
@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -18,9 +19,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Device, Pool, PoolHandle
-from dataplane.memory.device_cuda import CudaDevice
-from dataplane.memory.device_twin import TwinDevice
+from dataplane.gpu import registry
+from dataplane.gpu.device import Device, Pool, PoolHandle
 
 MIB = 1 << 20
 PATIENCE_S = 30.0
@@ -38,9 +38,12 @@ class Child:
     """Another process of this host, as a client is one; leaving the context kills it."""
 
     def __init__(self, device: Device) -> None:
-        command = [sys.executable, "-m", "dataplane.testing.devices"]
+        command = [sys.executable, "-m", "tests.twin.conformance"]
         self.process = subprocess.Popen(
-            [*command, device.kind, device.identity], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*command, device.kind, device.identity],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def __enter__(self) -> Child:
@@ -201,8 +204,7 @@ class Told:
 
 def main(kind: str, identity: str) -> None:
     """The child."""
-    device = CudaDevice.of(identity) if kind == CudaDevice.kind else TwinDevice(identity)
-    told = Told(device)
+    told = Told(registry.load(kind).of(identity))
     # whatever else prints here must not get between the answers
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import numpy as np
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Copy, Device, Event, Located, Pool, PoolHandle, check_inside
+from dataplane.gpu.device import Copy, Device, Event, Located, Pool, PoolHandle, check_inside
 from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
 _DLPACK_CUDA = 2
@@ -59,8 +59,17 @@ class CudaDevice(Device):
             return 0
 
     @classmethod
+    def numbered(cls, number: int) -> CudaDevice:
+        count = cls.count()
+        if number >= count:
+            raise DeviceMissing(
+                f"there is no GPU {number} here: this process sees {count}; check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        return cls(number)
+
+    @classmethod
     def of(cls, identity: str) -> CudaDevice:
-        """The one of that name, whatever its number here is."""
         for number in range(cls.count()):
             device = cls(number)
             if device.identity == identity:
@@ -69,6 +78,27 @@ class CudaDevice(Device):
             f"this process does not see GPU {identity}: check CUDA_VISIBLE_DEVICES",
             device=identity,
         )
+
+    @classmethod
+    def is_used(cls, identity: str, current: int | None, required: bool) -> bool:
+        if current is None and not required:
+            return False  # to open a pool would start CUDA, which takes memory of the GPU
+        if not cls.count():
+            raise DeviceMissing("this process sees no GPU: check CUDA_VISIBLE_DEVICES")
+        return cls(current or 0).identity == identity
+
+    @classmethod
+    def may_hold(cls, value: object) -> bool:
+        if isinstance(value, np.ndarray):
+            return False
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return bool(value.device.type == "cuda")
+        if hasattr(value, "__array_interface__"):
+            return False
+        if hasattr(value, "__cuda_array_interface__"):
+            return True
+        return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.number} {self.identity}>"
@@ -316,6 +346,21 @@ class _CudaEvent(Event):
 
 _entered = threading.local()
 """`device`: whose GPU this thread has made current, in a call of ours."""
+
+
+def current_gpu() -> int | None:
+    """The number of the GPU that is current in this thread, where torch or cupy work with one;
+    None where neither does. Looking starts nothing."""
+    torch: Any = sys.modules.get("torch")
+    cupy: Any = sys.modules.get("cupy")
+    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    if hasattr(cupy, "cuda"):
+        try:
+            return int(cupy.cuda.runtime.getDevice())
+        except cupy.cuda.runtime.CUDARuntimeError:
+            return None
+    return None
 
 
 @functools.cache

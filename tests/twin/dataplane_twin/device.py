@@ -1,6 +1,6 @@
 """Host memory that behaves like a GPU's: pools that others open, streams, events.
 
-For what runs above a driver, where there is none. Copies are carried out by a thread a stream, some
+Copies are carried out by a thread a stream, some
 time after they were asked for; whoever does not heed the events reads bytes that are not there yet.
 `hold` keeps a stream from going on, so that a test can show this without waiting for anything.
 """
@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Device, Event, Located, Pool, PoolHandle, check_inside
+from dataplane.gpu.device import Device, Event, Located, Pool, PoolHandle, check_inside
 
 POLL_S = 0.0005
 
@@ -116,6 +116,27 @@ class TwinDevice(Device):
         self._made: WeakSet[_TwinPool] = WeakSet()
         self.pinned: dict[int, int] = {}
         """Host memory that is pinned: bytes by address."""
+
+    @classmethod
+    def count(cls) -> int:
+        """One; `numbered` gives more of them, as if other processes had other devices."""
+        return 1
+
+    @classmethod
+    def numbered(cls, number: int) -> TwinDevice:
+        return cls(f"twin:{number}")
+
+    @classmethod
+    def of(cls, identity: str) -> TwinDevice:
+        return cls(identity)
+
+    @classmethod
+    def is_used(cls, identity: str, current: int | None, required: bool) -> bool:
+        return current is None or identity == f"twin:{current}"
+
+    @classmethod
+    def may_hold(cls, value: object) -> bool:
+        return isinstance(value, TwinArray)
 
     def __repr__(self) -> str:
         return f"<TwinDevice {self.identity}>"

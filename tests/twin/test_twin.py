@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from dataplane_twin import TwinDevice
 
 from dataplane.errors import DeviceMissing, ProtocolError
-from dataplane.memory.device import Device
-from dataplane.memory.device_twin import TwinDevice
-from dataplane.testing.devices import MIB, Child, DeviceConformance, eventually, fetched
+from dataplane.gpu import registry
+from dataplane.gpu.device import Device
+from tests.twin.conformance import MIB, Child, DeviceConformance, eventually, fetched
 
 
 @pytest.fixture
@@ -25,6 +26,12 @@ class TestTwin(DeviceConformance):
     @pytest.fixture
     def device(self, device: TwinDevice) -> Device:
         return device
+
+
+def test_a_kind_is_found_by_its_entry_point_and_one_that_is_not_installed_is_named() -> None:
+    assert registry.load("twin") is TwinDevice
+    with pytest.raises(DeviceMissing, match=r"kind 'post' \(installed: cuda, twin\)"):
+        registry.load("post")
 
 
 def test_a_copy_is_not_there_before_its_event_is_done(device: TwinDevice) -> None:

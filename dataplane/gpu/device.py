@@ -1,9 +1,8 @@
-"""A GPU's memory, as far as this library needs it: what the code above the driver is written for.
+"""A device's memory as the code above its driver uses it.
 
-There are two: `device_cuda`, and `device_twin`, which is host memory with the same order of things
-and runs everywhere. The peer allocates a pool and exports it; clients of its host open it, copy
-into it and out of it on streams of their own, and events say when that is done. A stream is the
-number that the library which made it gives it (`cudaStream_t`); 0 is the default one.
+The peer allocates a pool and exports it. Clients of its host open the pool and copy into it and out
+of it on streams of their own. Events say when a copy is done. A stream is the number that the
+library which made it gives it (`cudaStream_t`); 0 is the default stream.
 """
 
 from __future__ import annotations
@@ -85,13 +84,44 @@ class Event(ABC):
 
 
 class Device(ABC):
-    """One GPU, or its twin."""
+    """One device of a kind. What the kind as a whole can tell are class methods; none of them takes
+    memory of a device."""
 
     kind: ClassVar[str]
     identity: str
     """Names this device in every process of the host."""
     number: int = 0
     """By which libraries in this process call it."""
+
+    @classmethod
+    @abstractmethod
+    def count(cls) -> int:
+        """Devices of this kind that this process sees. DeviceMissing without their library."""
+
+    @classmethod
+    @abstractmethod
+    def numbered(cls, number: int) -> Device:
+        """The device of this number, 0 is the first. DeviceMissing where there is none."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, identity: str) -> Device:
+        """The device of this name. DeviceMissing where this process does not see it."""
+
+    @classmethod
+    @abstractmethod
+    def is_used(cls, identity: str, current: int | None, required: bool) -> bool:
+        """Whether this process works on the device, so that values are read there in place.
+
+        current: the number of the GPU that is current in the thread that connects, None where no
+        library works on one. required: the user asks for a device, even if nothing works on it yet.
+        DeviceMissing says why none can be used.
+        """
+
+    @classmethod
+    @abstractmethod
+    def may_hold(cls, value: object) -> bool:
+        """Whether the value may be an array on a device of this kind. Imports no library."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Pool:
@@ -173,19 +203,3 @@ def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
         raise ProtocolError(
             f"{nbytes} bytes at offset {offset} are outside the device arena of {pool.nbytes} bytes"
         )
-
-
-def device_of(handle: PoolHandle) -> Device:
-    """The device of a pool as this process has it. DeviceMissing where it does not."""
-    if handle.kind == "twin":
-        from dataplane.memory.device_twin import TwinDevice
-
-        return TwinDevice(handle.device)
-    if handle.kind == "cuda":
-        from dataplane.memory.device_cuda import CudaDevice
-
-        return CudaDevice.of(handle.device)
-    raise DeviceMissing(
-        f"this release does not support devices of kind {handle.kind!r}: install the same "
-        "release as the peer's"
-    )

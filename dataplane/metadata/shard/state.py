@@ -62,6 +62,11 @@ class Written(NamedTuple):
 NOBODY = Written()
 
 
+def _became_ready(stage: Stage, by: Written) -> Record:
+    last = next((field for field in stage.fields if field in by.fields), "")
+    return Record(Kind.READY, stage=stage.name, field=last, worker=by.worker, by=by.stage)
+
+
 class State:
     """One partition. `definition`: with stages that were declared later. fields: all that rows have
     had (True), or that stages wait for.
@@ -488,11 +493,8 @@ class State:
         for one in self.stages.values():
             if rows := [(block, bits) for block in blocks if (bits := one.complete(block))]:
                 ready.append(one)
-                last = next((field for field in one.fields if field in by.fields), "")
-                ready_now = Record(
-                    Kind.READY, stage=one.name, field=last, worker=by.worker, by=by.stage
-                )
-                self.happened_to(rows, ready_now)
+                if self.note is not None:
+                    self.happened_to(rows, _became_ready(one, by))
         made = 0
         for group in groups:
             if group.is_full:

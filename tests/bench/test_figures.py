@@ -46,11 +46,9 @@ def test_a_comparison_tells_medians_rates_and_processor_time_a_gigabyte() -> Non
     assert told["put"]["per_s"] == 2.0 and told["put"]["cpu_ms"] == {"writer": 1000.0}
 
 
-def test_the_page_tells_rates_means_and_binary_units(tmp_path: Path) -> None:
+def test_the_page_tells_rates_and_binary_units(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    workers = {f"reward-{n}": {"seconds": {"claim": seconds}} for n, seconds in ((0, 1.0), (1, 2))}
-    write(page, [report(runs=[run("dataplane", rows=128, seconds=4.0, workers=workers)])])
+    write(page, [report(runs=[run("dataplane", rows=128, seconds=4.0)])])
     told = page.read_text()
     assert "<td>4.00</td><td>32.0</td>" in told  # seconds a step, rows a second
-    assert "wait 1.50 s" in told  # of a mean worker
     assert "at most 1 GiB" in told and "limit of a host, 3 GiB" in told

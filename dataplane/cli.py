@@ -1,5 +1,6 @@
 """The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane why` says why a step was slow, `dataplane rows` and `dataplane get` look at rows,
+`dataplane why` says why a step was slow, `dataplane record` writes down what a job does,
+`dataplane rows` and `dataplane get` look at rows,
 `dataplane clean` ends runs that nobody needs, `dataplane probe` tests the transports between hosts,
 `dataplane token` makes a cluster token.
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    looking = (_add_status, _add_why, _add_rows, _add_get)
+    looking = (_add_status, _add_why, _add_record, _add_rows, _add_get)
     for add in (_add_peer, *looking, _add_clean, _add_probe, _add_token):
         add(commands)
     return parser
@@ -98,6 +99,21 @@ def _add_why(commands: Commands) -> None:
     _add_steps(why)
     _add_source(why)
     why.set_defaults(command=_why)
+
+
+def _add_record(commands: Commands) -> None:
+    record = commands.add_parser(
+        "record", help="write sizes and times of the steps, for `python -m bench run`"
+    )
+    record.add_argument(
+        "-o", "--output", metavar="DIR", required=True, help="a directory that is new or empty"
+    )
+    record.add_argument(
+        "--steps", metavar="N", type=int, help="end after N steps (default: when the run ends)"
+    )
+    record.add_argument("--peer", metavar="NAME", help="query this peer on the host")
+    record.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+    record.set_defaults(command=_record)
 
 
 def _add_rows(commands: Commands) -> None:
@@ -243,6 +259,16 @@ def _why(arguments: argparse.Namespace) -> int:
     return cli_why.show(found, arguments.json)
 
 
+def _record(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_record
+
+    if arguments.steps is not None and arguments.steps < 1:
+        raise InvalidCall(f"--steps {arguments.steps}: expected 1 or more")
+    run, peer = _one_run(arguments)
+    return cli_record.record(peer, run, arguments.output, arguments.steps)
+
+
 def _rows(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load the client.
     from dataplane import cli_rows
@@ -274,11 +300,17 @@ def _probe(arguments: argparse.Namespace) -> int:
 
 def _one_peer(arguments: argparse.Namespace) -> rundir.LivingPeer:
     """The peer to ask, of the only run or of the named one. PeerAmbiguous."""
+    return _one_run(arguments)[1]
+
+
+def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
+    """The name of the run, and the peer to ask. PeerAmbiguous."""
     found = _found(arguments.run, arguments.peer)
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise PeerAmbiguous(f"several runs have peers on this host: {names}; choose one with --run")
-    return next(one for one in found[0].peers if arguments.peer in (None, one.name))
+    run = found[0]
+    return run.name, next(one for one in run.peers if arguments.peer in (None, one.name))
 
 
 def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:

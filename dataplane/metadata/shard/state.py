@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,11 +59,6 @@ class Written(NamedTuple):
 
 
 NOBODY = Written()
-
-
-def _became_ready(stage: Stage, by: Written) -> Record:
-    last = next((field for field in stage.fields if field in by.fields), "")
-    return Record(Kind.READY, stage=stage.name, field=last, worker=by.worker, by=by.stage)
 
 
 class State:
@@ -130,14 +124,20 @@ class State:
         if self.emit is not None:
             self.emit(op)
 
-    def happened(self, record: Record, since: float | None = None) -> None:
-        """Note an event of this partition. record: without partition, generation and time."""
+    def happened(self, kind: Kind, since: float | None = None, **more: Any) -> None:
+        """Note an event of this partition. more: other fields of its record."""
         if self.note is not None:
-            record.partition, record.generation = self.partition, self.generation
-            self.note(record, since)
+            self.note(
+                Record(kind, 0.0, partition=self.partition, generation=self.generation, **more),
+                since,
+            )
 
     def happened_to(
-        self, parts: Iterable[tuple[Block, int]], record: Record, since: float | None = None
+        self,
+        parts: Iterable[tuple[Block, int]],
+        kind: Kind,
+        since: float | None = None,
+        **more: Any,
     ) -> None:
         """Note one event of rows for each of their groups, and one for rows without a group."""
         if self.note is None:
@@ -146,9 +146,8 @@ class State:
         for block, bits in parts:
             rows[block.group] = rows.get(block.group, 0) + bits.bit_count()
         for key, many in rows.items():
-            of = copy(record) if len(rows) > 1 else record
-            of.group, of.rows = self.groups[key].name if key else "", many
-            self.happened(of, since)
+            name = self.groups[key].name if key else ""
+            self.happened(kind, since, group=name, rows=many, **more)
 
     def knows(self, change: Change | None) -> bool:
         """Whether the change was carried out, or settled."""
@@ -493,8 +492,15 @@ class State:
         for one in self.stages.values():
             if rows := [(block, bits) for block in blocks if (bits := one.complete(block))]:
                 ready.append(one)
-                if self.note is not None:
-                    self.happened_to(rows, _became_ready(one, by))
+                last = next((field for field in one.fields if field in by.fields), "")
+                self.happened_to(
+                    rows,
+                    Kind.READY,
+                    stage=one.name,
+                    field=last,
+                    worker=by.worker,
+                    by=by.stage,
+                )
         made = 0
         for group in groups:
             if group.is_full:
@@ -646,8 +652,9 @@ class State:
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         stage.claimed_at = now
-        begun = Record(Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number)
-        self.happened_to(rows.parts, begun)
+        self.happened_to(
+            rows.parts, Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number
+        )
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
             self.emit(Leased(stage.name, unit, number, parts, holder, claim))
@@ -663,17 +670,10 @@ class State:
 
     def left(self, lease: Lease, parts: Sequence[tuple[Block, int]], reason: Reason) -> None:
         """Note that rows leave a lease."""
-        ended = Record(
-            Kind.LEASE_END,
-            reason=reason,
-            stage=lease.stage.name,
-            worker=lease.holder,
-            lease=lease.number,
-        )
-        if parts:
-            self.happened_to(parts, ended, lease.started)
-        else:  # others dropped them
-            self.happened(ended, lease.started)
+        of = {"stage": lease.stage.name, "worker": lease.holder, "lease": lease.number}
+        self.happened_to(parts, Kind.LEASE_END, lease.started, reason=reason, **of)
+        if not parts:  # others dropped them
+            self.happened(Kind.LEASE_END, lease.started, reason=reason, **of)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
         """Rows of a lease are ready again, before all others. Returns how many there still are."""

@@ -1,0 +1,211 @@
+"""`dataplane record`: what a job does, written to a directory while it runs, for `bench run`.
+
+The directory has one Parquet file for each complete step, one row per group, and `recording.json`,
+which lists the steps. A file appears under its name when it is complete, so a recorder that is
+killed leaves the steps that it finished and a `recording.json` that says it did not end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+
+from dataplane.client.session.opening import visit
+from dataplane.client.sync.plane import Plane
+from dataplane.errors import (
+    ConnectError,
+    DeadlineExceeded,
+    InvalidCall,
+    Unavailable,
+    counted,
+    duration,
+    sized,
+)
+from dataplane.launch.rundir import LivingPeer
+from dataplane.timeline.recording import Recorded, Recorder
+from dataplane.wire.events import Kind, Reason
+
+FORMAT = 1
+INDEX = "recording.json"
+PERIOD_S = 0.5
+"""How often all peers are asked for their events."""
+OVERLAP_S = 0.5
+"""Events are asked for from so long before the last time, because clocks differ."""
+SILENT_S = 60.0
+"""How long the events of a peer that does not answer are asked for again."""
+QUIET_S = 30.0
+"""After so long without an event the recorder looks whether it is the last client, for which the
+peer would stay."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Index(msgspec.Struct):
+    """`recording.json`. ended: why the recording ended; None while it goes on, or where the
+    recorder was killed. lost_events: overwritten before they were read. steps: without groups."""
+
+    format: int
+    run: str
+    ended: str | None = None
+    lost_events: int = 0
+    left_out: list[str] = []
+    hosts: int = 1
+    steps: list[Recorded] = []
+
+
+def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
+    """Record until `most_steps` steps are complete, the run ends or a signal comes. InvalidCall."""
+    folder = _Folder(Path(directory), run)
+    # Before the client starts its threads, which inherit it: a signal ends the wait below only.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    recorder = Recorder()
+    try:
+        with Plane(visit(peer)) as plane:
+            print(f"recording run {run} to {directory}; Ctrl-C ends the recording", flush=True)
+            why = _follow(plane, recorder, folder, most_steps)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    folder.add(recorder, recorder.finish(), most_steps)
+    folder.end(recorder, why)
+    return _summary(recorder, folder, why)
+
+
+def _follow(plane: Plane, recorder: Recorder, folder: _Folder, most_steps: int | None) -> str:
+    """Ask all peers again and again. Returns why that ended."""
+    answered, since, stopped = time.monotonic(), None, False
+    while True:
+        asked = time.monotonic()
+        try:
+            events = plane.events(since)
+        except ConnectError:
+            return "the run ended"
+        except (DeadlineExceeded, Unavailable) as error:
+            if stopped:
+                return "stopped"
+            if asked - answered > SILENT_S:
+                return f"the peer did not answer: {error.message}"
+            events = None
+        if events is not None:
+            if not any(e.kind is Kind.MISSING and e.reason is Reason.SILENT for e in events):
+                answered = asked
+            until = max(answered, asked - SILENT_S) - max([e.uncertain for e in events], default=0)
+            since = until - OVERLAP_S
+            folder.add(recorder, recorder.take(events, until), most_steps)
+            if most_steps is not None and len(folder.index.steps) >= most_steps:
+                return f"--steps {most_steps}"
+            quiet = recorder.begun and asked - recorder.latest > QUIET_S
+            if quiet and not any(e.going_on for e in events) and plane.stats()["clients"] <= 1:
+                return "no client is left"
+        if stopped:
+            return "stopped"
+        stopped = signal.sigtimedwait(_SIGNALS, PERIOD_S) is not None
+
+
+class _Folder:
+    """The directory of a recording."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.index = Index(FORMAT, run)
+        try:
+            self.made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            found = sorted(one.name for one in path.iterdir())
+        except OSError as error:
+            raise InvalidCall(f"-o {str(path)!r}: {error.strerror}") from error
+        if found:
+            raise InvalidCall(
+                f"-o {str(path)!r}: the directory is not empty, it has {found[0]!r}; name a new one"
+            )
+        self._write_index()
+
+    def add(self, recorder: Recorder, steps: Sequence[Recorded], most: int | None) -> None:
+        """Write the files of these steps, then the index."""
+        for step in steps[: None if most is None else max(0, most - len(self.index.steps))]:
+            name = f"step-{step.number:06}.parquet"
+            self._write(name, partial(pyarrow.parquet.write_table, _table(step)))
+            self.index.steps.append(msgspec.structs.replace(step, groups=[]))
+            self.index.hosts = max(self.index.hosts, step.hosts)
+            rows, nbytes = (sum(getattr(g, n) for g in step.groups) for n in ("rows", "nbytes"))
+            print(
+                f"{step.partition}: {counted(len(step.groups), 'group')}, {counted(rows, 'row')}, "
+                f"{sized(nbytes)}, {duration(step.ended - step.began)}",
+                flush=True,
+            )
+        if steps:
+            self._write_index(recorder)
+
+    def end(self, recorder: Recorder, why: str) -> None:
+        """Say in the index that the recording is over."""
+        self.index.ended = why
+        self._write_index(recorder)
+
+    def discard(self) -> None:
+        """Leave the path as it was before: nothing was recorded."""
+        (self.path / INDEX).unlink(missing_ok=True)
+        if self.made:
+            self.path.rmdir()
+
+    def _write_index(self, recorder: Recorder | None = None) -> None:
+        if recorder is not None:
+            self.index.lost_events, self.index.left_out = recorder.lost, recorder.left_out
+        told = msgspec.to_builtins(self.index)
+        for step in told["steps"]:
+            del step["groups"]
+        self._write(INDEX, lambda path: path.write_text(json.dumps(told, indent=1) + "\n"))
+
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        unfinished = self.path / f".{name}.part"
+        try:
+            write(unfinished)
+            os.replace(unfinished, self.path / name)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise InvalidCall(
+                f"-o {str(self.path)!r}: {name} cannot be written: {error.strerror or error}; "
+                f"{counted(len(self.index.steps), 'step')} were recorded"
+            ) from error
+
+
+def _table(step: Recorded) -> pyarrow.Table:
+    groups = step.groups
+    worked = [[{"stage": n, "seconds": s} for n, s in g.stage_s.items()] for g in groups]
+    stage = pyarrow.struct([("stage", pyarrow.string()), ("seconds", pyarrow.float64())])
+    return pyarrow.table(
+        {
+            "rows": pyarrow.array([g.rows for g in groups], pyarrow.int64()),
+            "nbytes": pyarrow.array([g.nbytes for g in groups], pyarrow.int64()),
+            "put_seconds": pyarrow.array([g.put_s for g in groups], pyarrow.float64()),
+            "host": pyarrow.array([g.host for g in groups], pyarrow.int64()),
+            "trained": pyarrow.array([g.trained for g in groups], pyarrow.bool_()),
+            "stages": pyarrow.array(worked, pyarrow.list_(stage)),
+        }
+    )
+
+
+def _summary(recorder: Recorder, folder: _Folder, why: str) -> int:
+    """Print what was recorded and what was not; InvalidCall where that is nothing."""
+    steps, lost = len(folder.index.steps), recorder.lost
+    out = len(recorder.left_out) + recorder.more_left_out
+    for one in recorder.left_out:
+        print(f"left out {one}", flush=True)
+    if lost:
+        many = counted(lost, "event was", "events were")
+        print(f"{many} overwritten before the recorder read them", flush=True)
+    if not steps:
+        folder.discard()
+        seen = f"{counted(out, 'step was', 'steps were')} left out" if out else "no step was seen"
+        raise InvalidCall(
+            f"no complete step was recorded ({why}): {seen}; record for at least one whole step, "
+            "until its rows are acked and its partition is sealed or dropped"
+        )
+    print(f"{counted(steps, 'step')} recorded ({why}), {out} left out: {folder.path}", flush=True)
+    return 0

@@ -1,0 +1,454 @@
+"""What a job did, step by step, worked out from the events of a plane while it runs. No I/O.
+
+Of each step: how large its groups are, when each was put, and how long each stage worked on it. No
+values, keys or names of groups, workers and hosts. A step is a partition. A step of which events
+are missing is left out and named, never completed by a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from statistics import median
+
+import msgspec
+
+from dataplane.errors import counted
+from dataplane.timeline.merge import Event
+from dataplane.wire.events import Kind, Reason
+from dataplane.wire.tables import Name
+
+MAX_GROUPS = 65_536
+"""Groups of unfinished steps that are held in memory; beyond that the oldest step ends."""
+MAX_WAITS = 65_536
+"""Pulls and waits for room that are held in memory, the latest."""
+AGAIN_S = 0.1
+"""Events that were taken before are told again at most so much later."""
+MAX_WORKERS = 65_536
+"""Workers of which the recorder knows when they last worked, the latest."""
+MAX_OVER = 100
+"""Steps that are over and of which late events are passed over."""
+MAX_LEFT_OUT = 100
+"""Steps that are named as left out; more are only counted."""
+_DONE = (Reason.ACK, Reason.DROP)
+
+Step = tuple[str, int]
+"""A partition and its generation."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A group of a step; without groups, the rows of one put.
+
+    put_s: when it was complete, in seconds after the step began. host: the number of the host that
+    put it last. stage_s: how long each stage worked on it, in seconds, without waiting for rows or
+    room and without pulls. trained: the last stage has acked all its rows.
+    """
+
+    rows: int
+    nbytes: int
+    put_s: float
+    host: int
+    trained: bool
+    stage_s: dict[str, float]
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A step that is over. Times are seconds after the first recorded step began.
+
+    - `number`: counts all steps, also those that are left out.
+    - `began`: its first claim or put. `first_put`, `last_put`. `first_lease`: of any stage.
+      `ended`: the last ack of its last stage.
+    - `pause_s`: how long a worker of the last stage did nothing for any step before it first
+      claimed this one, in the middle of these workers. -1: unknown.
+    - `workers`: how many workers each stage had. `hosts`: how many hosts had workers.
+    - `stages`: in the order in which they began; the last one is `last_stage`.
+    """
+
+    number: int
+    partition: str
+    began: float
+    first_put: float
+    last_put: float
+    first_lease: float
+    ended: float
+    pause_s: float
+    hosts: int
+    workers: dict[str, int]
+    stages: list[str]
+    last_stage: str
+    groups: list[Group]
+
+
+class _Group:
+    __slots__ = (
+        *("acked", "at", "dropped", "host", "nbytes", "put_rows", "ready", "stage_s", "worker"),
+    )
+
+    def __init__(self) -> None:
+        self.put_rows = self.nbytes = self.dropped = 0
+        self.at = -math.inf
+        self.host = self.worker = ""
+        self.ready: dict[str, int] = {}
+        self.acked: dict[str, int] = {}
+        self.stage_s: dict[str, float] = {}
+
+
+class _Lease:
+    __slots__ = ("host", "rows", "spans", "stage", "worker")
+
+    def __init__(self, event: Event) -> None:
+        self.stage, self.worker, self.host = event.stage, event.worker, event.host
+        self.spans: list[tuple[float, float]] = []
+        """when its worker worked on it"""
+        self.rows: dict[Name, int] = {}
+        """that were done, of each group"""
+
+
+class _Step:
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.began, self.first_put, self.last_put = math.inf, math.inf, -math.inf
+        self.first_lease = math.inf
+        self.ended = dict[str, float]()
+        """by stage, of its last ack"""
+        self.groups: dict[Name, _Group] = {}
+        self.loose: list[_Group] = []
+        """puts of rows without a group; `groups[""]` has what happened to those rows"""
+        self.leases: dict[int, _Lease] = {}
+        self.stages: dict[str, None] = {}
+        self.adders: set[str] = set()
+        self.claimed = defaultdict[str, dict[str, float]](dict)
+        """when each worker of a stage first asked for rows"""
+        self.before: dict[tuple[str, str], float] = {}
+        """until when that worker had worked on other steps"""
+        self.sealed = self.dropped = False
+        self.wrong = ""
+
+    @property
+    def last_stage(self) -> str:
+        """The one whose fields no stage needs; of several the one that ended last."""
+        last = [one for one in self.ended if one not in self.adders] or list(self.ended)
+        return max(last, key=lambda one: self.ended[one], default="")
+
+    @property
+    def size(self) -> int:
+        return len(self.groups) + len(self.loose)
+
+    @property
+    def is_over(self) -> bool:
+        return self.dropped or (self.sealed and self.is_acked)
+
+    @property
+    def is_acked(self) -> bool:
+        """Whether every row that became ready for a stage was acked there, or dropped."""
+        return bool(self.ended) and all(
+            group.acked.get(stage, 0) + group.dropped >= rows
+            for group in self.groups.values()
+            for stage, rows in group.ready.items()
+        )
+
+
+class Recorder:
+    """Takes events as they are asked for, and gives the steps that are over.
+
+    `lost` counts the events that were overwritten before anybody asked for them, `left_out` says
+    which steps miss something, and why.
+    """
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self.left_out: list[str] = []
+        self.more_left_out = 0
+        self._steps: dict[Step, _Step] = {}
+        self._over: dict[Step, None] = {}
+        """the latest that are over: what still comes of them is passed over"""
+        self._number = 0
+        self._origin: float | None = None
+        self._numbers: dict[str, tuple[int, float]] = {}
+        """of the last event, and when it happened, by peer"""
+        self._suspect: dict[str, str] = {}
+        """peers whose next step may have begun in a gap, and which gap"""
+        self._hosts: dict[str, int] = {}
+        self._worked: dict[tuple[str, str], float] = {}
+        """until when a stage's worker has worked, by stage and worker"""
+        self._waits = deque[Event](maxlen=MAX_WAITS)
+        self.latest = -math.inf
+        """when the last event of a step happened"""
+
+    @property
+    def begun(self) -> int:
+        """How many steps were seen, also those that are not over."""
+        return self._number
+
+    def take(self, events: Iterable[Event], until: float = math.inf) -> list[Recorded]:
+        """The steps that are over. events: in the order of `merged`; those that were taken before
+        are passed over. until: all peers have told what happened before this time."""
+        for event in self._new(events):
+            if event.partition:
+                self.latest = max(self.latest, event.at)
+                self._note(event)
+            elif event.kind in (Kind.PULL, Kind.ROOM_WAIT):
+                self._waits.append(event)
+        found = [
+            self._ended(key, one)
+            for key, one in list(self._steps.items())
+            if one.is_over and max(one.ended.values(), default=-math.inf) < until
+        ]
+        while sum(one.size for one in self._steps.values()) > MAX_GROUPS:
+            key, one = next(iter(self._steps.items()))
+            if not one.is_acked:
+                one.wrong = one.wrong or f"over {MAX_GROUPS:,} groups were not done"
+            found.append(self._ended(key, one))
+        return [one for one in found if one is not None]
+
+    def finish(self) -> list[Recorded]:
+        """No events come any more. The steps whose rows are all acked, though nobody sealed them,
+        are over; others are left out."""
+        found = []
+        for key, one in list(self._steps.items()):
+            if not one.is_acked:
+                one.wrong = one.wrong or "it was not over"
+            found.append(self._ended(key, one))
+        return [one for one in found if one is not None]
+
+    # events
+
+    def _new(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Events that were not taken before."""
+        new = [one for one in events if one.number]
+        for one in new:
+            number, at = self._numbers.get(one.peer, (0, math.inf))
+            if one.number <= number and one.at > at + one.uncertain + AGAIN_S:
+                number = 0  # the peer has started again and counts from 1
+            if one.number <= number:
+                continue
+            if one.number > number + 1:
+                self._gap(one.peer, number, one.number)
+            self._numbers[one.peer] = one.number, one.at
+            yield one
+
+    def _gap(self, peer: str, known: int, number: int) -> None:
+        """Events between these are missing: steps that have begun may lack them, and so may the
+        step of the peer's next event."""
+        many = number - known - 1
+        why = f"{counted(many, 'event was', 'events were')} overwritten at peer {peer}"
+        if known:
+            self.lost += many
+        for one in self._steps.values():
+            if not one.is_over:
+                one.wrong = one.wrong or why
+        self._suspect[peer] = why
+
+    def _step(self, event: Event) -> _Step | None:
+        key = event.partition, event.generation
+        if key in self._over:
+            return None
+        if key not in self._steps:
+            self._steps[key] = _Step(self._number, event.partition)
+            self._number += 1
+        return self._steps[key]
+
+    def _note(self, event: Event) -> None:
+        step = self._step(event)
+        if step is None:
+            return
+        if why := self._suspect.pop(event.peer, ""):
+            step.wrong = step.wrong or why
+        match event.kind:
+            case Kind.PUT:
+                self._put(step, event)
+            case Kind.READY:
+                group = self._group(step, event)
+                group.ready[event.stage] = group.ready.get(event.stage, 0) + event.rows
+                step.stages.setdefault(event.stage)
+                if event.by:
+                    step.adders.add(event.by)
+            case Kind.CLAIM_WAIT:
+                step.began = min(step.began, event.began)
+                self._claimed(step, event, event.began)
+            case Kind.LEASE_BEGIN:
+                self._claimed(step, event, event.at)
+                step.first_lease = min(step.first_lease, event.at)
+                if event.lease not in step.leases:
+                    step.leases[event.lease] = _Lease(event)
+            case Kind.LEASE_END:
+                self._left(step, event)
+            case Kind.SEAL:
+                step.sealed = True
+            case Kind.DROP if event.group != "":
+                self._group(step, event).dropped += event.rows
+            case Kind.DROP if event.nbytes or not event.rows or "" not in step.groups:
+                step.dropped = True
+            case Kind.DROP:
+                self._group(step, event).dropped += event.rows
+            case Kind.LOST:
+                step.wrong = step.wrong or f"{counted(event.rows, 'row')} were lost with a peer"
+
+    def _group(self, step: _Step, event: Event) -> _Group:
+        group = step.groups.get(event.group)
+        if group is None:
+            group = step.groups[event.group] = _Group()
+        return group
+
+    def _put(self, step: _Step, event: Event) -> None:
+        step.began = min(step.began, event.at)
+        step.first_put = min(step.first_put, event.at)
+        step.last_put = max(step.last_put, event.at)
+        if event.host:
+            self._hosts.setdefault(event.host, len(self._hosts))
+        group = self._group(step, event)
+        if event.group == "":
+            group.put_rows += event.rows
+            group = _Group()
+            step.loose.append(group)
+        group.put_rows += event.rows
+        group.nbytes += event.nbytes
+        group.at, group.host, group.worker = event.at, event.host, event.worker
+
+    def _claimed(self, step: _Step, event: Event, at: float) -> None:
+        """A stage's worker asks for rows of the step: the first time, what came before is over."""
+        step.stages.setdefault(event.stage)
+        if event.host:
+            self._hosts.setdefault(event.host, len(self._hosts))
+        if event.worker:
+            claimed, who = step.claimed[event.stage], (event.stage, event.worker)
+            if event.worker not in claimed and who in self._worked:
+                step.before[who] = self._worked[who]
+            claimed[event.worker] = min(at, claimed.get(event.worker, at))
+
+    def _left(self, step: _Step, event: Event) -> None:
+        who = event.stage, event.worker
+        began = max(event.began, self._worked.pop(who, -math.inf))
+        self._worked[who] = event.at
+        if len(self._worked) > MAX_WORKERS:
+            del self._worked[next(iter(self._worked))]
+        lease = step.leases.setdefault(event.lease, _Lease(event))
+        if event.at > began:
+            lease.spans.append((began, event.at))
+        if event.reason not in _DONE:
+            return
+        step.ended[event.stage] = max(event.at, step.ended.get(event.stage, event.at))
+        if not event.rows:
+            return
+        lease.rows[event.group] = lease.rows.get(event.group, 0) + event.rows
+        group = self._group(step, event)
+        group.acked[event.stage] = group.acked.get(event.stage, 0) + event.rows
+
+    # a step that is over
+
+    def _ended(self, key: Step, one: _Step) -> Recorded | None:
+        del self._steps[key]
+        self._over[key] = None
+        if len(self._over) > MAX_OVER:
+            del self._over[next(iter(self._over))]
+        if not one.wrong and one.first_put == math.inf:
+            one.wrong = "no rows were put"
+        if not one.wrong and (not one.ended or one.first_lease == math.inf):
+            one.wrong = "no stage acked any of it"
+        if not one.wrong and any(
+            group.acked and not group.put_rows for group in one.groups.values()
+        ):
+            one.wrong = "it began before the recorded events"
+        if one.wrong:
+            self._leave_out(f"{one.name}: {one.wrong}")
+            return None
+        if self._origin is None:
+            self._origin = one.began
+        waits, last = _Waits(self._waits), one.last_stage
+        self._share_out(one, waits)
+        groups = [self._made(one, group, waits) for name, group in one.groups.items() if name != ""]
+        groups += [self._made(one, group, waits, one.groups[""]) for group in one.loose]
+        groups.sort(key=lambda group: group.put_s)
+        pauses = [
+            max(0.0, at - one.before[last, worker])
+            for worker, at in one.claimed[last].items()
+            if (last, worker) in one.before
+        ]
+        return Recorded(
+            one.number,
+            one.name,
+            one.began - self._origin,
+            one.first_put - self._origin,
+            one.last_put - self._origin,
+            one.first_lease - self._origin,
+            one.ended[last] - self._origin,
+            median(pauses) if pauses else -1.0,
+            max(1, len(self._hosts)),
+            {stage: len(workers) for stage, workers in one.claimed.items()},
+            list(one.stages),
+            last,
+            groups,
+        )
+
+    def _leave_out(self, why: str) -> None:
+        if len(self.left_out) < MAX_LEFT_OUT:
+            self.left_out.append(why)
+        else:
+            self.more_left_out += 1
+
+    def _share_out(self, step: _Step, waits: _Waits) -> None:
+        """Each lease's time goes to its groups, evenly by row."""
+        for lease in step.leases.values():
+            rows = sum(lease.rows.values())
+            seconds = sum(
+                end - begin - waits.within(begin, end, lease.worker, lease.host, lease.stage)
+                for begin, end in lease.spans
+            )
+            for name, many in lease.rows.items():
+                spent = step.groups[name].stage_s
+                spent[lease.stage] = spent.get(lease.stage, 0.0) + seconds * many / rows
+
+    def _made(self, step: _Step, group: _Group, waits: _Waits, pool: _Group | None = None) -> Group:
+        """pool: what happened to all rows without a group, of which these are some."""
+        rows, of = (group.put_rows, pool) if pool else (_rows(group), group)
+        share = rows / max(1, pool.put_rows) if pool else 1.0
+        return Group(
+            rows,
+            group.nbytes,
+            group.at - step.began - waits.within(step.began, group.at, group.worker),
+            self._hosts.get(group.host, 0),
+            of.acked.get(step.last_stage, 0) >= (of.put_rows if pool else rows),
+            {stage: seconds * share for stage, seconds in of.stage_s.items()},
+        )
+
+
+def _rows(group: _Group) -> int:
+    """Rows of a group: a put of further fields counts its rows once more."""
+    return max(group.ready.values(), default=0) or group.put_rows
+
+
+class _Waits:
+    """Pulls and waits for room: what workers did not work in."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._by = defaultdict[tuple[str, ...], list[Event]](list)
+        self._longest = 0.0
+        for event in events:
+            by = (event.peer, event.stage) if event.kind is Kind.PULL else (event.worker,)
+            self._by[by].append(event)
+            self._longest = max(self._longest, event.seconds)
+        for found in self._by.values():
+            found.sort(key=lambda event: event.at)
+
+    def within(
+        self, begin: float, end: float, worker: str, host: str = "", stage: str = ""
+    ) -> float:
+        """Seconds of [begin, end] in which this worker waited for room, or its host pulled for
+        this stage."""
+        found = [*self._near(begin, end, (worker,)), *self._near(begin, end, (host, stage))]
+        seconds, at = 0.0, begin
+        for first, last in sorted((max(begin, one.began), min(end, one.at)) for one in found):
+            if last > max(first, at):
+                seconds += last - max(first, at)
+                at = last
+        return seconds
+
+    def _near(self, begin: float, end: float, by: tuple[str, ...]) -> Iterator[Event]:
+        found = self._by.get(by, []) if by[0] else []
+        for event in islice(found, bisect_right(found, begin, key=lambda one: one.at), None):
+            if event.at > end + self._longest:
+                return
+            yield event

@@ -1,0 +1,118 @@
+"""`dataplane record`: what it leaves of a real run, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+import dataplane
+from dataplane import cli
+from tests.end_to_end.conftest import until
+
+
+@pytest.fixture
+def plane() -> Iterator[dataplane.Plane]:
+    with dataplane.connect(fresh=True) as plane:
+        yield plane
+
+
+def work(plane: dataplane.Plane, name: str) -> None:
+    """One step of two groups."""
+    stages = {"reward": ["x"], "train": ["x", "reward"]}
+    part = plane.partition(name, stages=stages, group_size=2, groups=2)
+    for group in range(2):
+        part.put({"x": [np.zeros(1_000)] * 2}, group=group)
+    for batch in part.stream("reward", groups=1):
+        batch.add(reward=[0.0, 1.0])
+    for _ in part.stream("train", groups=2):
+        pass
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def index(folder: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((folder / "recording.json").read_text())
+    return told
+
+
+def record(plane: dataplane.Plane, folder: Path, *more: str) -> int:
+    return cli.main(["record", "-o", str(folder), "--run", plane.name, *more])
+
+
+def test_steps_of_before_and_of_now_are_recorded(plane: dataplane.Plane, tmp_path: Path) -> None:
+    for step in range(3):
+        work(plane, f"step-{step}")
+    folder = tmp_path / "rec"
+    assert record(plane, folder, "--steps", "2") == 0
+    found = index(folder)
+    assert [step["partition"] for step in found["steps"]] == ["step-0", "step-1"]
+    assert (found["ended"], found["left_out"], found["lost_events"]) == ("--steps 2", [], 0)
+    groups = pyarrow.parquet.read_table(folder / "step-000001.parquet").to_pylist()
+    assert [(g["rows"], g["nbytes"], g["trained"]) for g in groups] == [(2, 16_000, True)] * 2
+    assert {one["stage"] for one in groups[0]["stages"]} == {"reward", "train"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_recorder_that_is_ended_leaves_what_is_complete(
+    how: signal.Signals, plane: dataplane.Plane, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rec"
+    argv = [sys.executable, "-m", "dataplane", "record", "-o", str(folder), "--run", plane.name]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as recorder, ended(recorder):
+        assert recorder.stdout is not None
+        assert recorder.stdout.readline().startswith(f"recording run {plane.name} to ")
+        work(plane, "step-0")
+        assert recorder.stdout.readline().startswith("step-0: 2 groups, 4 rows, 31.2 KiB, ")
+        plane.partition("step-1", stages={"train": ["x"]}).put({"x": [1]})
+        if how is signal.SIGKILL:  # the line is printed before the index is written
+            until(lambda: bool(index(folder)["steps"]), "the index lists the step")
+        recorder.send_signal(how)
+        rest = recorder.stdout.read()
+    found = index(folder)
+    assert [step["partition"] for step in found["steps"]] == ["step-0"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["recording.json", "step-000000.parquet"]
+    if how is signal.SIGKILL:
+        assert found["ended"] is None
+    else:
+        assert (recorder.returncode, found["ended"]) == (0, "stopped")
+        assert "1 step recorded (stopped), " in rest
+
+
+def test_what_cannot_be_recorded_is_said(
+    plane: dataplane.Plane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(folder: Path, *more: str) -> str:
+        assert record(plane, folder, *more) == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "the directory is not empty, it has 'notes.txt'" in said(tmp_path)
+    assert "File exists" in said(tmp_path / "notes.txt")
+    assert "--steps 0: expected 1 or more" in said(tmp_path / "rec", "--steps", "0")
+    assert cli.main(["record", "-o", str(tmp_path / "rec"), "--run", "nobody"]) == 2
+    assert "no peer of run 'nobody'" in capsys.readouterr().err
+    assert not (tmp_path / "rec").exists()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert "no complete step was recorded (stopped): no step was seen" in said(tmp_path / "rec")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    assert not (tmp_path / "rec").exists()

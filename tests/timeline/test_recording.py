@@ -1,0 +1,185 @@
+"""What is recorded of a job, from its events: sizes, times, and what is left out and said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from dataplane.timeline import recording
+from dataplane.timeline.merge import Event
+from dataplane.timeline.recording import Recorded, Recorder
+from dataplane.wire.events import Kind, Reason
+from tests.timeline.steps import STEP, Steps
+
+
+def numbered(events: Sequence[Event]) -> list[Event]:
+    """As the peers' rings number them."""
+    last, found = dict[str, int](), list[Event]()
+    for event in sorted(events, key=lambda one: one.at):
+        last[event.peer] = last.get(event.peer, 0) + 1
+        found.append(msgspec.structs.replace(event, number=last[event.peer]))
+    return found
+
+
+def played(step: int = 0, **how: object) -> list[Event]:
+    begin = 1_000.0 + 100.0 * step
+    events = Steps(seed=step, begin=begin, **how).play()  # type: ignore[arg-type]
+    named = [
+        msgspec.structs.replace(e, partition=f"step-{step}") if e.partition == STEP else e
+        for e in events
+    ]
+    return [*named, last_seal(named)]
+
+
+def last_seal(events: Sequence[Event]) -> Event:
+    """Nobody puts after the last ack."""
+    return msgspec.structs.replace(events[-1], kind=Kind.SEAL, at=max(e.at for e in events))
+
+
+def recorded(events: Sequence[Event]) -> list[Recorded]:
+    recorder = Recorder()
+    found = [*recorder.take(numbered(events)), *recorder.finish()]
+    assert not recorder.left_out
+    return found
+
+
+def test_a_step_has_its_groups_with_their_sizes_and_times() -> None:
+    events = played()
+    (step,) = recorded(events)
+    puts = [event for event in events if event.kind is Kind.PUT]
+    assert step.partition == "step-0"
+    assert (step.last_stage, step.stages) == ("train", ["reward", "train"])
+    assert step.workers == {"reward": 4, "train": 1}
+    assert [group.rows for group in step.groups] == [8] * 16
+    assert [group.nbytes for group in step.groups] == [1 << 20] * 16
+    assert all(group.trained for group in step.groups)
+    assert sorted(group.host for group in step.groups) == [h for h in range(4) for _ in range(4)]
+    began = min(event.began for event in events if event.kind in (Kind.PUT, Kind.CLAIM_WAIT))
+    put = sorted(event.at for event in puts)
+    assert [group.put_s for group in step.groups] == pytest.approx([at - began for at in put])
+
+
+def test_a_stage_s_time_is_from_lease_to_ack_without_pulls_and_shared_by_its_groups() -> None:
+    slow = played(pull_s=0.5, slow_link=2.0)
+    (step,) = recorded(slow)
+    worked = sum(group.stage_s["train"] for group in step.groups)
+    assert worked == pytest.approx(4 * 0.5, rel=0.2)  # four batches of half a second, no pull
+    one_batch = {round(group.stage_s["train"], 9) for group in step.groups}
+    assert len(one_batch) == 4
+
+
+def test_leases_that_a_worker_holds_at_once_are_not_counted_twice() -> None:
+    of = {"partition": "p", "stage": "train", "worker": "w", "host": "a", "rows": 1}
+    events = [Event(Kind.PUT, 0.0, "a", partition="p", group=g, rows=1, host="a") for g in "xy"]
+    events += [
+        Event(Kind.READY, 0.0, "a", partition="p", stage="train", group=g, rows=1) for g in "xy"
+    ]
+    for lease, (group, began, ended) in enumerate((("x", 1.0, 3.0), ("y", 1.5, 4.0))):
+        end = {"lease": lease, "seconds": ended - began, "reason": Reason.ACK}
+        events.append(Event(Kind.LEASE_BEGIN, began, "a", group=group, lease=lease, **of))  # type: ignore[arg-type]
+        events.append(Event(Kind.LEASE_END, ended, "a", group=group, **end, **of))  # type: ignore[arg-type]
+    events.append(Event(Kind.SEAL, 5.0, "a", partition="p"))
+    (step,) = recorded(events)
+    assert [group.stage_s for group in step.groups] == [{"train": 2.0}, {"train": 1.0}]
+
+
+def test_rows_without_a_group_are_one_group_for_each_put() -> None:
+    events = [Event(Kind.PUT, 1.0 + n, "a", partition="p", rows=4, nbytes=400) for n in range(2)]
+    events += [Event(Kind.READY, 2.0, "a", partition="p", stage="s", rows=8)]
+    of = {"partition": "p", "stage": "s", "worker": "w", "lease": 1, "rows": 8}
+    events += [
+        Event(Kind.LEASE_BEGIN, 3.0, "a", **of),  # type: ignore[arg-type]
+        Event(Kind.LEASE_END, 7.0, "a", seconds=4.0, reason=Reason.ACK, **of),  # type: ignore[arg-type]
+        Event(Kind.SEAL, 8.0, "a", partition="p"),
+    ]
+    (step,) = recorded(events)
+    assert [(g.rows, g.nbytes, g.stage_s["s"]) for g in step.groups] == [(4, 400, 2.0)] * 2
+
+
+def test_a_group_that_was_dropped_was_not_trained() -> None:
+    of = {"partition": "p", "rows": 2}
+    events = [Event(Kind.PUT, 1.0, "a", group=g, **of) for g in (0, 1)]  # type: ignore[arg-type]
+    events += [Event(Kind.READY, 1.0, "a", stage="s", group=g, **of) for g in (0, 1)]  # type: ignore[arg-type]
+    events.append(Event(Kind.LEASE_BEGIN, 2.0, "a", stage="s", group=0, lease=1, **of))  # type: ignore[arg-type]
+    events.append(
+        Event(Kind.LEASE_END, 3.0, "a", stage="s", group=0, lease=1, reason=Reason.ACK, **of)  # type: ignore[arg-type]
+    )
+    events.append(Event(Kind.DROP, 4.0, "a", group=1, **of))  # type: ignore[arg-type]
+    events.append(Event(Kind.SEAL, 5.0, "a", partition="p"))
+    (step,) = recorded(events)
+    assert [group.trained for group in step.groups] == [True, False]
+
+
+def test_polled_piece_by_piece_it_is_the_same_recording() -> None:
+    events = numbered([*played(0), *played(1), *played(2)])
+    whole = recorded(events)
+    recorder, found = Recorder(), list[Recorded]()
+    for at in range(0, len(events), 7):  # each poll has what the one before had, too
+        until = events[min(at + 7, len(events)) - 1].at
+        found += recorder.take(events[max(0, at - 20) : at + 7], until)
+    found += recorder.finish()
+    assert found == whole
+    assert [step.number for step in found] == [0, 1, 2]
+    assert found[1].pause_s == pytest.approx(
+        played(1)[0].began - max(e.at for e in played(0) if e.kind is Kind.LEASE_END), abs=3.0
+    )
+
+
+def test_a_step_with_overwritten_events_is_left_out_and_said() -> None:
+    events = numbered([*played(0), *played(1), *played(2)])
+    in_second = [e for e in events if e.partition == "step-1" and e.peer == "a"]
+    lost = {e.number for e in in_second[10:15]}
+    kept = [e for e in events if e.peer != "a" or e.number not in lost]
+    recorder = Recorder()
+    found = [*recorder.take(kept), *recorder.finish()]
+    assert [step.partition for step in found] == ["step-0", "step-2"]
+    assert [step.number for step in found] == [0, 2]
+    assert recorder.lost == 5
+    assert recorder.left_out == ["step-1: 5 events were overwritten at peer a"]
+
+
+def test_a_step_whose_first_events_nobody_has_is_left_out_and_said() -> None:
+    events = [e for e in numbered([*played(0), *played(1)]) if e.peer != "a" or e.number > 9]
+    recorder = Recorder()
+    found = [*recorder.take(events), *recorder.finish()]
+    assert [step.partition for step in found] == ["step-1"]
+    assert recorder.lost == 0  # before the recording
+    assert recorder.left_out == ["step-0: 9 events were overwritten at peer a"]
+
+
+def test_a_step_that_is_not_over_at_the_end_is_left_out_and_said() -> None:
+    events = numbered([*played(0), *[e for e in played(1) if e.at < 1_102.0]])
+    recorder = Recorder()
+    assert [step.partition for step in recorder.take(events)] == ["step-0"]
+    assert not recorder.finish()
+    assert recorder.left_out == ["step-1: it was not over"]
+
+
+def test_a_step_that_nobody_sealed_is_over_at_the_end_if_all_is_acked() -> None:
+    unsealed = [e for e in played(sealed=False) if e.kind is not Kind.SEAL]
+    recorder = Recorder()
+    assert not recorder.take(numbered(unsealed))
+    assert [step.partition for step in recorder.finish()] == ["step-0"]
+
+
+def test_what_is_held_of_unfinished_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_GROUPS", 20)
+    puts = [
+        Event(Kind.PUT, float(n), "a", partition=f"step-{n // 8}", group=n, rows=1)
+        for n in range(80)
+    ]
+    recorder = Recorder()
+    assert not recorder.take(numbered(puts))
+    assert len(recorder.left_out) == 8
+    assert recorder.left_out[0] == "step-0: over 20 groups were not done"
+
+
+def test_a_peer_that_starts_again_is_no_gap() -> None:
+    events = numbered(played(0))
+    again = numbered(played(1))
+    recorder = Recorder()
+    found = recorder.take(events) + recorder.take(again) + recorder.finish()
+    assert [step.partition for step in found] == ["step-0", "step-1"]
+    assert recorder.lost == 0

@@ -84,6 +84,7 @@ def _annotate(
     yield
     for step in range(job.steps):
         for batch in work.batches(step):
+            came = time.monotonic()
             with work.clock.timing("read"):
                 for field in fields:
                     batch.column(field)
@@ -92,7 +93,7 @@ def _annotate(
             with work.clock.timing(role):
                 columns = fields_of(batch)
                 told = {name: digests(values) for name, values in columns.items()}
-                work.pace.spend(sum(seconds(prompts[prompt]) for prompt in here))
+                work.spend(sum(seconds(prompts[prompt]) for prompt in here), came)
             with work.clock.timing("add"):
                 batch.add(columns)
             emit("produced", rows=rows, digests=told)
@@ -119,6 +120,7 @@ def train(work: Work) -> Iterator[None]:
     yield
     for step in range(job.steps):
         for batch in work.batches(step):
+            came = time.monotonic()
             with work.clock.timing("check"):
                 told = {name: digests(batch.column(name)) for name in fields}
                 rows = batch.rows()
@@ -128,12 +130,12 @@ def train(work: Work) -> Iterator[None]:
                 masks = (m.astype(np.float32) for m in batch.column("response_mask"))
                 tokens = [w * m for w, m in zip(weights, masks, strict=True)]
             with work.clock.timing("train"):
-                work.pace.spend(pace.train_seconds(prompts[rows[0][0]]))
+                work.spend(pace.train_seconds(prompts[rows[0][0]]), came)
             size = sum(map(len, tokens))
             emit("trained", rows=rows, digests=told, tokens=size)
             del batch, masks  # as above
         with work.clock.timing("train"):
-            work.pace.spend(pace.OPTIMISER_SECONDS)
+            work.pace.spend(pace.optimiser_seconds(job.of_step(step)))
         emit("stepped", step=step, at=time.monotonic())
 
 

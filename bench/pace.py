@@ -29,10 +29,11 @@ class Pace:
         if self._speed:
             self._sleep(self._zero + recorded / self._speed - time.monotonic())
 
-    def spend(self, recorded: float) -> None:
-        """Work that takes so much recorded time."""
+    def spend(self, recorded: float, since: float | None = None) -> None:
+        """Work that takes so much recorded time. since: when it began, if not now."""
         if self._speed:
-            self._sleep(recorded / self._speed)
+            spent = 0.0 if since is None else time.monotonic() - since
+            self._sleep(recorded / self._speed - spent)
 
     @staticmethod
     def _sleep(seconds: float) -> None:
@@ -45,11 +46,17 @@ def reward_seconds(prompt: Prompt) -> float:
 
 
 def reference_seconds(prompt: Prompt) -> float:
-    return REFERENCE_SECONDS * _tokens(prompt)
+    return prompt.times.reference if prompt.times else REFERENCE_SECONDS * _tokens(prompt)
 
 
 def train_seconds(prompt: Prompt) -> float:
-    return TRAIN_SECONDS * _tokens(prompt)
+    return prompt.times.train if prompt.times else TRAIN_SECONDS * _tokens(prompt)
+
+
+def optimiser_seconds(prompts: Sequence[Prompt]) -> float:
+    """Of a step with these prompts."""
+    times = prompts[0].times if prompts else None
+    return times.optimiser if times else OPTIMISER_SECONDS
 
 
 def _tokens(prompt: Prompt) -> int:
@@ -98,7 +105,7 @@ def recorded_seconds(job: Job) -> float:
             referred = reference.serve(after, reference_seconds(prompt))
             done.append((max(scored, referred), train_seconds(prompt)))
         ends = [train.serve(ready, seconds) for ready, seconds in sorted(done)]
-        trained.append(max([*ends, *rolled]) + OPTIMISER_SECONDS)
+        trained.append(max([*ends, *rolled]) + optimiser_seconds(prompts))
     return trained[-1]
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from bench.planes import PLANES
 from bench.run import Progress, Settings, execute, variants
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
+from bench.traces.recording import Recording
 
 Planned = tuple[Settings, str, bool]
 """A run to carry out: its job, the plane, and whether media of a group travel once."""
@@ -45,18 +47,18 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         default=[],
-        help="Parquet of `trace`, or PolyTrace's own: files or the folder of a run of this task",
+        help="Parquet of `trace`; PolyTrace's own: files or the folder of a run of this task; or "
+        "the folder of `dataplane record`, whose hosts, steps and staleness are the defaults",
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
-    run.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts that share no memory; 2")
+    run.add_argument("--hosts", type=bounds.hosts, help="hosts that share no memory; 2")
     run.add_argument(
         "--prompts", type=bounds.prompts, help="groups in a step; 16, or what a file has"
     )
-    run.add_argument("--steps", type=bounds.steps, default=1, help="one after the other; 1")
+    run.add_argument("--steps", type=bounds.steps, help="one after the other; 1")
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
-        default=0,
         help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
     )
     run.add_argument(
@@ -131,6 +133,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     """As `carry_out`, with the runs that the options ask for."""
     if options.trace_file and len(options.trace) > 1:
         raise TraceError(options.trace_file[0], "it is of one task: give one --trace with it")
+    _default(options, load.recorded_job(options.trace_file) if options.trace_file else None)
     prompts = _prompts(options)
     trainers = options.trainers or options.hosts
     bounds.check(prompts, options.steps)
@@ -143,6 +146,33 @@ def _run(options: argparse.Namespace, command: str) -> int:
         for plane, dedup in variants(settings)
     ]
     return carry_out(plan, options.json, command, options.no_links if rate else None)
+
+
+def _default(options: argparse.Namespace, recording: Recording | None) -> None:
+    """Options that are not given: as a job was recorded, and what a replay should say of it."""
+    recorded = recording or Recording("", hosts=2, staleness=0, phased=False, steps=[[]])
+    options.hosts = options.hosts or recorded.hosts
+    options.steps = options.steps or len(recorded.steps)
+    if options.staleness is None:
+        options.staleness = recorded.staleness
+    options.phased |= recorded.phased
+    if recording is not None:
+        Console().print("\n".join(told(recording)), markup=False, highlight=False)
+
+
+def told(recording: Recording) -> list[str]:
+    """What a reader of a replay should know of the recording."""
+    took = median(recording.step_seconds)
+    lines = [
+        f"Recorded run {recording.run}: {len(recording.steps)} steps of {took:.2f} s (median), "
+        f"{recording.hosts} hosts, rollout {recording.staleness} steps ahead"
+        + (", stages after rollout (--phased)" if recording.phased else "")
+    ]
+    if recording.folded:
+        lines.append(f"Replayed as one stage, `reference`: {', '.join(recording.folded)}")
+    if not recording.ended:
+        lines.append("Its recorder still runs or was killed: these are the complete steps.")
+    return lines
 
 
 def with_link(settings: Settings, rate: str, no_links: str | None) -> Settings:

@@ -79,6 +79,11 @@ class Work:
     def job(self) -> Job:
         return self.worker.job
 
+    def spend(self, recorded: float, came: float) -> None:
+        """Work on a batch that takes so much recorded time. Where a job was recorded, that is from
+        the lease to the ack: what the bench did since the batch came is part of it."""
+        self.pace.spend(recorded, came if self.job.is_recorded else None)
+
     def batches(self, step: int) -> Iterator[Batch]:
         """The stage's batches; the wait for each is the clock's `claim`."""
         if self.job.phased:

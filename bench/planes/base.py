@@ -64,6 +64,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The prompts of all steps, in order: number i of them has index i."""
         return _prompts(self.trace, self.trace_file, self.prompts, self.seed, self.steps)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the prompts are those of a recorded job, with the times of its stages."""
+        return self.generate()[0].times is not None
+
     def of_step(self, step: int) -> list[Prompt]:
         return [prompt for prompt in self.generate() if prompt.step == step]
 

@@ -31,7 +31,10 @@ def register(commands: Any) -> None:
     make.set_defaults(perform=_trace)
     look = commands.add_parser("trace-info", help="show what is in a trace file")
     look.add_argument(
-        "file", type=Path, nargs="+", help="Parquet, or PolyTrace's own: files or a folder"
+        "file",
+        type=Path,
+        nargs="+",
+        help="Parquet; PolyTrace's own: files or a folder; or a recording",
     )
     look.add_argument("--task", choices=tuple(TASKS), default=None, help="of PolyTrace files")
     look.set_defaults(perform=_info)
@@ -55,7 +58,7 @@ def _trace(options: argparse.Namespace, command: str) -> int:
 
 
 def _info(options: argparse.Namespace, command: str) -> int:
-    if options.task is None and not load.is_parquet(options.file[0]):
+    if options.task is None and not load.names_task(options.file[0]):
         raise TraceError(options.file[0], "it does not say of which task it is: give --task TASK")
     info.show(Console(), *load.load(options.file, options.task))
     return 0

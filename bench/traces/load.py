@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.traces import parquet, polytrace
+from bench.traces import recording as recordings
 from bench.traces.generator import draw
 from bench.traces.parquet import TraceError
 from bench.traces.polytrace import Group
+from bench.traces.recording import Recording
 from bench.traces.sample import Prompt, Sample
 from bench.traces.tasks import TASKS, Task
 
@@ -22,13 +24,18 @@ _TOOL_TIMES = 1 << 33  # a stream of its own, beyond every step's number
 
 
 def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, list[Prompt]]:
-    """A Parquet trace; PolyTrace files: one with lengths, one with reward times, or both; or the
-    folder of a run that PolyTrace recorded.
+    """A Parquet trace; PolyTrace files: one with lengths, one with reward times, or both; the
+    folder of a run that PolyTrace recorded; or a recording of `dataplane record`.
 
-    task: the profile of what PolyTrace's files do not say (media, rewards, tool times); a Parquet
-    trace says all itself. Raises TraceError.
+    task: the profile of what PolyTrace's files do not say (media, rewards, tool times); the others
+    say all themselves. Raises TraceError.
     """
     first = paths[0]
+    if (recording := recorded_job(paths)) is not None:
+        prompts = [prompt for step in recording.steps for prompt in step]
+        if task is not None:
+            _check_replay(first, TASKS[task], recording)
+        return task or f"run {recording.run}", prompts
     if is_parquet(first):
         if len(paths) > 1:
             raise TraceError(first, "a Parquet trace stands alone: it has all times in it")
@@ -42,6 +49,32 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
     if not prompts:
         raise TraceError(first, "it tells of no group that is trained on")
     return task, prompts
+
+
+def recorded_job(paths: Sequence[Path]) -> Recording | None:
+    """What `dataplane record` recorded, if it is that. Raises TraceError."""
+    if not recordings.is_recording(paths[0]):
+        return None
+    if len(paths) > 1:
+        raise TraceError(paths[0], "a recording stands alone: it has all times in it")
+    return recordings.read(paths[0])
+
+
+def _check_replay(path: Path, task: Task, recording: Recording) -> None:
+    if task.media:
+        why = f"it has bytes and no media, and {task.name} has media: give --trace math"
+        raise TraceError(path, why)
+    if task.survive is None and recording.untrained:
+        why = (
+            f"{recording.untrained} groups were not trained, and a run of {task.name} trains on "
+            "all: give --trace math_open"
+        )
+        raise TraceError(path, why)
+
+
+def names_task(path: Path) -> bool:
+    """Whether a file says of which task it is, or needs none. Raises TraceError."""
+    return recordings.is_recording(path) or is_parquet(path)
 
 
 def is_parquet(path: Path) -> bool:
@@ -70,7 +103,7 @@ def of_run(
     paths: Sequence[Path], task: str, seed: int, steps: int, per_step: int | None
 ) -> list[Prompt]:
     """What a run of so many steps and groups a step takes of the files; per_step None: as many as
-    there are, `PROMPTS` at most.
+    there are, of a recorded job all, else `PROMPTS` at most.
 
     Raises TraceError, also where the files have less, or groups of different sizes.
     """
@@ -82,7 +115,8 @@ def of_run(
     if per_step and least < per_step:
         why = f"it has a step of {least} groups, and --prompts asks for {per_step}"
         raise TraceError(paths[0], why)
-    kept = cut(prompts, steps, per_step or min(PROMPTS, least))
+    most = max(counts.values()) if prompts[0].times else min(PROMPTS, least)
+    kept = cut(prompts, steps, per_step or most)
     if len(sizes := {len(prompt.samples) for prompt in kept}) > 1:
         why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
         raise TraceError(paths[0], why)

@@ -3,13 +3,15 @@
 Columns: step, group and sample (numbers; a group's number counts through all steps),
 prompt_tokens, response_tokens (tool texts included), turns (a list of tokens, seconds,
 tool_seconds, tool_tokens), media (a list of content id, grid in patches, shape of the raw frames),
-reward, reward_seconds. Written twice, a trace gives the same file. It is written as it is drawn, so
-its length is limited by the disk; read it is held whole, so there only so many rows are taken.
+reward, reward_seconds, times (of a recorded job: one of StageTimes). Written twice, a trace gives
+the same file. It is written as it is drawn, so its length is limited by the disk; read it is held
+whole, so there only so many rows are taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ import pyarrow
 import pyarrow.parquet
 
 from bench.outputs import replacing
-from bench.traces.sample import Medium, Prompt, Sample, Turn
+from bench.traces.sample import Medium, Prompt, Sample, StageTimes, Turn
 from bench.traces.tasks import TASKS
 
-_FORMAT = b"2"
+_FORMAT = b"3"
 _GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
 MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
 
@@ -50,6 +52,9 @@ _MEDIUM = pyarrow.struct(
         frames=_several(pyarrow.int64()),
     )
 )
+_TIMES = pyarrow.struct(
+    _whole(reference=pyarrow.float64(), train=pyarrow.float64(), optimiser=pyarrow.float64())
+)
 SCHEMA = pyarrow.schema(
     _whole(
         step=pyarrow.int64(),
@@ -61,6 +66,7 @@ SCHEMA = pyarrow.schema(
         media=_several(_MEDIUM),
         reward=pyarrow.float64(),
         reward_seconds=pyarrow.float64(),
+        times=_several(_TIMES),
     )
 )
 
@@ -98,6 +104,7 @@ def write(
 
 def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
     media = [{"content": m.content, "grid": m.grid, "frames": m.frames} for m in prompt.media]
+    times = [asdict(prompt.times)] if prompt.times else []
     for number, sample in enumerate(prompt.samples):
         turns = [
             {
@@ -118,6 +125,7 @@ def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
             "media": media,
             "reward": sample.reward,
             "reward_seconds": sample.reward_seconds,
+            "times": times,
         }
 
 
@@ -155,4 +163,5 @@ def _prompt(index: int, rows: list[dict[str, Any]]) -> Prompt:
         for row in rows
     )
     media = (Medium(m["content"], tuple(m["grid"]), tuple(m["frames"])) for m in first["media"])
-    return Prompt(index, first["step"], first["prompt_tokens"], tuple(samples), tuple(media))
+    times = StageTimes(**first["times"][0]) if first["times"] else None
+    return Prompt(index, first["step"], first["prompt_tokens"], tuple(samples), tuple(media), times)

@@ -67,14 +67,28 @@ class Medium:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of a recorded group in the stages, from the lease to the ack, and of the optimiser
+    after the last group of its step."""
+
+    reference: float
+    train: float
+    optimiser: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """A group: one prompt with its media, and its samples. `index` counts through all steps."""
+    """A group: one prompt with its media, and its samples. `index` counts through all steps.
+
+    times: of the stages, where a job was recorded; None: they follow from the lengths.
+    """
 
     index: int
     step: int
     prompt_tokens: int
     samples: tuple[Sample, ...]
     media: tuple[Medium, ...] = ()
+    times: StageTimes | None = None
 
     @property
     def response_tokens(self) -> tuple[int, ...]:

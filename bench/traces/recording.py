@@ -1,0 +1,226 @@
+"""A job that `dataplane record` recorded, as prompts with their recorded times.
+
+A group is as large as it was, as rows of text that are equally long: the recording has bytes, not
+tokens. Rollout begins a step where the recording shows that it could: when the step before was
+rolled out, and the last stage had finished the step that many before. A worker of the bench works
+as fast as all workers of its stage on one host did together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+
+from bench.traces.parquet import MOST_ROWS, TraceError
+from bench.traces.sample import Prompt, Sample, StageTimes, Turn
+
+INDEX = "recording.json"
+NEAR_S = 0.05
+"""Clocks of hosts differ a little."""
+_FORMAT = 1
+_TOKEN_BYTES = 44  # of a response's token, in all columns that rollout writes
+_ROW_BYTES = 16  # its uid
+_MOST_TOKENS = 1 << 24
+_COLUMNS = {"rows", "nbytes", "put_seconds", "host", "trained", "stages"}
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class _Step(msgspec.Struct, frozen=True):
+    number: Count
+    partition: str
+    began: Seconds
+    first_put: Seconds
+    last_put: Seconds
+    first_lease: Seconds
+    ended: Seconds
+    pause_s: Seconds
+    hosts: Some
+    workers: dict[str, Count]
+    stages: list[str]
+    last_stage: str
+
+
+class _Index(msgspec.Struct, frozen=True):
+    format: int
+    run: str
+    ended: str | None
+    hosts: Some
+    steps: list[_Step]
+
+
+class _Worked(msgspec.Struct, frozen=True):
+    stage: str
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class _Group(msgspec.Struct, frozen=True):
+    rows: Some
+    nbytes: Count
+    put_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    host: Count
+    trained: bool
+    stages: list[_Worked]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """hosts, staleness, phased: as recorded. step_seconds: from the end of the step before to its
+    own. ended: whether the recorder ended in order. folded: stages that are replayed as
+    `reference`. untrained: groups that the last stage did not ack."""
+
+    run: str
+    hosts: int
+    staleness: int
+    phased: bool
+    steps: list[list[Prompt]]
+    step_seconds: list[float] = field(default_factory=list)
+    ended: bool = True
+    folded: list[str] = field(default_factory=list)
+    untrained: int = 0
+
+
+def is_recording(path: Path) -> bool:
+    return (path / INDEX).is_file()
+
+
+def read(folder: Path) -> Recording:
+    """Read a recording. Raises TraceError."""
+    index = _index(folder / INDEX)
+    if index.format != _FORMAT:
+        raise TraceError(folder / INDEX, f"format {index.format}: expected {_FORMAT}")
+    if not index.steps:
+        raise TraceError(folder, "it has no complete step")
+    steps = index.steps
+    staleness = _staleness(steps)
+    optimiser = _optimiser(steps, staleness)
+    starts = _starts(steps, staleness, optimiser)
+    ends = [step.ended + seconds for step, seconds in zip(steps, optimiser, strict=True)]
+    hosts = index.hosts
+    made, number, folded, untrained = list[list[Prompt]](), 0, dict[str, None](), 0
+    for at, step in enumerate(steps):
+        reward, others = _roles(step)
+        folded |= dict.fromkeys(others if len(others) > 1 else [])
+        groups = _in_turn(_groups(folder / f"step-{step.number:06}.parquet"), hosts)
+        prompts = []
+        for group in groups:
+            put = max(0.0, step.began + group.put_seconds - starts[at])
+            spent = {
+                one.stage: one.seconds * hosts / max(1, step.workers.get(one.stage, 1))
+                for one in group.stages
+            }
+            times = StageTimes(
+                sum(spent.get(stage, 0.0) for stage in others),
+                spent.get(step.last_stage, 0.0),
+                optimiser[at],
+            )
+            prompts.append(_prompt(group, number, at, put, spent.get(reward, 0.0), times))
+            number += 1
+            untrained += not group.trained
+        made.append(prompts)
+    seconds = [ends[0] - starts[0], *(after - before for before, after in pairwise(ends))]
+    return Recording(
+        index.run,
+        hosts,
+        staleness,
+        all(len(prompts) > 1 for prompts in made)
+        and all(step.first_lease >= step.last_put for step in steps),
+        made,
+        seconds,
+        index.ended is not None,
+        list(folded),
+        untrained,
+    )
+
+
+def _index(path: Path) -> _Index:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index)
+    except OSError as exc:
+        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise TraceError(path, str(exc)) from exc
+
+
+def _groups(path: Path) -> list[_Group]:
+    try:
+        rows = pyarrow.parquet.read_metadata(path).num_rows
+        if rows > MOST_ROWS:
+            raise TraceError(path, f"its {rows} groups are more than {MOST_ROWS:,}")
+        table = pyarrow.parquet.read_table(path)
+        if set(table.column_names) != _COLUMNS:
+            raise TraceError(path, f"its columns are not a recording's: {table.column_names}")
+        return msgspec.convert(table.to_pylist(), list[_Group])
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, msgspec.MsgspecError) as exc:
+        raise TraceError(path, f"it is no step of a recording: {exc}") from exc
+
+
+def _staleness(steps: Sequence[_Step]) -> int:
+    """The least number of steps that rollout is ahead with its first puts."""
+    for staleness in range(len(steps)):
+        pairs = zip(steps, steps[staleness + 1 :], strict=False)
+        if all(before.ended <= after.first_put + NEAR_S for before, after in pairs):
+            return staleness
+    return max(0, len(steps) - 1)
+
+
+def _optimiser(steps: Sequence[_Step], staleness: int) -> list[float]:
+    """After the last ack of each step: how long the last stage then did nothing, at most until the
+    rollout that waited for it put. The last step has the others' median."""
+    found = []
+    for at, step in enumerate(steps[:-1]):
+        pause = max(0.0, steps[at + 1].pause_s)
+        if at + 1 + staleness < len(steps):
+            pause = min(pause, max(0.0, steps[at + 1 + staleness].first_put - step.ended))
+        found.append(pause)
+    return [*found, median(found) if found else 0.0]
+
+
+def _starts(steps: Sequence[_Step], staleness: int, optimiser: Sequence[float]) -> list[float]:
+    """When rollout began each step."""
+    starts = list[float]()
+    for at, step in enumerate(steps):
+        start = step.began
+        if at and steps[at - 1].number == step.number - 1:
+            behind = at - staleness - 1
+            policy = steps[behind].ended + optimiser[behind] if behind >= 0 else starts[0]
+            start = max(policy, steps[at - 1].last_put if staleness else policy)
+        starts.append(min(start, step.first_put))
+    return starts
+
+
+def _roles(step: _Step) -> tuple[str, list[str]]:
+    """(the stage that is replayed as `reward`, those that are replayed as `reference`)."""
+    others = [stage for stage in step.stages if stage != step.last_stage]
+    reward = next((stage for stage in others if "reward" in stage), next(iter(others), ""))
+    return reward, [stage for stage in others if stage != reward]
+
+
+def _in_turn(groups: list[_Group], hosts: int) -> list[_Group]:
+    """In such an order that a run of as many hosts puts each group where it was put."""
+    lanes: dict[int, list[_Group]] = {host: [] for host in range(hosts)}
+    for group in groups:
+        lanes[group.host % hosts].append(group)
+    longest = max(map(len, lanes.values()))
+    return [lane[at] for at in range(longest) for lane in lanes.values() if at < len(lane)]
+
+
+def _prompt(
+    group: _Group, number: int, step: int, put: float, reward_s: float, times: StageTimes
+) -> Prompt:
+    tokens = round((group.nbytes / group.rows - _ROW_BYTES) / _TOKEN_BYTES)
+    turn = Turn(min(max(1, tokens), _MOST_TOKENS), put)
+    # Rewards that differ survive dynamic sampling, equal ones do not.
+    rewards = [float(group.trained and at == 0 and group.rows > 1) for at in range(group.rows)]
+    samples = (Sample((turn,), reward, reward_s / group.rows) for reward in rewards)
+    return Prompt(number, step, 0, tuple(samples), times=times)

@@ -20,8 +20,7 @@ import numpy as np
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from bench.processes import die_with, run_folder
-from tests.perf.children import spawned
+from bench.processes import die_with, run_folder, spawned
 
 ROUND_TRIPS = 400
 MESSAGE_BYTES = 64

@@ -206,7 +206,7 @@ def _shares(placements: list[list[Run]]) -> str:
     shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
     said = f"Recorded rollout and training of the step took {_seconds(recorded)}. Moving data is"
     if (most := max(map(max, shares))) < _HARDLY:
-        return f"{said} at most {most:.1%} of the step."
+        return f"{said} at most {most:.1%} of the step and hardly matters."
     told = [_listed([f"{share:.0%}" for share in some]) for some in shares]
     return f"{said} {_by_case(told, [same[0] for same in finished], ' of the step')}."
 

@@ -59,7 +59,7 @@ def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
 
 def test_small_transfers_hardly_matter() -> None:
     short = [{**one, "step_seconds": [0.1, 0.1, 0.1]} for one in TOGETHER]
-    assert "Moving data is at most 0.3% of the step." in sentences(short)[1]
+    assert "Moving data is at most 0.3% of the step and hardly matters." in sentences(short)[1]
 
 
 def test_other_traces_follow_the_first_and_memory() -> None:

@@ -57,7 +57,7 @@ class Orders:
     def _hear(self) -> None:
         line = sys.stdin.readline()
         if not line:
-            raise SystemExit("the runner went away")
+            raise SystemExit("the runner has ended")
         match line.split():
             case ["policy", version]:
                 self._version = int(version)

@@ -21,6 +21,8 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER|OMPI|PMIX"
+MOST_WORDS = 18_000
+"""Of all pages in docs/. A new answer takes the place of something that another page says too."""
 VERL = Path(sys.executable).parent.parent / "verl" / "bin" / "python"
 
 
@@ -118,6 +120,13 @@ def test_every_file_that_a_page_names_for_an_idea_is_there(
                 path = path.with_suffix(".py")
             assert path.exists(), name
             folder = path if path.is_dir() else path.parent
+
+
+def test_the_pages_stay_short() -> None:
+    """Architecture is not among them: it is rewritten with the code that it describes."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "architecture.md"]
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    assert sum(words.values()) <= MOST_WORDS, words
 
 
 def test_every_test_that_proves_a_guarantee_is_there() -> None:

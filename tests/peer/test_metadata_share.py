@@ -92,6 +92,6 @@ def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     writing = Writing(shard.host, parts, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
     checkpoints = Checkpoints(writing, parts, parts)  # type: ignore[arg-type]
     restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), [], [], {}, Progress())
-    with pytest.raises(ShardFull, match="consume or drop"):
+    with pytest.raises(ShardFull, match="Consume or drop rows"):
         checkpoints.restore_here(None, restore)  # type: ignore[arg-type]
     assert inspection.stats(shard.store)["rows"] == 1

@@ -234,8 +234,8 @@ def _manifest(directory: Path) -> Manifest:
         raise corrupt(path, "its checksum does not match")
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise CheckpointFailed(
-            f"{directory} is a {manifest.format} of version {manifest.version}; this release "
-            f"reads version {VERSION} of {FORMAT}",
+            f"{directory} is a {manifest.format} of version {manifest.version}, but this release "
+            f"reads version {VERSION} of {FORMAT}: restore it with the release that wrote it",
             path=str(directory),
         )
     return manifest

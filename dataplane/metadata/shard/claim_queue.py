@@ -313,7 +313,7 @@ class ClaimQueue:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
                 f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost with "
-                f"their peer, such as {keys[:3]}: part.lost() lists them all; put them into a new "
+                f"their peer, such as {keys[:3]}. part.lost() lists them all: put them into a new "
                 "partition",
                 partition=store.partition,
                 rows=total,

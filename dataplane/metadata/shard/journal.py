@@ -168,10 +168,13 @@ def _relocated(store: Store, op: Relocated, now: float) -> None:
 
 def _paced(store: Store, op: Paced, now: float) -> None:
     permits = store.permits
-    if op.version < permits.version or op.per_version < 0 or op.max_lag < 0:
+    if op.version < permits.version:
         raise ProtocolError(
-            f"the trainer's version cannot go from {permits.version} to {op.version}, or a limit "
-            "is negative"
+            f"the trainer's version cannot go back from {permits.version} to {op.version}"
+        )
+    if op.per_version < 0 or op.max_lag < 0:
+        raise ProtocolError(
+            f"max_lag={op.max_lag}, per_version={op.per_version}: expected 0 or more"
         )
     permits.version = op.version
     permits.begin(store)
@@ -217,7 +220,8 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
         if len(one.names or keys) != len(keys) or not of_stages:
             raise ProtocolError(
-                f"block {one.number} of {len(keys)} rows has the wrong number of names or stages"
+                f"block {one.number} of {len(keys)} rows has {len(one.names or keys)} names, and "
+                f"states for {len(one.acked)} of {len(store.stages)} stages"
             )
         if one.number in store.blocks or (one.group and one.group not in store.groups):
             raise ProtocolError(f"block {one.number} already exists, or its group does not exist")

@@ -103,8 +103,8 @@ class Acquaintances:
                 raise RosterMismatch(
                     f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, but this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds. If one process of a launch calls "
-                    "connect(fresh=True), all must",
+                    "with the same --run and --seeds. Either all processes of a launch call "
+                    "connect(fresh=True), or none does",
                     what=what,
                 )
         taken = {met.name: address for address, met in self._met.items()} | {

@@ -413,7 +413,7 @@ class Sampling:
                 began = time.perf_counter()
                 outcome = await engine.read(source, copies, TRY_S, transport)
                 if outcome.gone.any():
-                    raise Unavailable("the sample was freed before it could be read: try again")
+                    raise Unavailable("the test sample was freed before it was read: try again")
                 return time.perf_counter() - began
 
             try:

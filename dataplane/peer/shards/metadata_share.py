@@ -73,7 +73,7 @@ class MetadataShare:
         raise ShardFull(
             f"peer {self._host.name!r}, which serves this partition, accepts no new rows: their "
             f"keys, tags and small values use {sized(self.used_bytes)}, over the limit of "
-            f"{sized(self.size_bytes)} (a fifth of its arena); consume or drop rows, or give that "
+            f"{sized(self.size_bytes)} (a fifth of its arena). Consume or drop rows, or give that "
             "peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,

@@ -1,11 +1,11 @@
-"""NeMo-RL's `DataPlaneClient` over a plane (docs/nemo-rl.md): the boundary through which its
-trainers, rollout actors and policy workers put, claim and read samples.
+"""NeMo-RL's `DataPlaneClient` over a plane (docs/nemo-rl.md). NeMo-RL's trainers, rollout actors
+and policy workers put, claim and read samples through it.
 
     client = DataPlaneClient(cfg, bootstrap=True)     # on the driver; bootstrap=False in workers
 
-Signatures are those of NeMo-RL's `nemo_rl.data_plane.interfaces`. Samples are rows by key of
-`dataplane.integrations.transfer_queue`; a task is a stage of the plane, so that a claim waits at
-the shard and nobody polls. nemo_rl itself is not imported here.
+Signatures are those of NeMo-RL's `nemo_rl.data_plane.interfaces`. Samples are rows of
+`dataplane.integrations.transfer_queue`, by key. A task is a stage of the plane, so a claim waits at
+the shard instead of polling. This module does not import nemo_rl.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LENGTH = "input_lengths"
 
 @dataclass
 class KVBatchMeta:
-    """Which samples, and what is known of them without a value: what calls return in a process that
-    has not imported NeMo-RL. One that has gets NeMo-RL's own class of this name."""
+    """Ids of samples, with their tags and lengths, but no values. Calls return it in a process that
+    has not imported NeMo-RL; other processes get NeMo-RL's own class of this name."""
 
     partition_id: str
     task_name: str | None
@@ -50,12 +50,13 @@ class KVBatchMeta:
 
 
 class DataPlaneClient:
-    """NeMo-RL's boundary. For any number of threads; one queue a process.
+    """NeMo-RL's data plane interface, for any number of threads. One queue per process.
 
-    cfg: its `data_plane` section. Of it `dedup` is read, names of fields whose equal values are
-    stored once (media of a group); sizes and transports of TransferQueue's backends mean nothing
-    here. bootstrap: the driver begins the queue and its `close` ends it; everybody else joins it,
-    and RuntimeError says where there is none.
+    - `cfg`: NeMo-RL's `data_plane` section. Only `dedup` is read: names of fields whose equal
+      values are stored once, such as media of a group. Sizes and transports of TransferQueue's
+      backends are ignored.
+    - `bootstrap`: True in the driver, which starts the queue and ends it with `close`. All other
+      processes join it; RuntimeError if there is none.
     """
 
     def __init__(self, cfg: Mapping[str, Any] | None = None, *, bootstrap: bool = True) -> None:
@@ -79,11 +80,10 @@ class DataPlaneClient:
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Make a partition, or go on with the one that is there.
+        """Make a partition, or continue with an existing one.
 
-        Its fields, tasks and size need not be known before: a field is there with its first value,
-        a task with its first claim, and rows take the room that they take. Groups are balanced by
-        NeMo-RL itself, and texts are stored as they are.
+        Its fields, tasks and size need not be declared: a field exists with its first value, and a
+        task with its first claim. NeMo-RL balances groups itself. Texts are stored as they are.
         """
         self._used = True
         self._store.number_of(partition_id)
@@ -98,11 +98,12 @@ class DataPlaneClient:
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Samples that have the fields and that the task has not claimed before; no value is moved.
+        """Claim samples that have the fields and that the task has not claimed before. No value is
+        moved.
 
-        blocking: exactly `batch_size` of them, as soon as they are there; ClaimTimeout, a
-        TimeoutError, after `timeout_s`, and then nothing was claimed. Otherwise those that are
-        there now, none included. `dp_rank` is not used, as in NeMo-RL.
+        With `blocking`, wait for exactly `batch_size` samples; after `timeout_s` raise
+        ClaimTimeout, a TimeoutError, and claim nothing. Otherwise return the samples that are ready
+        now, which may be none. `dp_rank` is not used, as in NeMo-RL.
         """
         self._used = True
         least, timeout = (batch_size, timeout_s) if blocking else (1, 0.0)
@@ -126,15 +127,16 @@ class DataPlaneClient:
         )
 
     def get_data(self, meta: Any, select_fields: list[str] | None = None) -> TensorDict:
-        """The samples of a meta: these fields, else the meta's. ValueError where neither says."""
+        """Read the samples of a meta: `select_fields`, or else the meta's fields. ValueError if
+        neither is given."""
         fields = select_fields if select_fields is not None else meta.fields
         if fields is None:
             raise ValueError("no fields to read: pass select_fields, or a meta with fields")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Whether each of the tasks has claimed all samples that are there now. Not of a partition
-        without samples."""
+        """Return whether each task has claimed all present samples; False for a partition without
+        samples."""
         self._used = True
         return all(self._store.unclaimed(partition_id, task) == 0 for task in task_names)
 
@@ -147,9 +149,9 @@ class DataPlaneClient:
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write fields and tags of samples; a field that is there gets the new value, tags are
-        merged. Each sample's fields and tags are seen together. Values are tensors, dense or
-        jagged, and objects of None, numbers, texts, bytes, lists, dicts and arrays."""
+        """Write fields and tags of samples. A new value replaces an old one; tags are merged. The
+        fields and tags of a sample become visible together. Values are dense or jagged tensors, and
+        objects made of None, numbers, texts, bytes, lists, dicts and arrays."""
         self._used = True
         if fields is not None and fields.batch_size[0] != len(sample_ids):
             raise ValueError(
@@ -174,10 +176,11 @@ class DataPlaneClient:
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str]
     ) -> TensorDict:
-        """Fields of samples, in this order; private copies.
+        """Read fields of samples, in this order, as private copies.
 
-        A tensor whose rows have one shape is dense, others are jagged; the rest is a stack of
-        objects. StorageKeyNotFoundError, a KeyError, where a sample or its field is not there.
+        A tensor whose rows have one shape is dense, other tensors are jagged, everything else is a
+        stack of objects. Raises StorageKeyNotFoundError, a KeyError, if a sample or one of its
+        fields does not exist.
         """
         if not sample_ids:
             return TensorDict({}, batch_size=0)
@@ -186,8 +189,9 @@ class DataPlaneClient:
         return TensorDict({name: _dense(of) for name, of in found.items()}, len(sample_ids))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Free samples, or, with None, the whole partition, whoever wrote it. Ids may be used
-        again. Absent ones are passed over; RuntimeWarning where None finds nothing."""
+        """Free samples, or the whole partition if `sample_ids` is None, whichever client wrote
+        them. Their ids can be used again. Absent samples are skipped; RuntimeWarning if None finds
+        nothing."""
         self._used = True
         if sample_ids is not None:
             self._store.clear(partition_id, sample_ids)
@@ -199,7 +203,7 @@ class DataPlaneClient:
             )
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        """The ids of a partition's samples."""
+        """Return the ids of a partition's samples."""
         return [str(row.key) for row in self._store.rows(partition_id)]
 
     # the whole of it
@@ -207,12 +211,13 @@ class DataPlaneClient:
     def save_checkpoint(
         self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None
     ) -> None:
-        """Write all partitions, what each task has claimed, and `metadata`, which JSON can say."""
+        """Write all partitions, what each task has claimed, and `metadata`, which must be valid
+        JSON."""
         transfer_queue.save_checkpoint(checkpoint_dir, metadata=metadata)
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, and return its metadata. RuntimeError where this client has
-        been used already: what it wrote would be gone."""
+        """Continue from a checkpoint, and return its metadata. RuntimeError if this client has been
+        used already, because its rows would be lost."""
         if self._used:
             raise RuntimeError(
                 "load_checkpoint must come before every other call of this client: create a "
@@ -223,7 +228,7 @@ class DataPlaneClient:
         return dict(told["user_metadata"])
 
     def close(self) -> None:
-        """Leave the queue; the driver's ends it. Again is fine."""
+        """Leave the queue. The driver's `close` ends it. Repeating the call is a no-op."""
         if not self._closed:
             self._closed = True
             transfer_queue.close()

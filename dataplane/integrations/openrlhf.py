@@ -2,9 +2,9 @@
 
     from dataplane.integrations.openrlhf import Queue    # instead of ray.util.queue
 
-What `ray.util.queue.Queue` does for it, without an actor through which every batch passes: an item
-lies in the arena of the host that put it, and goes to the host that gets it. An item is whatever
-OpenRLHF puts: a list of `Experience`, with the state of its data loader; None; a text; a tuple.
+It replaces `ray.util.queue.Queue` without an actor that every batch passes through: an item is
+stored on the host that put it, and moves directly to the host that gets it. An item is whatever
+OpenRLHF puts: a list of `Experience` with the state of its data loader, None, a text or a tuple.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _CLASS = "\0class"
 class Queue:
     """A queue for any number of processes, threads and hosts.
 
-    The items of one host come out in the order in which they were put. Where several hosts put, a
-    `get` may take an item of its own host before older ones of others.
+    Items of one host come out in the order in which they were put. If several hosts put, a `get`
+    may take an item of its own host before older items of other hosts.
 
-    maxsize: items that may wait, 0 for no bound by count; memory is bounded by the arena anyway.
-    With several producers each may be one above it. name: that of the partition; the same name is
-    the same queue, without one it is a new one. run: of the plane, see `dataplane.connect`.
+    - `maxsize`: how many items may wait; 0 for no limit. The arena limits memory anyway. With
+      several producers, each may exceed the limit by one.
+    - `name`: name of the partition. The same name is the same queue; without a name, the queue is
+      new.
+    - `run`: as for `dataplane.connect`.
 
-    A queue that is pickled, as an argument of an actor, is the same queue there.
+    A pickled queue, such as an argument of an actor, is the same queue in the other process.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class Queue:
         return _attached, (self.maxsize, self.name, self._plane.name)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Add an item; waits while the queue is full, `Full` after `timeout` seconds.
+        """Add an item. Wait while the queue is full; raise `Full` after `timeout` seconds.
 
-        Media that are equal, arrays inside `mm_train_inputs` of one prompt's samples, are stored
-        once. InvalidValue names what is neither None, number, text, bytes, list, tuple, dict,
-        array, tensor nor dataclass; nothing was put then.
+        Equal arrays inside `mm_train_inputs` of one prompt's samples are stored once. Raises
+        InvalidValue, and stores nothing, if a part of the item is not None, a number, text, bytes,
+        list, tuple, dict, array, tensor or dataclass.
         """
         packed = _packed(item)
         if self.maxsize:
@@ -69,8 +71,8 @@ class Queue:
         self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take the next item; waits for one, `Empty` after `timeout` seconds. Tensors are private
-        copies. A dataclass comes back as one where this process has imported its class."""
+        """Take the next item. Wait for one; raise `Empty` after `timeout` seconds. Tensors are
+        private copies. A dataclass comes back as one if this process has imported its class."""
         try:
             batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)
         except TimeoutError:
@@ -91,7 +93,7 @@ class Queue:
         return await asyncio.to_thread(self.get, block, timeout)
 
     def qsize(self) -> int:
-        """Items that wait."""
+        """Return the number of items that wait."""
         return int(self._part.stats()["stages"][_GET]["ready_rows"])
 
     def __len__(self) -> int:
@@ -104,11 +106,11 @@ class Queue:
         return 0 < self.maxsize <= self.qsize()
 
     def shutdown(self) -> None:
-        """End the queue: its items are freed, and calls that wait for one raise PartitionGone."""
+        """End the queue. Its items are freed, and calls that wait for one raise PartitionGone."""
         self._part.drop()
 
     def close(self) -> None:
-        """Leave the queue, which others go on with."""
+        """Disconnect this process; the queue continues for others."""
         self._plane.close()
 
 

@@ -1,9 +1,9 @@
 """One peer on every host of a Ray cluster, for as long as the job runs.
 
-`start()` runs in the driver, or by `started()` in an actor; on each node a small actor starts the
-node's peer and is its client.
-The peer is no child of any worker, so it outlives them all; when the job ends, in whatever way, Ray
-ends the actors, and peers without clients leave. No row ever passes through Ray.
+Call `start()` in the driver, or `started()` in an actor. On each node a small actor starts the
+node's peer and is its client. The peer is not a child of a worker, so it outlives all workers. When
+the job ends, for whatever reason, Ray ends the actors, and peers without clients shut down. No row
+passes through Ray.
 
     with dataplane.integrations.ray.start(arena="64GiB"):
         ...  # actors and tasks: dataplane.connect()
@@ -43,9 +43,12 @@ _PORTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the peers of a plane have in common. given: settings that `start` was called with.
-    variables: the driver's, which those of a node's workers win over. token: the secret itself, or
-    None where a file has it on every host, or nobody needs one."""
+    """What all peers of a plane have in common.
+
+    - `given`: the settings that `start` was called with.
+    - `variables`: the driver's variables. Those of a node's workers win over them.
+    - `token`: the secret; None if a file on every host has it, or if no token is needed.
+    """
 
     plane: str
     seeds: tuple[str, ...]
@@ -59,13 +62,17 @@ class Setup:
 
 
 def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
-    """A peer on every living node of the Ray cluster that this driver is connected to.
+    """Start a peer on every living node of the Ray cluster that this driver is connected to.
 
-    given: settings of the peers by name, `arena="64GiB", transport="required:nixl"`, as they are
-    written for `dataplane peer` (docs/settings.md); else the variables of a node's workers say
-    them, else this process's. token_file: where every host has the cluster token; without one a new
-    token is made and handed to the hosts through Ray. timeout: seconds. Workers find their node's
-    peer with `dataplane.connect()`. Raises ConnectError, InvalidConfig.
+    - `given`: settings of the peers by name, written as for `dataplane peer` (docs/settings.md):
+      `arena="64GiB", transport="required:nixl"`. Other settings come from the variables of a node's
+      workers, then from those of this process.
+    - `token_file`: path of the cluster token on every host. Without it, `start` makes a new token
+      and sends it to the hosts through Ray.
+    - `timeout`: seconds.
+
+    Workers find their node's peer with `dataplane.connect()`. Raises ConnectError and
+    InvalidConfig.
     """
     if not ray.is_initialized():
         raise InvalidConfig("ray is not initialised: call ray.init() before start()")
@@ -84,9 +91,9 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
 
 
 def started(*, timeout: float = START_S) -> Started:
-    """The peers of this Ray job, started by `start` in whichever process asks first: for code whose
-    processes know nothing of each other. They end with that process, or by `stop()`. Raises as
-    `start` does."""
+    """Return the peers of this Ray job. The first process that asks starts them with `start`, so
+    the processes need not know each other. They end with that process, or with `stop()`. Raises the
+    same errors as `start`."""
     options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
     found = Started(ray.remote(_Starter).options(**options).remote())
     _answers([found.starter.start.remote()], timeout)
@@ -95,8 +102,8 @@ def started(*, timeout: float = START_S) -> Started:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Peers that some process of the job has started. To be kept: Ray ends the starter of a process
-    that has forgotten it."""
+    """Peers that some process of the job has started. Keep this object: Ray ends the starter of a
+    process that no longer refers to it."""
 
     starter: Any
 
@@ -146,7 +153,7 @@ def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
 
 
 class Peers:
-    """The peers of this job. A context manager: `stop` at its end."""
+    """The peers of this job. As a context manager, it calls `stop` at the end."""
 
     def __init__(self, setup: Setup, timeout: float) -> None:
         self._setup = setup
@@ -169,8 +176,8 @@ class Peers:
 
     @property
     def plane(self) -> str:
-        """The plane's name: DATAPLANE_RUN of processes that Ray does not know, such as those
-        that an actor starts."""
+        """The plane's name. Set DATAPLANE_RUN to it for processes that Ray does not know, such as
+        children of an actor."""
         return self._setup.plane
 
     @property
@@ -179,7 +186,7 @@ class Peers:
         return list(self._attendants)
 
     def extend(self) -> None:
-        """A peer on the nodes that have come since; they join. Called by `start`."""
+        """Start a peer on the nodes that joined later. `start` calls this too."""
         found = [node for node in _nodes() if node not in self._attendants]
         made = {node: _attendant(node, self.plane) for node in found}
         self._attendants |= made
@@ -191,7 +198,7 @@ class Peers:
         log.info("plane %r: %d peers started", self.plane, len(made))
 
     def stop(self) -> None:
-        """End the peers at once, with all rows. Nodes that are gone are left out."""
+        """End the peers at once, with all rows. Nodes that have left are skipped."""
         attendants = list(self._attendants.values())
         self._attendants.clear()
         if ray.is_initialized():  # else the job is over, and so are they
@@ -260,8 +267,8 @@ def _with_seeds(setup: Setup, seeds: Sequence[str]) -> Setup:
 
 
 class Attendant:
-    """The actor of one node: starts its peer and stays its client while the job lives. A new life
-    of it, after its worker died, finds the peer there."""
+    """The actor of one node. It starts the node's peer, and stays its client while the job lives.
+    If its worker dies, the restarted actor finds the peer running."""
 
     def __init__(self, plane: str) -> None:
         self._run = plane
@@ -272,7 +279,8 @@ class Attendant:
                 self._plane = dataplane.connect(self._name, run=plane)
 
     def address(self, plane: str, number: int, of: int) -> str:
-        """Where this node's peer will listen. Those of one machine look at ports of their own."""
+        """Return the address at which this node's peer will listen. Peers of one machine get
+        different ports."""
         here = runs.find_run().name
         if here != plane:
             raise InvalidConfig(

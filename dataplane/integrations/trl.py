@@ -1,12 +1,13 @@
-"""TRL's `GRPOTrainer` with rollouts made elsewhere: its `rollout_func`, over a plane (docs/trl.md).
+"""TRL's `GRPOTrainer` with rollouts from other processes: a `rollout_func` over a plane
+(docs/trl.md).
 
     rollouts = Rollouts(plane)
     GRPOTrainer(..., rollout_func=rollouts)                 # in every rank
     for batch in Rollouts(plane).requests(rows=8):          # in every rollout worker
         batch.add(**generate(batch["prompt"]))
 
-A rank's prompts are rows, rollout workers a stage that adds to them, the rank the stage that gets
-them back. trl is not imported here.
+A rank puts its prompts as rows. Rollout workers are a stage that adds completions, and the rank is
+the stage that gets them back. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ RESULT = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class Rollouts:
-    """Requests for completions and the completions, of one training run. The same arguments in
-    ranks and workers.
+    """The completions that one training run asks for. Pass the same arguments in ranks and workers.
 
-    fields: what workers add beside `prompt_ids`, `completion_ids` and `logprobs`, and trl forwards
-    to reward functions (or, `env_mask`, uses itself). stages: further ones that make some of it,
-    such as {"score": ["completion_ids"]}. timeout: seconds that a rank waits for all of a
-    request's completions; None for as long as it takes, saying in the log what is missing.
+    - `fields`: what workers add besides `prompt_ids`, `completion_ids` and `logprobs`. TRL passes
+      them to reward functions, and uses `env_mask` itself.
+    - `stages`: further stages that make some of the fields, such as {"score": ["completion_ids"]}.
+    - `timeout`: seconds that a rank waits for all completions of a request. None waits for as long
+      as it takes, and logs what is missing.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Rollouts:
         )
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """trl's `rollout_func`: one completion for each prompt, in order. A prompt that is to have
-        several is in the list as often.
+        """TRL's `rollout_func`: return one completion per prompt, in order. A prompt that needs
+        several completions is in the list several times.
 
-        Rows have the tags `version`, the trainer's step, and `eval`, so that a worker knows whose
-        weights are wanted, and how to sample.
+        Rows have the tags `version`, the trainer's step, and `eval`. From these a worker knows
+        which weights to use and how to sample.
         """
         request = uuid.uuid4().hex
         keys = [f"{request}-{place}" for place in range(len(prompts))]
@@ -85,13 +86,13 @@ class Rollouts:
     def requests(
         self, rows: int, *, where: dataplane.Where | None = None, timeout: float | None = None
     ) -> dataplane.Stream:
-        """For a rollout worker: batches of at most so many prompts, `batch["prompt"]`, until
-        training ends. `batch.add(prompt_ids=…, completion_ids=…, logprobs=…)` answers. A worker
-        that dies gives its prompts back to the others."""
+        """For a rollout worker: batches of at most `rows` prompts, `batch["prompt"]`, until
+        training ends. Answer with `batch.add(prompt_ids=…, completion_ids=…, logprobs=…)`. If a
+        worker dies, other workers get its prompts."""
         return self.partition.stream("rollout", rows=rows, min=1, where=where, timeout=timeout)
 
     def end(self) -> None:
-        """No more requests: the workers' loops end."""
+        """End the requests, and with them the workers' loops."""
         self.partition.seal()
 
 

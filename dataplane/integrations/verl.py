@@ -1,11 +1,11 @@
-"""verl's DataProto as rows and back, for flows that use the plane itself instead of TransferQueue's
-surface (`dataplane.integrations.transfer_queue`, docs/verl.md).
+"""verl's DataProto as rows and back, for code that uses the plane directly instead of
+TransferQueue's surface (`dataplane.integrations.transfer_queue`, docs/verl.md).
 
     verl.put(part, data, key=uids)
     with part.claim("train", groups=4) as batch:
         data = verl.dataproto(batch)
 
-Each row carries its put's `meta_info`. verl is imported when a DataProto is made.
+Each row has the `meta_info` of its put. verl is imported only when a DataProto is made.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def put(
     replace: bool = False,
 ) -> dataplane.Ref:
     """Write the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
-    `meta_info` with each row. Arguments as of `Partition.put`.
+    `meta_info` with each row. The other arguments are those of `Partition.put`.
 
-    ValueError where a name is in both, is `meta_info`, or is in some rows only; InvalidValue names
-    a value inside an object that is none of None, numbers, texts, bytes, lists, tuples, dicts,
-    arrays and tensors.
+    Raises ValueError for a name that is in both, is `meta_info`, or is missing in some rows.
+    InvalidValue names a value inside an object that is not None, a number, text, bytes, list,
+    tuple, dict, array or tensor.
     """
     if data.batch is not None:
         check_even(data.batch)
@@ -62,11 +62,11 @@ def put(
 
 
 def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
-    """The fetched fields of rows, and their `meta_info`, as a DataProto; its tensors and arrays are
-    private copies.
+    """Return the fetched fields of rows, and their `meta_info`, as a DataProto. Its tensors and
+    arrays are private copies.
 
-    ValueError names a field whose rows have several shapes, and a key of `meta_info` that rows of
-    several puts have with different values.
+    Raises ValueError for a field whose rows differ in shape, and for a key of `meta_info` whose
+    values differ between puts.
     """
     from verl import DataProto
 

@@ -1,6 +1,6 @@
-"""For those who write a transport: a suite that it must pass, and hosts to try it on.
+"""For authors of a transport: a test suite that it must pass, and hosts to run it on.
 
-Needs pytest and pytest-asyncio. Nothing of the library or the peer imports this.
+Needs pytest and pytest-asyncio. Neither the library nor the peer imports this.
 
     from dataplane.testing import TransportConformance
 

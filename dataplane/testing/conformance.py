@@ -1,6 +1,6 @@
-"""What every transport must do, tried with real bulk workers: subclass `TransportConformance`.
+"""What every transport must do, tested with real bulk workers: subclass `TransportConformance`.
 
-TRANSPORT_CONFORMANCE_MIB is the largest read that is tried, 64 unless set.
+The variable TRANSPORT_CONFORMANCE_MIB sets the largest read, 64 by default.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def _open_in_workers(*peers: Host) -> int:
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
-    """Acts when first called: on the first pin, a transfer is certainly under way."""
+    """Act on the first call. At the first pin, a transfer is certainly in flight."""
     todo = [act]
     return lambda: todo.pop()() if todo else None
 
 
 @pytest.mark.asyncio
 class TransportConformance:
-    """Set `transport` to the name of the one to try. tls: with `--bulk-tls`, for TCP. device:
-    between arenas on devices of this kind, whose memory this process can read and write."""
+    """Set `transport` to the name of the transport. `tls`: test with `--bulk-tls`, for TCP.
+    `device`: test between arenas on devices of this kind, whose memory this process can read and
+    write."""
 
     transport: ClassVar[str] = "tcp"
     tls: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Two or more "hosts" in one process: arenas of their own, and bulk engines with real workers."""
+"""Two or more "hosts" in one process: each has an arena, and a bulk engine with a real worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Records = npt.NDArray[Any]
 
 
 class Host:
-    """An arena, the ranges in it, and what a peer does for its engine."""
+    """An arena, its ranges, and what a peer does for its engine."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Host:
         return Remote(self.owner, self.engine.address, self.engine.fingerprint)
 
     async def read(self, source: Host, copies: Records, timeout_s: float = 30.0) -> ReadOutcome:
-        """Over the transport that is tried."""
+        """Read over the transport under test."""
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """As a peer reads that was told to try again: a worker may be restarting."""
+        """Read as a peer does that was told to retry: a worker may be restarting."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)
@@ -87,7 +87,8 @@ class Host:
         return await self.read(source, copies)
 
     def place(self, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Records:
-        """Ranges 0, 1, … at these offsets; COPY records of them, whole, to the same offsets."""
+        """Put ranges 0, 1, … at these offsets; return COPY records of whole ranges to the same
+        offsets."""
         count = len(offsets)
         self.extents["offset"][:count] = offsets
         self.extents["length"][:count] = lengths
@@ -103,12 +104,12 @@ class Host:
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), np.uint8)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the bulk worker of this host."""
+        """Send a signal to this host's bulk worker."""
         os.kill(self.pid, number)
 
     @property
     def pid(self) -> int:
-        """Of its bulk worker."""
+        """Process id of the bulk worker."""
         assert self.engine.pid is not None
         return self.engine.pid
 
@@ -142,11 +143,11 @@ class StartHost(Protocol):
 async def hosts(
     transport: str = TCP, tls: bool = False, device: type[Device] | None = None
 ) -> AsyncIterator[StartHost]:
-    """A function that starts a host; all are stopped at the end, and every pin must be back.
+    """A function that starts a host. All hosts are stopped at the end, and every pin must have been
+    released.
 
-    tls: all of them use TLS only, except those that are started with another `tls`.
-    device: the memory of each host is an arena on a device of this kind, another one per host. The
-    host must be able to read and write the memory of that kind.
+    `tls`: all hosts use only TLS, except those started with another `tls`. `device`: each has its
+    memory on a device of this kind.
     """
     every = tls
     started: list[Host] = []
@@ -174,7 +175,7 @@ async def hosts(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Gives the event loop turns until something that is bound to happen has happened."""
+    """Run the event loop until something that must happen has happened."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,9 +1,9 @@
-"""The seam that every engine implements which moves bytes between hosts; TCP needs none of it.
+"""The interface of engines that move bytes between hosts. TCP does not use it.
 
 A transport runs inside a bulk worker, a child process of the peer that maps the peer's arena. It
 registers the arena once and moves bytes between registered regions. It never decides what may be
-read: pins, tickets and the confirmation (`reader`, `owner`) lie above it. Another engine is one
-file with a subclass of `Transport`, named in the entry point group `dataplane.transports`.
+read: `reader` and `owner` do that, with pins, tickets and a confirmation. A new engine is one file
+with a subclass of `Transport`, named in the entry point group `dataplane.transports`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, so that nobody has to ask for its name.
+    """What a transport can do, so that callers need not know its name.
 
-    memory: kinds of regions that it registers, on either side.
-    one_sided: it reads remote memory by offset. Otherwise the owner sends, see `Transport.send`.
+    - `memory`: kinds of regions that it registers, on either side.
+    - `one_sided`: it reads remote memory by offset. Otherwise the owner sends, see
+      `Transport.send`.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPool:
-    """A device arena, and where in the region it begins."""
+    """A device arena, and where in the region it starts."""
 
     start: int
     handle: PoolHandle
@@ -54,9 +55,9 @@ class PlacedPool:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The arena as this process has it mapped, from first to last byte. fd: its memfd, or -1.
+    """The arena as this process has mapped it, from first to last byte. `fd`: its memfd, or -1.
 
-    pools: of a region of device memory, which is not mapped here.
+    `pools`: the device arenas of a region of device memory, which is not mapped here.
     """
 
     address: int
@@ -70,9 +71,10 @@ class Region:
 class RegionKey:
     """What others need to reach a registered region.
 
-    generation: differs for every registration, so that what a reader keeps of an earlier life of
-    the owner's worker is noticed. card: the engine's own words, at most MAX_CARD_BYTES; readers get
-    it authenticated, with every hold.
+    - `generation`: differs for every registration, so a reader notices that the owner's worker has
+      restarted.
+    - `card`: the engine's own data, at most MAX_CARD_BYTES. Readers get it authenticated, with
+      every hold.
     """
 
     generation: int
@@ -81,9 +83,9 @@ class RegionKey:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A peer in one life of its process, and `host:port` where its bulk worker listens.
+    """One incarnation of a peer, and the `host:port` where its bulk worker listens.
 
-    fingerprint: SHA-256 in hex of the certificate that it shows; "": it speaks no TLS.
+    `fingerprint`: SHA-256 in hex of its TLS certificate; "" without TLS.
     """
 
     owner: Owner
@@ -95,11 +97,12 @@ class Remote:
 class Held:
     """Ranges that are pinned at their owner for one read.
 
-    key: of the owner's region. sources: for each copy, the offset in that region. tag: names this
-    transfer to both sides of a two-sided one.
-    check: raises TransferFailed or DeadlineExceeded when nobody needs the bytes any more: the job
-    was cancelled, its time is over, or the owner is gone. To be called every 100 ms or so by
-    whoever waits; any thread may.
+    - `key`: of the owner's region.
+    - `sources`: for each copy, the offset in that region.
+    - `tag`: identifies this transfer on both sides of a two-sided one.
+    - `check`: raises TransferFailed or DeadlineExceeded if the bytes are no longer needed: the job
+      was cancelled, its deadline has passed, or the owner is gone. Call it about every 100 ms while
+      waiting, from any thread.
     """
 
     key: RegionKey
@@ -112,7 +115,7 @@ class Held:
 class ReadRequest:
     """COPY records to bring from `remote` into the local region before `deadline` (monotonic).
 
-    `cancelled` may be set before `read` began. check: as `Held.check`, for whoever waits before
+    `cancelled` may be set before `read` starts. `check`: as `Held.check`, for waiting before
     anything is held.
     """
 
@@ -132,9 +135,10 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendRequest:
-    """What the owner sends in a two-sided transfer: stretches of its region, in order.
+    """What the owner sends in a two-sided transfer: parts of its region, in order.
 
-    key: of the reader's region; its card is what `Transport.turn` gave. tag and check: see `Held`.
+    `key`: of the reader's region; its card is what `Transport.turn` returned. `tag` and `check`:
+    see `Held`.
     """
 
     key: RegionKey
@@ -147,7 +151,7 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadOutcome:
-    """gone: a mask over the copies asked for; their ranges are no longer at the owner."""
+    """`gone`: a mask over the requested copies, True for ranges that the owner no longer has."""
 
     gone: Mask
     nbytes: int
@@ -156,29 +160,32 @@ class ReadOutcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pinned:
-    """An answer of the peer: `places` is an EXTENT per range, `offset` GONE where it is gone."""
+    """The peer's answer: `places` has an EXTENT per range; `offset` is GONE for a range that is
+    gone."""
 
     ask: int
     places: Records
 
 
 class PinDesk(Protocol):
-    """Where a worker asks its own peer to hold ranges while their bytes move."""
+    """Lets a worker ask its own peer to hold ranges while their bytes move."""
 
     def pin(self, ranges: Records, deadline: float) -> Pinned:
-        """Blocks until the peer answered. DeadlineExceeded, or the error that the peer raised."""
+        """Wait until the peer has answered. Raises DeadlineExceeded, or the peer's error."""
         ...
 
     def unpin(self, ask: int, nbytes: int) -> None:
-        """Gives the pin back; `nbytes` were sent under it."""
+        """Release the pin; `nbytes` were sent under it."""
         ...
 
 
 class Transport(ABC):
-    """Moves bytes between registered regions. `read` and `send` come from several threads at once.
+    """Moves bytes between registered regions. `read` and `send` are called by several threads at
+    once.
 
-    Made as `cls(owner)` with the peer that it works for. TransportMissing where something that it
-    needs is not installed or does not work here: the message says what. It ends with its process.
+    A worker makes it as `cls(owner)`, with the peer that it works for. Raises TransportMissing if
+    something that it needs is not installed or does not work here; the message says what. It ends
+    with its process.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -188,33 +195,35 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, region: Region) -> RegionKey:
-        """Makes the region readable for others and the destination of `read`. Called once."""
+        """Make the region readable for others, and the destination of `read`. Called once."""
 
     @abstractmethod
     def read(self, request: ReadRequest) -> None:
-        """Blocks until every copy is in place; copies lie inside the region, none is empty.
+        """Wait until every copy is in place. Copies are inside the region, and none is empty.
 
-        When it returns or raises, nothing of this request writes into the region any more. Where
-        that cannot be had it does not return: the peer then ends the worker. Whoever waits looks at
-        `Held.check`. Raises TransferFailed, Unavailable, DeadlineExceeded.
+        When it returns or raises, nothing of this request may write into the region any more. If
+        that cannot be guaranteed, it must not return: the peer then ends the worker. Call
+        `Held.check` while waiting. Raises TransferFailed, Unavailable and DeadlineExceeded.
         """
 
     def turn(self, request: ReadRequest, own: RegionKey) -> AbstractContextManager[bytes]:
-        """Around one transfer, from before its ranges are held at the owner until that one has
-        confirmed it. Gives the card that the owner will send by, of a two-sided one.
+        """A context around one transfer, from before its ranges are held at the owner until the
+        owner has confirmed it. For a two-sided transfer it returns the card that the owner sends
+        with.
 
-        An engine that cannot tell transfers apart lets them through one by one. `read` is called
-        inside, in the same thread, or not at all.
+        An engine that cannot tell transfers apart admits them one by one. `read` is called inside,
+        in the same thread, or not at all.
         """
         return nullcontext(b"" if self.capabilities.one_sided else own.card)
 
     def send(self, request: SendRequest) -> None:
-        """The owner's part of a two-sided transfer; blocks until the bytes may be reused."""
+        """The owner's part of a two-sided transfer. Wait until the bytes may be reused."""
         raise NotImplementedError(f"transport {self.capabilities.name} is one-sided")
 
     def holding(self, count: int) -> None:  # noqa: B027
-        """So many reads of this worker's region are under way; for engines that must poll then."""
+        """Told how many reads of this worker's region are in flight, for engines that must poll
+        then."""
 
     @abstractmethod
     def forget(self, remote: Remote) -> None:
-        """Drops what is kept for a peer that is gone: connections, keys, descriptors."""
+        """Drop connections, keys and descriptors of a peer that is gone."""

@@ -1,8 +1,9 @@
 """TransferQueue's surface over a plane: `import dataplane.integrations.transfer_queue as tq`.
 
-Signatures and behaviour are those of PyPI's TransferQueue 0.1.11 where it is right; docs/verl.md
-lists every difference. Code that nobody edits installs `dataplane-transfer-queue`, which is the
-module `transfer_queue`. There is no controller and no storage process: each host's peer holds rows.
+Signatures and correct behaviour are those of TransferQueue 0.1.11 from PyPI; docs/verl.md lists
+every difference. For code that you cannot edit, install `dataplane-transfer-queue`, which provides
+the module `transfer_queue`. There is no controller and no storage process: each host's peer holds
+rows.
 """
 
 from __future__ import annotations
@@ -110,12 +111,15 @@ os.register_at_fork(after_in_child=_here.forget)
 
 
 def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[str, Any] | None:
-    """Begin a queue, or join the one that this job has: then conf does not count, and comes back.
+    """Start a queue, or join the queue of this job. When joining, `conf` is ignored, and the
+    queue's own configuration is returned.
 
-    conf: TransferQueue's configuration. `controller.sampler` (a name, class or instance) and
-    `controller.polling_mode` are done; what is about its processes is accepted, and nothing. The
-    plane is found as `dataplane.connect()` finds it: under Ray by the job; on a Ray cluster of
-    several nodes the first call, in whichever process, starts a peer on each. Returns the whole
+    - `conf`: TransferQueue's configuration. `controller.sampler` (a name, class or instance) and
+      `controller.polling_mode` are used. Settings of TransferQueue's processes are accepted and
+      ignored.
+
+    `init` finds the plane as `dataplane.connect()` does; under Ray, by the job. On a Ray cluster of
+    several nodes the first call, in any process, starts a peer on each node. Returns the whole
     configuration.
     """
     with _here.lock:
@@ -142,8 +146,8 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
 
 
 def attach(config: Any = None) -> TransferQueueClient:
-    """A client of its own, for a process that knows what `init` returned, or, with another
-    configuration or none, that is of the same job."""
+    """Return a separate client, for a process that has what `init` returned or that belongs to the
+    same job. The configuration may differ or be left out."""
     ours = (config or {}).get("dataplane") or {}
     store = Store(dataplane.connect(run=ours.get("run")))
     told = store.told("config")
@@ -196,7 +200,7 @@ def _serve(store: Store, port: int) -> Any:
 
 
 def close() -> None:
-    """Leave the queue. The process that began it ends it: all rows are freed."""
+    """Leave the queue. In the process that started it, end the queue and free all rows."""
     with _here.lock:
         store, began, peers, metrics = _here.store, _here.began, _here.peers, _here.metrics
         _here.store, _here.client, _here.began, _here.metrics = None, None, False, None
@@ -216,14 +220,15 @@ def close() -> None:
 
 
 def get_client() -> TransferQueueClient:
-    """This process's client. RuntimeError before `init`."""
+    """Return this process's client. RuntimeError before `init`."""
     if _here.client is None:
         raise RuntimeError("this process has not joined a queue: call init() first")
     return _here.client
 
 
 def joined() -> TransferQueueClient:
-    """This process's client; it joins the job's queue where there is one, else RuntimeError."""
+    """Return this process's client, and join the job's queue if needed. RuntimeError if there is no
+    queue."""
     with _here.lock:
         if _here.client is None:
             store = _store(None)
@@ -236,8 +241,8 @@ def joined() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """The `host:port` at which the process that began the queue serves metrics to Prometheus; None
-    unless `metrics.enabled` was set."""
+    """Return the `host:port` at which the process that started the queue serves metrics to
+    Prometheus; None unless `metrics.enabled` was set."""
     found: str | None = joined()._store.told("metrics")
     return found
 
@@ -258,8 +263,8 @@ def kv_put(
     tag: dict[str, Any] | None = None,
     data_parser: Callable[[Any], Any] | None = None,
 ) -> KVBatchMeta:
-    """Write one row: fields (a dict's values have no batch dimension) and tags, merged into those
-    that are there. Returns its tags and all its fields. ValueError for nested tensors."""
+    """Write one row: fields (values of a dict have no batch dimension) and tags. Tags are merged
+    into existing ones. Returns the row's tags and all its fields. ValueError for nested tensors."""
     if isinstance(fields, dict):
         columns: dict[str, Any] = {}
         for name, value in fields.items():
@@ -284,10 +289,11 @@ def kv_batch_put(
     tags: list[dict[str, Any]] | None = None,
     data_parser: Callable[[Any], Any] | None = None,
 ) -> KVBatchMeta:
-    """Write rows: a TensorDict [n], and one dict of tags a row, merged into those that are there.
+    """Write rows: a TensorDict [n], and one dict of tags per row. Tags are merged into existing
+    ones.
 
-    A field that is there gets the new value. Each row's fields and tags are seen together. Returns
-    the rows' tags and the fields that all of them have. data_parser: changes the columns before.
+    A new value replaces an old one. The fields and tags of a row become visible together. Returns
+    the rows' tags and the fields that all of them have. `data_parser` changes the columns first.
     """
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of str, not {keys!r:.60}; to put one row, use kv_put")
@@ -309,10 +315,10 @@ def kv_batch_put(
 def kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """The values of rows, in this order: of the fields that all of them have, those selected.
+    """Read rows in this order: the selected fields, by default those that all rows have.
 
-    Scalars are dense, other tensors jagged, everything else a stack of objects; all of it is yours
-    to change. StorageKeyNotFoundError (a ValueError) for keys that are not there.
+    Scalars are dense, other tensors jagged, everything else a stack of objects; all are private
+    copies. Raises StorageKeyNotFoundError (a ValueError) for absent keys.
     """
     return joined().kv_get(keys, partition_id, select_fields)
 
@@ -320,7 +326,7 @@ def kv_batch_get(
 def kv_batch_get_by_meta(
     meta: KVBatchMeta, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """The values of a batch's rows and fields, or of some of its fields."""
+    """Read all or some fields of a batch's rows."""
     if meta.partition_id is None:
         raise ValueError("this batch has no partition: set partition_id")
     selected = [select_fields] if isinstance(select_fields, str) else select_fields
@@ -331,12 +337,13 @@ def kv_batch_get_by_meta(
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """Per partition the tags of each row, by key: of one, or of all. Empty for one that is not."""
+    """Return the tags of each row by key, for one partition or all. A partition that does not exist
+    is empty."""
     return joined().kv_list(partition_id)
 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Free rows. Absent ones are passed over; the keys may be used again."""
+    """Free rows. Absent rows are skipped, and the keys can be used again."""
     joined().kv_clear(keys, partition_id)
 
 
@@ -359,9 +366,10 @@ def save_checkpoint(
     include_storage: bool = True,
     metadata: dict[str, Any] | None = None,
 ) -> None:
-    """Write the queue to a directory, which takes the place of an older one once all is written.
+    """Write the queue to a directory. An older checkpoint there is replaced once the new one is
+    complete.
 
-    include_storage: what the plane keeps is in its memory, so rows are always written.
+    `include_storage` is ignored: rows are always written, because the plane keeps them in memory.
     """
     store = joined()._store
     target = Path(checkpoint_dir)
@@ -385,9 +393,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Bring the queue back to what a directory has; rows that are there now are freed.
+    """Restore the queue from a directory. Rows that exist now are freed.
 
-    FileNotFoundError where it is none.
+    FileNotFoundError if the directory is not a checkpoint.
     """
     store = joined()._store
     target = Path(checkpoint_dir)

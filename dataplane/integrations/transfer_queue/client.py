@@ -1,8 +1,8 @@
 """TransferQueueClient: rows by number, for any number of threads and event loops.
 
-Every call is made on the caller's thread, or, of its `async_` twin, on a thread of that loop's
-pool: nothing here belongs to a loop. What is ready for a task and what it has had are told by the
-rows themselves; choosing some and saying so is one process's work at a time.
+Every call runs on the caller's thread. Its `async_` twin runs on a thread of the event loop's pool,
+so no object here belongs to a loop. The rows themselves say what is ready for a task and what the
+task has fetched. One process at a time chooses rows and marks them as fetched.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _LOOK_S = 0.05
 
 
 class NotEnoughRows(RuntimeError, TimeoutError):
-    """A fetch waited, and fewer rows than it asked for became ready."""
+    """A fetch waited, but too few rows became ready."""
 
 
 def twin(
     call: Callable[Concatenate[Self, P], T],
 ) -> Callable[Concatenate[Self, P], Coroutine[Any, Any, T]]:
-    """The same call for whoever awaits it, from any event loop."""
+    """Return the same call as a coroutine, for any event loop."""
 
     @functools.wraps(call)
     async def awaited(self: Self, *args: P.args, **named: P.kwargs) -> T:
@@ -68,7 +68,7 @@ class _Partition:
 
 
 class TransferQueueClient:
-    """Rows by number. `dataplane.integrations.transfer_queue.get_client()` gives one."""
+    """Rows by number. `dataplane.integrations.transfer_queue.get_client()` returns one."""
 
     def __init__(self, client_id: str, store: Store, polling: bool = False) -> None:
         self.client_id = client_id
@@ -76,10 +76,10 @@ class TransferQueueClient:
         self._polling = polling
 
     def initialize_storage_manager(self, manager_type: str, config: Any) -> None:
-        """Nothing: the plane needs no further set-up."""
+        """Do nothing: the plane needs no further setup."""
 
     def close(self) -> None:
-        """Leave the plane; rows stay."""
+        """Disconnect from the plane. Rows stay."""
         self._store.plane.close()
 
     # rows by number
@@ -93,12 +93,14 @@ class TransferQueueClient:
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
     ) -> BatchMeta:
-        """Rows of a partition.
+        """Return rows of a partition.
 
-        mode "fetch": rows that have the fields and that the task has not had, as the sampler
-        chooses; the task has had them then. NotEnoughRows after TQ_CONTROLLER_GET_METADATA_TIMEOUT
-        seconds (1), an empty batch at once where the queue was set to polling. "force_fetch": all
-        rows that are there. "insert": so many new numbers, for `put`.
+        - `mode` "fetch": rows that have the fields and that the task has not fetched, chosen by the
+          sampler. They then count as fetched. Raises NotEnoughRows after
+          TQ_CONTROLLER_GET_METADATA_TIMEOUT seconds (1); a queue that polls returns an empty batch
+          at once.
+        - `mode` "force_fetch": all rows.
+        - `mode` "insert": this many new row numbers, for `put`.
         """
         if mode == "insert":
             return self._inserted(partition_id, batch_size, data_fields)
@@ -197,8 +199,8 @@ class TransferQueueClient:
         partition_id: str | None = None,
         data_parser: Callable[[Any], Any] | None = None,
     ) -> BatchMeta:
-        """Write fields of rows: those of a batch, or new ones of a partition. The batch's tags are
-        merged into theirs. data_parser: changes the columns, a plain dict, in place before."""
+        """Write fields of a batch's rows, or of new rows of a partition. The batch's tags are
+        merged into the rows'. `data_parser` changes the columns, a plain dict, in place first."""
         if metadata is None:
             if partition_id is None:
                 raise ValueError(
@@ -226,7 +228,8 @@ class TransferQueueClient:
         return metadata.add_fields(data)
 
     def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """The values of the batch's rows and fields. StorageKeyNotFoundError where one is gone."""
+        """Return the values of the batch's rows and fields. StorageKeyNotFoundError if a row is
+        gone."""
         fields = list(metadata.field_schema)
         if not metadata or not fields:
             return TensorDict({}, batch_size=0)
@@ -254,13 +257,13 @@ class TransferQueueClient:
         return TensorDict(packed, batch_size=metadata.size)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
-        """Free the batch's rows. Those that are gone are passed over."""
+        """Free the batch's rows. Absent rows are skipped."""
         for part in metadata.chunk_by_partition():
             name = part.partition_ids[0]
             self._store.clear(name, self._store.keys_of(name, part.global_indexes))
 
     def clear_partition(self, partition_id: str) -> None:
-        """Free all rows of a partition, which is no longer there then."""
+        """Free all rows of a partition, and the partition itself."""
         self._store.clear_partition(partition_id)
 
     # what was done
@@ -268,7 +271,8 @@ class TransferQueueClient:
     def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The global indexes of the partition's rows, and 1 for each that the task has had."""
+        """Return the global indexes of the partition's rows, and 1 for each row that the task has
+        fetched."""
         rows = self._in_order(partition_id, self._store.rows(partition_id))
         if not rows and partition_id not in self._store.partitions():
             return None, None
@@ -278,8 +282,8 @@ class TransferQueueClient:
     def get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The global indexes of the partition's rows, and int8 [rows, fields], 1 where one has it.
-        None, None for a field that no row ever had."""
+        """Return the global indexes of the partition's rows, and int8 [rows, fields]: 1 if the row
+        has the field. Returns (None, None) for a field that no row has ever had."""
         rows = self._in_order(partition_id, self._store.rows(partition_id))
         known = {field for row in rows.values() for field in row.told}
         if not data_fields or not known.issuperset(data_fields):
@@ -288,17 +292,18 @@ class TransferQueueClient:
         return torch.tensor(list(rows), dtype=torch.long), torch.tensor(there, dtype=torch.int8)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the task has had all rows; not of a partition without rows."""
+        """Return whether the task has fetched all rows; False for a partition without rows."""
         _, status = self.get_consumption_status(task_name, partition_id)
         return status is not None and status.numel() > 0 and bool((status == 1).all())
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
-        """Whether all rows have the fields."""
+        """Return whether all rows have the fields."""
         _, status = self.get_production_status(data_fields, partition_id)
         return status is not None and bool((status == 1).all())
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let a task, or all, have the rows again. True, also where there are none."""
+        """Let one task, or all tasks, fetch the rows again. Returns True, even if there are no
+        rows."""
         if partition_id not in self._store.partitions():
             return True
         rows = self._store.rows(partition_id)
@@ -320,8 +325,8 @@ class TransferQueueClient:
     def kv_retrieve_meta(
         self, keys: list[str] | str, partition_id: str, create: bool = False
     ) -> BatchMeta:
-        """The batch of rows by key, with the fields that all of them have. Absent ones are left
-        out, or, with create, made."""
+        """Return a batch of rows by key, with the fields that all of them have. Absent rows are
+        left out, or made if `create` is True."""
         keys = [keys] if isinstance(keys, str) else keys
         if not isinstance(keys, list):
             raise TypeError(f"keys must be a str or a list of str, not a {type(keys).__name__}")
@@ -343,7 +348,7 @@ class TransferQueueClient:
         return self._meta(partition_id, by_index, common_fields(rows))
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
-        """The keys of rows by number. RuntimeError where one has none."""
+        """Return the keys of rows by number. RuntimeError for a row without a key."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError(
@@ -361,8 +366,8 @@ class TransferQueueClient:
         return [str(key) for key in keys]
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """Per partition the tags of each row that has a key: one partition's as they all stood at
-        one moment."""
+        """Return the tags of each row that has a key, by partition. All tags of a partition are
+        from one moment."""
         names = list(self._store.partitions())
         if partition_id is not None:
             names = [partition_id] if partition_id in names else []
@@ -397,7 +402,7 @@ class TransferQueueClient:
     def kv_get(
         self, keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None
     ) -> TensorDict:
-        """The values of rows by key; see `kv_batch_get`."""
+        """Return the values of rows by key; see `kv_batch_get`."""
         keys = [keys] if isinstance(keys, str) else list(keys)
         if not keys:
             raise ValueError("pass at least one key")
@@ -419,7 +424,7 @@ class TransferQueueClient:
         return self._store.values(partition_id, keys, fields)
 
     def kv_clear(self, keys: list[str] | str, partition_id: str) -> None:
-        """Free rows by key. Absent ones are passed over."""
+        """Free rows by key. Absent rows are skipped."""
         self._store.clear(partition_id, [keys] if isinstance(keys, str) else keys)
 
     async_get_meta = twin(get_meta)
@@ -447,7 +452,7 @@ def _has_key(row: Row) -> bool:
 
 
 def joined(values: list[Any]) -> torch.Tensor | NonTensorStack:
-    """One column of rows in hand, as `packed_field` would give it."""
+    """Join a field's rows, which this process has read, to one column, as `packed_field` does."""
     if not all(isinstance(value, torch.Tensor) for value in values):
         return NonTensorStack(*values)
     if all(value.dim() == 0 for value in values):
@@ -456,8 +461,9 @@ def joined(values: list[Any]) -> torch.Tensor | NonTensorStack:
 
 
 def parsed(fields: TensorDict, parser: Callable[[Any], Any]) -> TensorDict:
-    """The fields as a parser leaves them: it is given a plain dict of columns, nested tensors and
-    objects as lists, and changes it in place. ValueError where it adds or takes away."""
+    """Return the fields after a parser has changed them. The parser gets a plain dict of columns,
+    with nested tensors and objects as lists, and changes it in place. ValueError if it adds or
+    removes fields."""
     columns: dict[str, Any] = {}
     for name, value in fields.items():
         plain = isinstance(value, torch.Tensor) and not value.is_nested

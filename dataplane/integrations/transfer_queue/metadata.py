@@ -1,9 +1,10 @@
-"""What travels between processes instead of the rows: `KVBatchMeta` by key, `BatchMeta` by number.
+"""What processes send each other instead of rows: `KVBatchMeta` (by key) and `BatchMeta` (by
+number).
 
-Both are plain picklable classes that hold no connection. A `BatchMeta` says of each row its number,
-its partition, whether its fields are there, and its tags; of each field its dtype and shapes.
+Both are plain picklable classes without a connection. A `BatchMeta` has, for each row, its number,
+its partition, whether its fields exist, and its tags; for each field, its dtype and shapes.
 
-Some errors keep TransferQueue's own words: its tests look for them, and so may those of its users.
+Some errors keep TransferQueue's own words, because its tests, and perhaps its users, look for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Schema = dict[str, dict[str, Any]]
 
 
 def schema_of(columns: Mapping[str, Any], rows: int) -> Schema:
-    """What the columns of a TensorDict of so many rows are. ValueError where one has others."""
+    """Return the schema of the columns of a TensorDict. ValueError if a column has another number
+    of rows."""
     return {name: _described(name, column, rows) for name, column in columns.items()}
 
 
@@ -56,7 +58,7 @@ def _portions(rows: int, chunks: int) -> Iterator[range]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, arrays inside included."""
+    """Return whether two values are equal, including arrays inside them."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -116,7 +118,7 @@ class SampleView:
 
     @property
     def fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """Per field what this row has: `shape` is the row's own."""
+        """The row's fields, each with the row's own `shape`."""
         found = {}
         for name, told in self._of.field_schema.items():
             own = {key: value for key, value in told.items() if key != "per_sample_shapes"}
@@ -148,9 +150,13 @@ class _Samples(Sequence[SampleView]):
 class BatchMeta:
     """Rows by number.
 
-    global_indexes, partition_ids: of each row. field_schema: see `Schema`. production_status: 1 for
-    a row whose fields are there, int8 [n]. extra_info: of the batch. custom_meta: tags of each row.
-    Without arguments it is empty.
+    - `global_indexes`, `partition_ids`: one per row.
+    - `field_schema`: see `Schema`.
+    - `production_status`: int8 [n], 1 for a row whose fields exist.
+    - `extra_info`: belongs to the batch.
+    - `custom_meta`: tags of each row.
+
+    Without arguments the batch is empty.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class BatchMeta:
 
     @property
     def is_ready(self) -> bool:
-        """All fields of all rows are there; never of no rows."""
+        """Whether all fields of all rows exist; False for an empty batch."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
@@ -209,11 +215,11 @@ class BatchMeta:
         return _Samples(self)
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """The field's dtype, once a row. KeyError for a field that is not here."""
+        """Return the field's dtype, once per row. KeyError for an unknown field."""
         return [self.field_schema[field_name].get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """The field's shape in each row. KeyError for a field that is not here."""
+        """Return the field's shape in each row. KeyError for an unknown field."""
         told = self.field_schema[field_name]
         shapes = told.get("per_sample_shapes")
         return [told.get("shape")] * self.size if shapes is None else list(shapes)
@@ -227,14 +233,14 @@ class BatchMeta:
         self.extra_info[key] = value
 
     def get_all_extra_info(self) -> dict[str, Any]:
-        """A deep copy."""
+        """Return a deep copy."""
         return copy.deepcopy(self.extra_info)
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """The value that it had; None where there was none."""
+        """Remove a key, and return its value, or None if there was none."""
         return self.extra_info.pop(key, None)
 
     def clear_extra_info(self) -> None:
@@ -246,11 +252,11 @@ class BatchMeta:
     # tags
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
-        """A deep copy, one dict a row."""
+        """Return a deep copy, one dict per row."""
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one dict into each row's. Nothing leaves this process: see `set_custom_meta`."""
+        """Merge one dict into each row's tags, in this process only: see `set_custom_meta`."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
@@ -264,7 +270,7 @@ class BatchMeta:
     # other batches of it
 
     def add_fields(self, tensor_dict: Any, set_all_ready: bool = True) -> BatchMeta:
-        """Take the fields of a TensorDict in, as being there. Changes this batch."""
+        """Add the fields of a TensorDict, as existing fields, to this batch."""
         rows = tensor_dict.batch_size[0]
         if rows == 0:
             return self
@@ -279,7 +285,7 @@ class BatchMeta:
         return copy.deepcopy(self)
 
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
-        """These rows, by their places in this batch."""
+        """Return the rows at these positions."""
         if any(not 0 <= place < self.size for place in sample_indices):
             raise ValueError(f"sample_indices must be from 0 to {self.size - 1} in this batch")
         picked = self.copy()
@@ -287,14 +293,14 @@ class BatchMeta:
         return picked
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
-        """These fields; unknown ones are left out."""
+        """Return a batch with these fields; unknown ones are left out."""
         picked = self.copy()
         here = picked.field_schema
         picked.field_schema = {name: here[name] for name in field_names if name in here}
         return picked
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Bring the rows into this order; changes this batch."""
+        """Put the rows of this batch in this order."""
         if sorted(indices) != list(range(self.size)):
             raise ValueError(f"indices must list each of the {self.size} rows exactly once")
         self._take(list(indices))
@@ -316,18 +322,19 @@ class BatchMeta:
         raise TypeError(f"a batch index must be an int or a slice, not a {type(item).__name__}")
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Exactly so many batches; where there are fewer rows, some are empty."""
+        """Split into exactly this many batches. If there are fewer rows, some batches are empty."""
         return [self.select_samples(portion) for portion in _portions(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """One batch a partition, in the order of their first rows."""
+        """Split into one batch per partition, in the order of their first rows."""
         places: dict[str, list[int]] = {}
         for place, partition in enumerate(self.partition_ids):
             places.setdefault(partition, []).append(place)
         return [self.select_samples(of) for of in places.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """The fields of both, the other's where both have one; ready where both are."""
+        """Return a batch with the fields of both. The other batch's fields win, and a row is ready
+        if it is ready in both."""
         if not other or not self.size:
             return (other if other and not self.size else self).copy()
         for name in ("global_indexes", "partition_ids"):
@@ -344,8 +351,8 @@ class BatchMeta:
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """The rows of all, one after the other. ValueError where their fields, dtypes or
-        extra_info differ; empty ones do not count."""
+        """Join the rows of several batches. ValueError if fields, dtypes or extra_info differ;
+        empty batches are skipped."""
         parts = [part for part in data if part is not None and part.size]
         if not parts:
             return cls.empty()
@@ -390,7 +397,7 @@ def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 @dataclass
 class KVBatchMeta:
-    """Rows by key, with their tags; `fields` are those that all of them have."""
+    """Rows by key, with their tags. `fields` are those that all rows have."""
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -429,7 +436,7 @@ class KVBatchMeta:
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
-        """These rows. RuntimeError for a key that is not here."""
+        """Return these rows. RuntimeError for an absent key."""
         places = {key: place for place, key in enumerate(self.keys)}
         if absent := [key for key in keys_to_select if key not in places]:
             raise RuntimeError(f"keys {absent} not found in current batch")
@@ -438,7 +445,7 @@ class KVBatchMeta:
         return self._of([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Bring the rows into this order; changes this batch."""
+        """Put the rows of this batch in this order."""
         if len(indexes) != self.size:
             raise ValueError(
                 f"the number of indexes, {len(indexes)}, does not match the {self.size} rows"
@@ -453,13 +460,13 @@ class KVBatchMeta:
         self.tags = [self.tags[place] for place in indexes]
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Exactly so many batches; where there are fewer rows, some are empty."""
+        """Split into exactly this many batches. If there are fewer rows, some batches are empty."""
         return [self._of(portion) for portion in _portions(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """The rows of all, one after the other. ValueError where their fields, partitions or
-        extra_info differ; empty ones do not count."""
+        """Join the rows of several batches. ValueError if fields, partitions or extra_info differ;
+        empty batches are skipped."""
         parts = [part for part in data if part is not None and part.size]
         if not parts:
             return cls()

@@ -1,8 +1,8 @@
-"""Samplers: which of the ready rows a fetch gets. Users make their own of `BaseSampler`.
+"""Samplers choose which of the ready rows a fetch gets. Subclass `BaseSampler` to write one.
 
-A sampler has no process of its own. A fetching client rebuilds it from its stored attributes,
-asks it, and stores the attributes for the next fetch; one fetch at a time in the whole queue. So
-its attributes are dicts, lists, tuples, numbers, texts, arrays, and generators of random numbers.
+A sampler has no process of its own. A fetching client recreates it from its stored attributes,
+calls it, and stores the attributes for the next fetch; the whole queue runs one fetch at a time.
+Attributes may be dicts, lists, tuples, numbers, texts, arrays and generators of random numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Fetch = tuple[str, str, Any, Any]
 
 
 class BaseSampler(ABC):
-    """Implement `sample`. `_states[partition][task][dp_rank][batch_index]` is remembered, and what
-    it holds for a fetch's `sampling_config` is handed out again though too few rows are ready."""
+    """Implement `sample`. `_states[partition][task][dp_rank][batch_index]` is stored between
+    fetches. What it holds for a fetch's `sampling_config` is returned again, even if too few rows
+    are ready."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -37,10 +38,10 @@ class BaseSampler(ABC):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> Choice:
-        """Choose of the rows that have the fields and that the task has not had, in order of their
-        numbers. kwargs: the fetch's `sampling_config`, `task_name`, `partition_id`, and
-        `partition`, whose `get_custom_meta(indexes)` are their tags. ([], []): there are too few.
-        """
+        """Choose from the rows that have the fields and that the task has not fetched, in order of
+        their numbers. `kwargs` has the fetch's `sampling_config`, `task_name`, `partition_id`, and
+        `partition`, whose `get_custom_meta(indexes)` returns the rows' tags. Return ([], []) if
+        there are too few rows."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Choice:
         return self.sample(*args, **kwargs)
@@ -48,21 +49,21 @@ class BaseSampler(ABC):
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
-        """Whether something is remembered for this fetch."""
+        """Return whether a result for this fetch is stored."""
         config = sampling_config or {}
         of_rank = self._remembered(partition_id, task_name).get(config.get("dp_rank"), {})
         return config.get("dp_rank") is not None and config.get("batch_index") in of_rank
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget what is remembered of a partition."""
+        """Forget the stored results of a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """All that is remembered."""
+        """Return everything that is stored."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Remember what `save_checkpoint` gave."""
+        """Store what `save_checkpoint` returned."""
         self._states = state["_states"]
 
     def _remembered(self, partition_id: str, task_name: str) -> dict[Any, Any]:
@@ -77,7 +78,7 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """The oldest rows; each once."""
+    """The oldest rows, each once."""
 
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
@@ -87,7 +88,7 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """The oldest rows, the same for all ranks that give the same dp_rank and batch_index."""
+    """The oldest rows; the same rows for all ranks that pass the same dp_rank and batch_index."""
 
     def sample(
         self,
@@ -112,10 +113,10 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Whole groups: rows n·k to n·k + n - 1 of a partition are those of one prompt.
+    """Whole groups: rows n·k to n·k + n - 1 of a partition belong to one prompt.
 
-    A group is its rows' numbers divided by n, and never some last rows of one prompt with the first
-    of the next.
+    A row's group is its number divided by n, so a group never mixes the last rows of one prompt
+    with the first rows of the next.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
@@ -163,8 +164,8 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Whole groups for all ranks at once, so that their sums of the tag `total_lengths` are near
-    each other and each rank has as many groups. batch_size is one rank's."""
+    """Whole groups for all ranks at once. Each rank gets the same number of groups, and sums of the
+    tag `total_lengths` that are nearly equal. `batch_size` is that of one rank."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
@@ -205,15 +206,16 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 class NoPartition(ValueError, AssertionError):
-    """Weights that do not make so many lists. TransferQueue's own is an AssertionError."""
+    """The weights cannot be split into this many lists. TransferQueue raises an AssertionError."""
 
 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Places of weights in so many lists with sums near each other: the largest differencing method
-    (Karmarkar and Karp 1982). equal_size: of equal lengths. NoPartition, a ValueError, where there
-    are fewer weights than lists, or their number is no multiple.
+    """Split weights into lists with nearly equal sums, by the largest differencing method
+    (Karmarkar and Karp 1982). Returns the indices in each list. `equal_size`: all lists have the
+    same length. Raises NoPartition, a ValueError, for fewer weights than lists, or if `equal_size`
+    is impossible.
 
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5], 2, True)
     [[0, 3], [1, 2]]
@@ -251,15 +253,15 @@ def get_seqlen_balanced_partitions(
 
 
 def packed(sampler: BaseSampler) -> dict[str, Any]:
-    """What `rebuilt` makes the sampler of, in another process."""
+    """Return what `rebuilt` makes the sampler from, in another process."""
     kind = type(sampler)
     told = {name: _packed(value) for name, value in vars(sampler).items()}
     return {"module": kind.__module__, "class": kind.__qualname__, "attributes": told}
 
 
 def rebuilt(told: dict[str, Any]) -> BaseSampler:
-    """The sampler as it was. TypeError where the class is none, or not imported here: what others
-    tell names code, and never has it loaded."""
+    """Recreate a sampler. TypeError if its class is not a sampler, or has not been imported in this
+    process: data from others may name a class, but never loads code."""
     kind: Any = sys.modules.get(told["module"])
     for name in told["class"].split("."):
         kind = getattr(kind, name, None)

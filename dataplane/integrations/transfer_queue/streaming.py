@@ -1,4 +1,4 @@
-"""Streaming: a torch dataset and loader over what becomes ready for a task."""
+"""Streaming: a torch dataset and loader over rows as they become ready for a task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def default_fetch_batch_fn(
     sampling_config: dict[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """The next batch of the task, or None while too few rows are ready."""
+    """Return the next batch of the task, or None while too few rows are ready."""
     config = sampling_config | {"batch_index": batch_index, "partition_id": partition_id}
     try:
         meta = tq_client.get_meta(
@@ -42,7 +42,7 @@ def default_fetch_batch_fn(
 
 
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
-    """A batch in pieces of so many rows, the last of what is left."""
+    """Split a batch into pieces of `micro_batch_size` rows. The last piece may be smaller."""
     if not isinstance(td, TensorDict):
         raise TypeError(f"a batch must be a TensorDict, not a {type(td).__name__}")
     if not isinstance(micro_batch_size, int) or micro_batch_size <= 0:
@@ -74,11 +74,14 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
 class StreamingDataset(IterableDataset[Batch]):
     """Micro-batches of a task's rows as they become ready, with their `BatchMeta`.
 
-    config: what `init` returned. batch_size: rows fetched at once, by the sampler, for this
-    dp_rank; micro_batch_size: rows handed out at once. It goes on for ever, or, with
-    should_check_consumption_status, until the task has had all rows of the partition. Workers of a
-    loader attach to the plane by themselves. fetch_batch_fn and process_batch_fn take the place of
-    `default_fetch_batch_fn` and `chunk_batch_fn`.
+    - `config`: what `init` returned.
+    - `batch_size`: rows per fetch, chosen by the sampler for this `dp_rank`.
+    - `micro_batch_size`: rows per micro-batch.
+    - `should_check_consumption_status`: end when the task has fetched all rows of the partition.
+      Otherwise the dataset never ends.
+    - `fetch_batch_fn`, `process_batch_fn`: replace `default_fetch_batch_fn` and `chunk_batch_fn`.
+
+    Workers of a loader attach to the plane by themselves.
     """
 
     def __init__(
@@ -145,11 +148,11 @@ class StreamingDataset(IterableDataset[Batch]):
                 self.buffer.append((data, meta))
 
     def reset(self) -> None:
-        """Hand out the batches in hand once more, from the first."""
+        """Return the fetched batches again, from the first."""
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition, without the batches in hand."""
+        """Continue with another partition, and discard the fetched batches."""
         self.buffer = []
         self.batch_index = 0
         self.partition_id = partition_id
@@ -166,7 +169,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 class StreamingDataLoader(DataLoader[Batch]):
-    """torch's loader over a `StreamingDataset`, which makes the batches."""
+    """torch's DataLoader over a `StreamingDataset`, which makes the batches."""
 
     def __init__(
         self,
@@ -200,13 +203,13 @@ class StreamingDataLoader(DataLoader[Batch]):
         return self.dataset
 
     def reset(self) -> None:
-        """As `StreamingDataset.reset`."""
+        """See `StreamingDataset.reset`."""
         self._streamed.reset()
 
     def step(self, partition_id: str) -> None:
-        """As `StreamingDataset.step`."""
+        """See `StreamingDataset.step`."""
         self._streamed.step(partition_id)
 
     def get_buffer(self) -> list[Batch]:
-        """The batches in hand."""
+        """Return the fetched batches."""
         return self._streamed.buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,11 +28,6 @@ def cpu_seconds(members: Mapping[str, int]) -> Spent:
             except psutil.NoSuchProcess:
                 continue
     return spent
-
-
-def processor_s(pid: int) -> float:
-    """Processor time that one process has taken so far, in nanosecond steps."""
-    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) numbers its clock
 
 
 def _name(process: psutil.Process, member: str) -> str:

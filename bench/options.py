@@ -13,7 +13,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _DAY_S = 86_400.0
-_WEEK_MINUTES = 7 * 24 * 60.0
 _DIGITS = 18  # of a number, so that it fits 64 bits wherever it is kept
 _LEAST, _MOST = 1e-6, 1e9
 _MOST_BYTES = 1 << 50
@@ -73,14 +72,6 @@ def seconds(text: str) -> float:
     value = _number(text)
     if not 0 < value <= _DAY_S:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds such as 60, a day at most")
-    return value
-
-
-def minutes(text: str) -> float:
-    """A time: more than 0, a week at most."""
-    value = _number(text)
-    if not 0 < value <= _WEEK_MINUTES:
-        raise ArgumentTypeError(f"{text!r} is not a number of minutes such as 10, a week at most")
     return value
 
 

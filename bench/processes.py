@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import multiprocessing
 import os
 import selectors
 import shutil
@@ -17,12 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +30,6 @@ _LOG_LINES = 12
 _FAREWELL_S = 5.0
 _DYING_S = 2.0
 _CHECKOUT = Path(__file__).resolve().parent.parent
-_SPAWN = multiprocessing.get_context("spawn")
 _FOLDER = "bench-"
 _LOCK = "lock"
 
@@ -77,24 +72,6 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         raise SystemExit("the runner is gone")
-
-
-def spawned(run: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
-    """A process that runs `run(pipe, *args, parent)`, and our end of the pipe.
-
-    Ctrl-C in a terminal reaches the whole group; whoever measures ends this process, which would
-    only print where it was, so it never hears of it.
-    """
-    ours, theirs = _SPAWN.Pipe()
-    child = _SPAWN.Process(target=run, args=(theirs, *args, os.getpid()), daemon=True)
-    resource_tracker.ensure_running()  # the first start of a child would, and then unblocks it
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
-    try:
-        child.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    theirs.close()
-    return child, ours
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 
 from dataplane.wire.events import Kind, Reason, Record
 
@@ -22,9 +23,8 @@ class Ring:
     def __init__(
         self, size: int = MAX_RECORDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._size = size
         self._clock = clock
-        self._records: list[Record] = []
+        self._records: deque[Record] = deque(maxlen=size)
         self.last = 0
         """the number of the newest record; the first one is 1"""
         self.waits: dict[tuple[Kind, Reason], list[float]] = {}
@@ -36,17 +36,18 @@ class Ring:
     def add(self, record: Record, since: float | None = None) -> None:
         """Keep a record. since: when what it is about began (monotonic)."""
         record.at = at = self._clock()
-        if since is not None:
-            record.seconds = max(0.0, at - since)
-        if len(self._records) < self._size:
-            self._records.append(record)
-        else:
-            self._records[self.last % self._size] = record
+        if since is not None and at > since:
+            record.seconds = at - since
+        self._records.append(record)
         self.last += 1
+
+    def keeps_wait(self, since: float) -> bool:
+        """Whether a wait that began then and ends now has lasted long enough for a record."""
+        return self._clock() - since >= LEAST_WAIT_S
 
     def waited(self, record: Record, since: float) -> None:
         """A wait has ended that began then. Too short ones make no record."""
-        if self._clock() - since < LEAST_WAIT_S:
+        if not self.keeps_wait(since):
             return
         self.add(record, since)
         sums = self.waits.setdefault((record.kind, record.reason), [0, 0.0])
@@ -61,13 +62,8 @@ class Ring:
     def after(self, number: int, since: float, limit: int) -> tuple[int, list[Record]]:
         """(number of the first, records): at most `limit` of those above `number` that happened
         after `since`, the oldest first."""
-        size, kept = len(self._records), self.kept
+        kept = self.kept
         skip = max(0, number + 1 - kept)
-        start = (self.last % self._size) if size == self._size else 0
         if since > -math.inf:
-            skip = max(skip, bisect_right(range(size), since, key=lambda i: self._at(start + i)))
-        ordered = chain(islice(self._records, start, None), islice(self._records, start))
-        return kept + skip, list(islice(ordered, skip, skip + max(0, limit)))
-
-    def _at(self, place: int) -> float:
-        return self._records[place % len(self._records)].at
+            skip = max(skip, bisect_right(self._records, since, key=lambda one: one.at))
+        return kept + skip, list(islice(self._records, skip, skip + max(0, limit)))

@@ -39,7 +39,8 @@ class Kind(enum.StrEnum):
     PULL = "pull"
     """`nbytes` came from the peer `by` over `transport`, for `stage`."""
     LEASE_BEGIN = "lease_begin"
-    """`worker` leased `rows` rows for `stage`."""
+    """`worker` leased `rows` rows for `stage`. A plan has a lease without a worker, and one without
+    rows for each rank that joined."""
     LEASE_END = "lease_end"
     """The rows of a lease left it, `seconds` after it began. `reason` says how."""
     SEAL = "seal"
@@ -93,6 +94,8 @@ class Reason(enum.StrEnum):
     DROP = "drop"
     DIED = "died"
     """The holder ended while it held the lease."""
+    EXPIRED = "expired"
+    """The lease lasted longer than the claim's `lease=` seconds."""
     OVERWRITTEN = "overwritten"
     """The ring of the peer was full."""
     SILENT = "silent"

@@ -378,10 +378,11 @@ class Finish(Body, tag=44):
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
     the plan for all, and `leave` ends nothing: the client had given up its call. `abandon`: a
     release because the client ends, or has ended, while it holds the lease; its peer logs that.
+    `expire`, between peers: a release because `lease=` seconds are over.
     change: between peers, as in Tag. inline: as in Put."""
 
     lease: int
-    outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon"]
+    outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon", "expire"]
     index: bytes | None = None
     columns: list[Column] = []
     specs: Specs = []

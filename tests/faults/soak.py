@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 
 from bench import machine, outputs
-from bench.options import minutes
+from bench.options import positive
 from dataplane import StreamEnd
 from tests.cluster import Cluster
 from tests.faults.peers import KEEPER, OTHER, VICTIM, peers
@@ -184,7 +184,7 @@ def _line(one: Sample) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when nothing grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--minutes", type=minutes, default=5.0)
+    parser.add_argument("--minutes", type=positive, default=5.0)
     parser.add_argument("--json", type=outputs.output, default=None, help="write the outcome here")
     options = parser.parse_args(argv)
     console = Console()

@@ -7,7 +7,7 @@ import pytest
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Finish, Want
-from dataplane.wire.tables import Column
+from dataplane.wire.tables import Column, Shape
 from tests.metadata.stores import OWNERS, SPECS, named, put, store, take, values, wrote
 
 GROUPS = Want("groups", 1, 1)
@@ -55,7 +55,13 @@ def test_ready_names_the_field_that_came_last_and_the_stage_that_added_it() -> N
 
 @pytest.mark.parametrize(
     ("outcome", "reason"),
-    [("ack", "ack"), ("release", "release"), ("drop", "drop"), ("abandon", "died")],
+    [
+        ("ack", "ack"),
+        ("release", "release"),
+        ("drop", "drop"),
+        ("abandon", "died"),
+        ("expire", "expired"),
+    ],
 )
 def test_a_lease_begins_and_ends_with_a_reason(outcome: str, reason: str) -> None:
     s, records = noted(group_size=2)
@@ -75,6 +81,37 @@ def test_the_leases_of_a_peer_that_is_gone_end_as_those_of_the_dead() -> None:
     take(s, "reward", Want("rows", 1, 1))
     s.release_holder(1)
     assert [r.reason for r in of(records, Kind.LEASE_END)] == ["died"]
+
+
+def test_each_rank_of_a_plan_has_a_lease_that_begins_and_ends() -> None:
+    s, records = noted()
+    put(s, ["a", "b"])
+    s.seal()
+    records.clear()
+    first, second = (s.join("reward", Shape(ranks=2), n, 7 + n, 0.0) for n in range(2))
+    assert first is not None and second is not None
+    for member in (first, second):
+        s.finish(Finish(member.number, "ack"))
+    assert [(r.kind, r.rows, r.worker, r.reason) for r in records if r.stage == "reward"] == [
+        ("lease_begin", 2, 0, ""),
+        ("lease_begin", 0, 7, ""),
+        ("lease_begin", 0, 8, ""),
+        ("lease_end", 0, 7, "ack"),
+        ("lease_end", 0, 8, "ack"),
+        ("lease_end", 2, 0, "ack"),
+    ]
+    assert [r.lease for r in records if r.worker == 8] == [second.number] * 2
+
+
+def test_a_plan_that_a_rank_leaves_ends_for_all_of_them() -> None:
+    s, records = noted()
+    put(s, ["a", "b"])
+    s.seal()
+    members = [s.join("reward", Shape(ranks=2), n, 7 + n, 0.0) for n in range(2)]
+    assert members[0] is not None
+    s.finish(Finish(members[0].number, "abandon"))
+    ends = [(r.worker, r.rows, r.reason) for r in of(records, Kind.LEASE_END)]
+    assert ends == [(7, 0, "died"), (8, 0, "release"), (0, 2, "died")]
 
 
 def test_a_group_that_is_closed_by_name_or_seal_is_noted_without_a_field() -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from bench.processes import die_with, run_folder, spawned
+from bench.processes import die_with, run_folder
+from tests.perf.children import spawned
 
 ROUND_TRIPS = 400
 MESSAGE_BYTES = 64

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.cpu import cpu_seconds, processor_s
-from bench.processes import die_with, spawned
+from bench.cpu import cpu_seconds
+from bench.processes import die_with
 from tests.cluster import clients
 from tests.perf import lives
 from tests.perf.ceilings import Ceilings
+from tests.perf.children import processor_s, spawned
 
 ROWS = 256
 VALUE_BYTES = 1 << 20

@@ -7,16 +7,15 @@ speaks encrypted, as between hosts; counted is the processor time that the prima
 
 from __future__ import annotations
 
-import os
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.processes import die_with, spawned
+from bench.processes import die_with
 from tests.cluster import clients
+from tests.perf.children import processor_s, spawned
 
 ROWS = 16
 FIELDS = [f"f{n}" for n in range(7)]
@@ -43,13 +42,13 @@ def measure() -> list[float]:
         pid, samples = primary.stats()["pid"], []
         for repetition in range(4):
             lives = LIVES if repetition else WARM_LIVES
-            before = _processor_s(pid)
+            before = processor_s(pid)
             for pipe in pipes:
                 pipe.send(lives)
             for pipe in pipes:
                 pipe.recv()
             if repetition:
-                samples.append((_processor_s(pid) - before) / (lives * PROCESSES * THREADS))
+                samples.append((processor_s(pid) - before) / (lives * PROCESSES * THREADS))
         for pipe in pipes:
             pipe.send(0)
         for child in children:
@@ -69,12 +68,6 @@ def _roles(one: Any, other: Any) -> tuple[Any, Any]:
 
 def _columns() -> dict[str, Any]:
     return {name: np.ones((ROWS, VALUES), np.float32) for name in FIELDS}
-
-
-def _processor_s(pid: int) -> float:
-    """User and system time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _worker(pipe: Connection, peer: str, plane: str, nth: int, parent: int) -> None:

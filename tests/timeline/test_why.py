@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.timeline.causes import HEALTHY, Cause
 from dataplane.timeline.merge import Event
-from dataplane.timeline.why import HEALTHY, Cause, Why, explain, steps
+from dataplane.timeline.why import Why, explain, steps
 from dataplane.wire.events import Kind, Reason
 from tests.timeline.steps import STEP, Steps
 

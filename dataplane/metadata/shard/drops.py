@@ -15,7 +15,7 @@ from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, READY, Group, Rows, 
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.wire.events import Kind
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
@@ -27,7 +27,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     state.tombstones.add(map(of_group, keys))
     still_open = [group for group in groups if not group.closed]
     rows = Rows([(block, block.live) for group in groups for block in group.blocks])
-    state.happened_to(rows.parts, Kind.DROP)
+    state.happened_to(rows.parts, Record(Kind.DROP))
     many, nbytes = len(rows), state.remove(rows.parts, dropped=True)
     state.remove_groups(still_open)  # those that were closed went with their last row
     return many, nbytes
@@ -57,7 +57,7 @@ def lose(state: State, owner: Owner) -> int:
     state.answers.forget(owner)
     state.tell(Lost(owner))
     if hit.parts:
-        state.happened(Kind.LOST, rows=len(rows), by=owner.peer)
+        state.happened(Record(Kind.LOST, rows=len(rows), by=owner.peer))
     return len(keys) // KEY_BYTES
 
 
@@ -105,7 +105,7 @@ def _close_now(state: State, group: Group) -> bool:
     made = state.close_group(group)
     for stage in state.stages.values():
         if group.live and group.states[stage.number] == READY:
-            state.happened(Kind.READY, stage=stage.name, group=group.name)
+            state.happened(Record(Kind.READY, stage=stage.name, group=group.name))
     return made
 
 
@@ -121,7 +121,7 @@ def seal(state: State, keep: bool = False) -> int:
     """Open groups close at the size they have, empty ones go. Where groups have a size these are
     short, and are dropped unless they are to be kept. Returns how many closed."""
     state.sealed = True
-    state.happened(Kind.SEAL)
+    state.happened(Record(Kind.SEAL))
     for stage in state.stages.values():
         stage.rows.changed = True  # what is left is all that comes
     groups = [group for group in state.groups.values() if not group.closed]

@@ -19,13 +19,17 @@ from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
 
-OUTCOMES = ("ack", "release", "drop", "keep", "abandon")
-_REASONS = {
+REASONS = {
     "ack": Reason.ACK,
     "release": Reason.RELEASE,
     "drop": Reason.DROP,
     "abandon": Reason.DIED,
+    "expire": Reason.EXPIRED,
 }
+"""How the rows of a lease leave it, by the outcome of what ended it."""
+BACK = ("release", "abandon", "expire")
+"""Outcomes after which rows are ready again."""
+OUTCOMES = (*REASONS, "keep")
 
 
 def lease_of(state: State, number: int) -> Lease:
@@ -65,7 +69,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     values = Values(count)
     if columns or asked_for.inline:
         values = values_in(columns, count, asked_for.specs, asked_for.owners, asked_for.inline)
-        released = outcome in ("release", "abandon")
+        released = outcome in BACK
         state.check_fields(values.fields, lease.stage.name if released else None)
         added = _added(values, parts)
         check_added(None if released else lease.stage, added)
@@ -78,7 +82,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
             state.set_tags(part.block, part.rows, tagging.only(tags, part.at, count))
         state.retag([part.block for part in parts])
     kept: dict[str, int] = {}
-    if outcome in ("release", "abandon"):
+    if outcome in BACK:
         for part, mine in added:
             state.note_progress(part.block, lease.stage.name, part.rows, mine)
     elif added:
@@ -135,9 +139,9 @@ def _end(
     parts: Sequence[Part],
 ) -> None:
     rows = [(part.block, part.bits) for part in parts]
-    if outcome in _REASONS:
-        state.left(lease, rows, _REASONS[outcome])
-    if outcome in ("release", "abandon"):
+    if outcome in REASONS:
+        state.left(lease, rows, REASONS[outcome])
+    if outcome in BACK:
         state.come_back(lease, parts)
     elif outcome == "drop" and rows:
         state.remove(rows, dropped=True)

@@ -145,7 +145,8 @@ def _joined(store: Store, op: Joined, now: float) -> None:
             column(weights, _F8, lease.count)
         plan = Plan(lease, shape, op.laid or plans.laid(lease, shape))
         leases.add_plan(plan)
-    plan.members[op.member] = Member(op.member, plan, op.rank, op.holder, op.claim, op.acked)
+    who = op.rank, op.holder, op.claim
+    plan.members[op.member] = Member(op.member, plan, *who, now, op.acked)
 
 
 def _permitted(store: Store, op: Permitted, now: float) -> None:

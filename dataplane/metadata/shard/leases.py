@@ -144,13 +144,15 @@ class Plan(msgspec.Struct, eq=False):
 
 
 class Member(msgspec.Struct, eq=False):
-    """A process that takes part in a plan. number: as of a lease. claim: the number of its call."""
+    """A process that takes part in a plan. number: as of a lease. claim: the number of its call.
+    started: when it joined."""
 
     number: int
     plan: Plan
     rank: int
     holder: int
     claim: int
+    started: float
     acked: bool = False
 
 

@@ -25,7 +25,7 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import weight
 from dataplane.wire import tables as wire
-from dataplane.wire.events import Reason
+from dataplane.wire.events import Kind, Reason, Record
 from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Claimed, Finish
@@ -95,8 +95,9 @@ def join(
             f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the maximum",
             limit=MAX_RANKS,
         )
-    member = Member(next(state.numbers), plan, rank, holder, claim)
+    member = Member(next(state.numbers), plan, rank, holder, claim, now)
     plan.members[member.number] = member
+    state.happened(_record(Kind.LEASE_BEGIN, member))
     state.tell(Joined(name, plan.lease.number, shape, member.number, rank, holder, claim))
     return member
 
@@ -135,22 +136,24 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
         return {}
     if asked.outcome == "keep":
         return finishes.finish(state, plan.lease, asked)
-    whole = asked.outcome in ("ack", "release", "abandon") and asked.index is None
+    whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
     if not whole or asked.columns or asked.tags:
         raise InvalidRows(
             "a plan is acked or released as a whole, and fields must be added before that; to "
             "drop single rows use part.drop(keys=…)"
         )
     if asked.outcome != "ack":
-        end(state, member, Reason.RELEASE if asked.outcome == "release" else Reason.DIED)
+        end(state, member, finishes.REASONS[asked.outcome])
         return {}
     member.acked = True
+    state.happened(_record(Kind.LEASE_END, member, Reason.ACK), member.started)
     return _finish_if_done(state, plan)
 
 
 def _leave(state: State, member: Member) -> None:
     """The last one ends the plan."""
     plan = member.plan
+    state.happened(_record(Kind.LEASE_END, member, Reason.RELEASE), member.started)
     del plan.members[member.number]
     if plan.members:
         _finish_if_done(state, plan)
@@ -163,6 +166,9 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
     """A member goes before it has acked: the plan is void for all. Returns the rows that are ready
     again."""
     plan = member.plan
+    for one in plan.working:
+        how = reason if one is member else Reason.RELEASE
+        state.happened(_record(Kind.LEASE_END, one, how), one.started)
     state.leases.end_plan(
         plan,
         f"this plan has ended: rank {member.rank} of {plan.shape.ranks} left before it had acked "
@@ -183,6 +189,12 @@ def laid(lease: Lease, shape: Shape) -> Laid:
     numbers: dict[bytes, int] = {b"": NO_GROUP}
     groups = [numbers.setdefault(block.group, len(numbers) - 1) for block, _ in lease.rows]
     return Laid(lease.count, np.array(groups, U4).tobytes(), told)
+
+
+def _record(kind: Kind, member: Member, reason: Reason = Reason.NONE) -> Record:
+    """Of a member: which of the plan's rows it works on only its process knows."""
+    stage = member.plan.lease.stage.name
+    return Record(kind, reason=reason, stage=stage, worker=member.holder, lease=member.number)
 
 
 def _shown(ranks: list[int]) -> str:

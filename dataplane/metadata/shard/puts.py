@@ -38,7 +38,7 @@ from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values import Values, values_in
-from dataplane.wire.events import Kind
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar, volume
 
@@ -173,9 +173,11 @@ def _note_put(state: State, plan: PutPlan, op: Put) -> None:
     if state.note is None:
         return
     rows, nbytes, now = plan.rows, volume(op.columns), state.permits.version
-    each: Mapping[int, int] = {-1: rows.count}
-    if rows.group is not None and rows.group_keys:
-        each = {0: rows.count} if rows.whole else Counter(rows.group)
+    if rows.group is None:
+        put = Record(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
+        state.happened(put)
+        return
+    each: Mapping[int, int] = {0: rows.count} if rows.whole else Counter(rows.group)
     for at, many in each.items():
         name: Name = ""
         version = now
@@ -183,10 +185,9 @@ def _note_put(state: State, plan: PutPlan, op: Put) -> None:
             names, group = rows.group_names, plan.groups[at]
             version = now if group is None else min(now, group.begun)
             name = format_minted(rows.group_keys[at]) if names is None else names[at]
-        part = nbytes * many // rows.count
-        state.happened(
-            Kind.PUT, group=name, rows=many, nbytes=part, worker=op.holder, version=version
-        )
+        put = Record(Kind.PUT, group=name, rows=many, worker=op.holder, version=version)
+        put.nbytes = nbytes * many // rows.count
+        state.happened(put)
 
 
 def add_fields(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import copy
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,6 +60,11 @@ class Written(NamedTuple):
 
 
 NOBODY = Written()
+
+
+def _became_ready(stage: Stage, by: Written) -> Record:
+    last = next((field for field in stage.fields if field in by.fields), "")
+    return Record(Kind.READY, stage=stage.name, field=last, worker=by.worker, by=by.stage)
 
 
 class State:
@@ -124,20 +130,14 @@ class State:
         if self.emit is not None:
             self.emit(op)
 
-    def happened(self, kind: Kind, since: float | None = None, **more: Any) -> None:
-        """Note an event of this partition. more: other fields of its record."""
+    def happened(self, record: Record, since: float | None = None) -> None:
+        """Note an event of this partition. record: without partition, generation and time."""
         if self.note is not None:
-            self.note(
-                Record(kind, 0.0, partition=self.partition, generation=self.generation, **more),
-                since,
-            )
+            record.partition, record.generation = self.partition, self.generation
+            self.note(record, since)
 
     def happened_to(
-        self,
-        parts: Iterable[tuple[Block, int]],
-        kind: Kind,
-        since: float | None = None,
-        **more: Any,
+        self, parts: Iterable[tuple[Block, int]], record: Record, since: float | None = None
     ) -> None:
         """Note one event of rows for each of their groups, and one for rows without a group."""
         if self.note is None:
@@ -146,8 +146,9 @@ class State:
         for block, bits in parts:
             rows[block.group] = rows.get(block.group, 0) + bits.bit_count()
         for key, many in rows.items():
-            name = self.groups[key].name if key else ""
-            self.happened(kind, since, group=name, rows=many, **more)
+            of = copy(record) if len(rows) > 1 else record
+            of.group, of.rows = self.groups[key].name if key else "", many
+            self.happened(of, since)
 
     def knows(self, change: Change | None) -> bool:
         """Whether the change was carried out, or settled."""
@@ -492,15 +493,8 @@ class State:
         for one in self.stages.values():
             if rows := [(block, bits) for block in blocks if (bits := one.complete(block))]:
                 ready.append(one)
-                last = next((field for field in one.fields if field in by.fields), "")
-                self.happened_to(
-                    rows,
-                    Kind.READY,
-                    stage=one.name,
-                    field=last,
-                    worker=by.worker,
-                    by=by.stage,
-                )
+                if self.note is not None:
+                    self.happened_to(rows, _became_ready(one, by))
         made = 0
         for group in groups:
             if group.is_full:
@@ -652,9 +646,8 @@ class State:
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         stage.claimed_at = now
-        self.happened_to(
-            rows.parts, Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number
-        )
+        begun = Record(Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number)
+        self.happened_to(rows.parts, begun)
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
             self.emit(Leased(stage.name, unit, number, parts, holder, claim))
@@ -670,10 +663,17 @@ class State:
 
     def left(self, lease: Lease, parts: Sequence[tuple[Block, int]], reason: Reason) -> None:
         """Note that rows leave a lease."""
-        of = {"stage": lease.stage.name, "worker": lease.holder, "lease": lease.number}
-        self.happened_to(parts, Kind.LEASE_END, lease.started, reason=reason, **of)
-        if not parts:  # others dropped them
-            self.happened(Kind.LEASE_END, lease.started, reason=reason, **of)
+        ended = Record(
+            Kind.LEASE_END,
+            reason=reason,
+            stage=lease.stage.name,
+            worker=lease.holder,
+            lease=lease.number,
+        )
+        if parts:
+            self.happened_to(parts, ended, lease.started)
+        else:  # others dropped them
+            self.happened(ended, lease.started)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
         """Rows of a lease are ready again, before all others. Returns how many there still are."""

@@ -53,7 +53,7 @@ from dataplane.metadata.tables.values import by_tables
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.events import Kind
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.journal import (
     Declared,
     Ended,
@@ -270,7 +270,7 @@ class Store(State):
         Nothing for the same version; InvalidCall for an older one."""
         self.permits.advance(version, self)
         self.tell(Advance(self.partition, self.generation, version, change))
-        self.happened(Kind.ADVANCE, version=version)
+        self.happened(Record(Kind.ADVANCE, version=version))
 
     # rows out
 
@@ -292,7 +292,7 @@ class Store(State):
                 found = self.find(rows.keys)
             else:
                 found = self.matching(checked(where))
-            self.happened_to(found.parts, Kind.DROP)
+            self.happened_to(found.parts, Record(Kind.DROP))
             dropped = len(found), self.remove(found.parts, dropped=True)
         keys = None if rows is None else wire.Rows(rows.keys)
         self.tell(Drop(self.partition, self.generation, keys, groups, where, change))
@@ -304,7 +304,7 @@ class Store(State):
         self.remove(self.rows.parts)
         dropped = rows, self.bytes_released(before)
         self.tell(Ended(change, *dropped))
-        self.happened(Kind.DROP, rows=dropped[0], nbytes=dropped[1])
+        self.happened(Record(Kind.DROP, rows=dropped[0], nbytes=dropped[1]))
         return dropped
 
     def relocate(

@@ -286,7 +286,7 @@ class Finishing:
             self._tell(lease, "release" if heard or not lease.plan else "leave")
 
     def _tell(
-        self, lease: Lease, outcome: Literal["release", "leave", "abandon"]
+        self, lease: Lease, outcome: Literal["release", "leave", "abandon", "expire"]
     ) -> asyncio.Task[bool]:
         of = lease.partition, lease.generation
         told = self.router.tell(Finish(lease.number, outcome, partition=of[0], generation=of[1]))
@@ -298,7 +298,8 @@ class Finishing:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
         passed = self.leases.overdue(now)
         for lease in passed:
-            self.release(lease.session, lease.number)
+            self.leases.leave(lease.session, lease.number)
+            self._tell(lease, "expire")
         return len(passed)
 
 

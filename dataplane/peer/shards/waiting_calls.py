@@ -316,7 +316,8 @@ class WaitingCalls:
         return mine
 
     def _waited(self, stage: _Stage, call: WaitingClaim | WaitingAdmit) -> None:
-        self.host.events.waited(_record(stage, call), call.since)
+        if self.host.events.keeps_wait(call.since):  # most claims wait for nothing
+            self.host.events.waited(_record(stage, call), call.since)
 
     def going_on(self) -> list[Record]:
         """Of each call that waits here, since when and for what, as of the end of a wait."""

@@ -12,7 +12,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from dataplane.errors import InvalidCall
-from dataplane.peer.host import Caller
+from dataplane.metadata.shard.leases import Lease, Member
+from dataplane.metadata.shard.stages import Stage
+from dataplane.peer.host import Caller, Entry
 from dataplane.peer.sessions import Session
 from dataplane.wire.events import MAX_RECORDS_PER_MESSAGE, Events, EventsDone, Kind, Record
 from dataplane.wire.messages import Request
@@ -113,20 +115,29 @@ class Timeline:
         """Waits and leases that have not ended, with `seconds` so far."""
         found = self.peer.calls.going_on() + self.peer.room.going_on()
         for entry in self.host.entries.values():
-            now = self.host.now()
+            leases = entry.store.leases
             found += [
-                Record(
-                    Kind.LEASE_BEGIN,
-                    now,
-                    partition=entry.name,
-                    generation=entry.generation,
-                    stage=one.stage.name,
-                    rows=one.many_left,
-                    seconds=max(0.0, now - one.started),
-                    worker=one.holder,
-                    lease=one.number,
-                )
-                for one in islice(entry.store.leases, MAX_GOING_ON)
+                self._lease(entry, one, one.stage, one.many_left)
+                for one in islice(leases, MAX_GOING_ON)
+            ]
+            found += [
+                self._lease(entry, one, one.plan.lease.stage)
+                for one in leases.members
+                if not one.acked
             ]
         found.sort(key=lambda one: -one.seconds)
         return found[:MAX_GOING_ON]
+
+    def _lease(self, entry: Entry, of: Lease | Member, stage: Stage, rows: int = 0) -> Record:
+        now = self.host.now()
+        return Record(
+            Kind.LEASE_BEGIN,
+            now,
+            partition=entry.name,
+            generation=entry.generation,
+            stage=stage.name,
+            rows=rows,
+            seconds=max(0.0, now - of.started),
+            worker=of.holder,
+            lease=of.number,
+        )

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from bench.processes import die_with, spawned
+from bench.processes import die_with
+from tests.perf.children import spawned
 from tests.perf.transports.engines import ENGINES, Memory
 from tests.perf.transports.shapes import Shape
 

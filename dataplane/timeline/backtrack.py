@@ -1,0 +1,303 @@
+"""What the idle time of a step's last stage was spent on.
+
+From each interval in which a worker of that stage waited, the search goes back to the input that
+arrived last, to who made it, and from there to what that one waited for, until somebody was busy
+instead of waiting. What the events do not show stays unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Lease, Step
+from dataplane.wire.events import Kind, Reason
+
+UNACKED = 5.0
+"""A lease that lasts so many times longer than any other of its stage is taken to be forgotten."""
+QUIET = 3.0
+"""A producer that was silent for so many times its longest pause is taken to have finished."""
+LEAST_S = 1.0
+"""For either of the two, and not less than this."""
+MAX_WALK = 10_000
+
+What = Literal["", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter"]
+"""work: a stage worked. put: rollout did. held: rows were leased, and came back or never will.
+seal: nothing more came, and the partition was not sealed. "": unknown."""
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """A part of the idle time and what it was spent on, by whom. by: the peer that bytes came from,
+    or who holds the room. queued: other rows waited for that worker meanwhile."""
+
+    begin: float
+    end: float
+    what: What = ""
+    stage: str = ""
+    worker: str = ""
+    host: str = ""
+    by: str = ""
+    queued: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def idle(step: Step) -> tuple[list[Spent], int]:
+    """(what idle time of the last stage's workers was spent on, how many workers they are)."""
+    return _Backtrack(step).idle()
+
+
+class _Backtrack:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def idle(self) -> tuple[list[Spent], int]:
+        step, spent = self.step, list[Spent]()
+        workers = {one.worker for one in step.leases if one.stage == step.last}
+        for wait in step.waits:
+            if wait.stage != step.last:
+                continue
+            begin, end = max(wait.began, step.begin), min(wait.at, step.end)
+            lease = self._lease_at(step.last, wait.worker, end)
+            if end <= begin or (lease is None and self._was_the_last(wait, begin, end)):
+                continue
+            workers.add(wait.worker)
+            if wait.going_on:
+                spent += self._going_on(wait, begin, end)
+            elif lease is not None:
+                spent += self._before(lease, begin, end)
+            else:
+                spent.append(Spent(begin, end))
+        for lease in step.leases:
+            if lease.stage == step.last:
+                done = busy(step, lease, lease.began, min(lease.ended, step.end))
+                spent += [one for one in done if one.what in ("pull", "room", "stall")]
+        return spent, len(workers)
+
+    def _was_the_last(self, wait: Event, begin: float, end: float) -> bool:
+        """Whether a claim asked for more than there was, after the end."""
+        step = self.step
+        return not wait.going_on and step.finished and not step.arrived(step.last, begin, end)
+
+    # back from a wait
+
+    def _lease_at(self, stage: str, worker: str, at: float) -> Lease | None:
+        """The lease with which a wait of this worker ended then."""
+        found = [
+            one
+            for one in self.step.by_worker[stage, worker]
+            if abs(one.began - at) < self.step.near_s
+        ]
+        return min(found, key=lambda one: abs(one.began - at), default=None)
+
+    def _before(self, lease: Lease, begin: float, end: float) -> list[Spent]:
+        """What [begin, end] was spent on, at the end of which a waiting worker got this lease."""
+        step, spent = self.step, list[Spent]()
+        if lease.plan and (late := self._sealed_late(lease, begin, end)) is not None:
+            spent, end = [late], late.begin
+        for _ in range(MAX_WALK):
+            source = self._input(lease, end)
+            if source is None or source.at <= begin:
+                return [*spent, Spent(begin, end)]
+            if end - source.at > step.near_s:
+                gap = Spent(source.at, end, host=lease.host)
+                spent += carved(gap, hindered(step, gap))
+            end = source.at
+            if source.kind is Kind.LEASE_END:  # its holder gave the rows back
+                held = max(begin, source.began)
+                spent.append(Spent(held, end, "held", source.stage, source.worker, source.host))
+                return spent + ([Spent(begin, held)] if held > begin else [])
+            if not source.by:
+                return spent + self._made_by_rollout(source, begin, end)
+            maker = self._maker(source)
+            if maker is None:
+                return [*spent, Spent(begin, end)]
+            more, end, lease = self._made(maker, begin, end)
+            spent += more
+            if end <= begin:
+                return spent
+        return spent
+
+    def _sealed_late(self, lease: Lease, begin: float, end: float) -> Spent | None:
+        """How long a plan waited for nothing but the seal."""
+        source = self._input(lease, end)
+        if source is None or not self.step.seals:
+            return None
+        since, sealed = max(begin, source.at), min(end, self.step.seals[0].at)
+        return Spent(since, end, "seal", lease.stage) if sealed > since else None
+
+    def _input(self, lease: Lease, end: float) -> Event | None:
+        """What arrived last of what the lease has: rows that became ready, or that came back."""
+        step = self.step
+        until = min(end, lease.began) + step.near_s
+        came = [e for group in lease.groups for e in step.came[lease.stage, group] if e.at <= until]
+        return max(came, key=lambda e: e.at, default=None)
+
+    def _maker(self, ready: Event) -> Lease | None:
+        """The lease under which a stage added the field that came last."""
+        found = [
+            one
+            for one in self.step.by_worker[ready.by, ready.worker]
+            if ready.group in one.groups and one.began <= ready.at
+        ]
+        return max(found, key=lambda one: one.began, default=None)
+
+    def _made(self, lease: Lease, begin: float, end: float) -> tuple[list[Spent], float, Lease]:
+        """(spent, since when, lease): what a stage's worker did back to when it last waited, or to
+        `begin`, and the lease that it got then."""
+        step, spent, queued = self.step, list[Spent](), False
+        for _ in range(MAX_WALK):
+            since = max(begin, lease.began)
+            spent += busy(step, lease, since, end, queued)
+            if lease.began <= begin or self._waited(lease):
+                return spent, since, lease
+            before = [
+                one
+                for one in step.by_worker[lease.stage, lease.worker]
+                if one.began < lease.began and one.ended <= lease.began + step.near_s
+            ]
+            source = self._input(lease, lease.began)
+            if not before or source is None or lease.began - source.at < step.near_s:
+                return spent, since, lease
+            queued, previous = True, max(before, key=lambda one: one.ended)
+            end = since
+            if previous.ended < since:  # between two leases it is at work too
+                end = max(begin, previous.ended)
+                of = lease.stage, lease.worker, lease.host
+                spent.append(Spent(end, since, "work", *of, queued=True))
+            lease = previous
+            if end <= begin:
+                return spent, begin, lease
+        return spent, end, lease
+
+    def _waited(self, lease: Lease) -> bool:
+        """Whether its worker waited for it."""
+        return any(
+            wait.stage == lease.stage
+            and wait.worker == lease.worker
+            and not wait.going_on
+            and abs(wait.at - lease.began) < self.step.near_s
+            for wait in self.step.waits
+        )
+
+    def _made_by_rollout(self, ready: Event, begin: float, end: float) -> list[Spent]:
+        """What the producer of a group did until it was put."""
+        rest = Spent(begin, end, "put", worker=ready.worker, host=ready.host)
+        return carved(rest, [*admitted(self.step, rest), *hindered(self.step, rest)])
+
+    # a wait that goes on
+
+    def _going_on(self, wait: Event, begin: float, end: float) -> list[Spent]:
+        """What can be said of a wait that has not ended."""
+        if wait.reason is Reason.FILTER:
+            return [Spent(begin, end, "filter", wait.stage, wait.worker)]
+        for e in self.step.other:
+            if e.going_on and e.kind in (Kind.ROOM_WAIT, Kind.ADMIT_WAIT):
+                if e.kind is Kind.ADMIT_WAIT and e.partition != self.step.partition:
+                    continue
+                what: What = "room" if e.kind is Kind.ROOM_WAIT else "admit"
+                one = Spent(max(begin, e.began), end, what, worker=e.worker, host=e.peer, by=e.by)
+                return _after(one, begin)
+        forgotten = [one for one in self.step.leases if self._is_forgotten(one, wait)]
+        if forgotten:
+            lease = min(forgotten, key=lambda one: one.began)
+            of = lease.stage, lease.worker, lease.host
+            return _after(Spent(max(begin, lease.began), end, "held", *of), begin)
+        if self._nothing_comes(wait):
+            since = max(begin, max(put.at for put in self.step.puts))
+            return _after(Spent(since, end, "seal", wait.stage), begin)
+        at_work = [one for one in self.step.leases if one.is_open and one.stage != wait.stage]
+        if at_work:
+            lease = min(at_work, key=lambda one: one.began)
+            more, since, _ = self._made(lease, begin, end)
+            return [*more, *([Spent(begin, since)] if since > begin else [])]
+        return [Spent(begin, end)]
+
+    def _is_forgotten(self, lease: Lease, wait: Event) -> bool:
+        """Whether an open lease has lasted far longer than any that ended."""
+        if not lease.is_open or (lease.stage, lease.worker) == (wait.stage, wait.worker):
+            return False
+        others = [
+            one.seconds / max(1, one.rows)
+            for one in self.step.all_leases
+            if one.stage == lease.stage and not one.is_open
+        ]
+        if not others:
+            return False
+        longest_s = max(others) * max(1, lease.rows)
+        return lease.seconds > max(LEAST_S, UNACKED * longest_s)
+
+    def _nothing_comes(self, wait: Event) -> bool:
+        """Whether all that was put is done or claimable, no producer has come back for long, and
+        the partition is not sealed."""
+        step = self.step
+        if step.seals or not step.puts or any(one.is_open for one in step.leases):
+            return False
+        if wait.reason not in (Reason.NO_ROWS, Reason.TOO_FEW, Reason.PLAN):
+            return False
+        times = sorted(put.at for put in step.puts)
+        pause_s = max([b - a for a, b in zip(times, times[1:], strict=False)], default=0.0)
+        if len(times) < 2 or step.now - times[-1] < max(LEAST_S, QUIET * pause_s):
+            return False
+        ready = {e.group for e in step.ready if e.stage == wait.stage}
+        return {put.group for put in step.puts} <= ready
+
+
+def busy(step: Step, lease: Lease, begin: float, end: float, queued: bool = False) -> list[Spent]:
+    """What a worker did under a lease: bytes came to it, it waited for room, or it worked."""
+    rest = Spent(begin, end, "work", lease.stage, lease.worker, lease.host, queued=queued)
+    pulled = [
+        Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
+        for e in step.within(Kind.PULL, lease.host, begin, end)
+        if e.stage == lease.stage
+    ]
+    return carved(rest, [*pulled, *hindered(step, rest)])
+
+
+def hindered(step: Step, of: Spent) -> list[Spent]:
+    """When its worker waited for room, or the peer of its host or of the partition did not run."""
+    rooms = step.within(Kind.ROOM_WAIT, of.worker, of.begin, of.end)
+    stalls = [
+        e
+        for peer in {of.host, step.served_by} - {""}
+        for e in step.within(Kind.STALL, peer, of.begin, of.end)
+    ]
+    return [
+        *(Spent(e.began, e.at, "room", worker=e.worker, host=e.peer, by=e.by) for e in rooms),
+        *(Spent(e.began, e.at, "stall", host=e.peer) for e in stalls),
+    ]
+
+
+def admitted(step: Step, of: Spent) -> list[Spent]:
+    """When its worker waited for `admit`, and was admitted before the end."""
+    return [
+        Spent(e.began, e.at, "admit", worker=e.worker)
+        for e in step.within(Kind.ADMIT_WAIT, of.worker, of.begin, of.end)
+        if e.partition == step.partition and e.at <= of.end
+    ]
+
+
+def carved(rest: Spent, taken: Iterable[Spent]) -> list[Spent]:
+    """A time without what others take of it, and those parts of the others, without overlap."""
+    parts, at = list[Spent](), rest.begin
+    for one in sorted(taken, key=lambda one: one.begin):
+        begin, end = max(at, one.begin), min(one.end, rest.end)
+        if end <= begin:
+            continue
+        if begin > at:
+            parts.append(msgspec.structs.replace(rest, begin=at, end=begin))
+        parts.append(msgspec.structs.replace(one, begin=begin, end=end))
+        at = end
+    if rest.end > at:
+        parts.append(msgspec.structs.replace(rest, begin=at))
+    return parts
+
+
+def _after(one: Spent, begin: float) -> list[Spent]:
+    """It, and what nothing is known of from `begin` until then."""
+    return [*([Spent(begin, one.begin)] if one.begin > begin else []), one]

@@ -1,0 +1,320 @@
+"""What a step's idle time comes to: causes, the largest first, each with its seconds and in words.
+
+A cause is named only where the events show it: that a worker, host or link is slow by comparison
+with others, that workers are too few by rows that queue for them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+
+import msgspec
+
+from dataplane.errors import counted, duration, sized
+from dataplane.timeline.backtrack import LEAST_S, UNACKED, Spent, admitted, busy, carved, hindered
+from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Lease, Step
+from dataplane.wire.events import Kind, Reason
+from dataplane.wire.tables import Name
+
+SLOW = 0.7
+"""A worker below this share of its peers' rate is slow."""
+SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
+"""A link below this share of other links' rate is slow, and one below 1 Gbit/s."""
+SKEWED = 1.0
+"""The last group is a straggler if it needs so many times longer after three quarters of the groups
+than those needed."""
+HELD_BACK = 0.5
+"""`admit` is the cause while it holds back this share of the other producers."""
+NAMED_SHARE = 0.2
+"""A cause of less of the idle time is not named."""
+
+
+class Cause(enum.StrEnum):
+    SLOW_WORKER = "slow_worker"
+    TOO_FEW_WORKERS = "too_few_workers"
+    SLOW_LINK = "slow_link"
+    FULL_ARENA = "full_arena"
+    UNACKED_LEASE = "unacked_lease"
+    NOT_SEALED = "not_sealed"
+    FILTER = "filter"
+    ADMIT = "admit"
+    STRAGGLER = "straggler"
+    STARVED_PEER = "starved_peer"
+    STAGE = "stage"
+    """A stage worked, no slower than its peers, and nothing queued: nothing is wrong."""
+    GENERATION = "generation"
+    """Rollout was at work: nothing is wrong."""
+    TRANSFER = "transfer"
+    """Bytes came from another host, no slower than links usually are: nothing is wrong."""
+    LAST_STAGE = "last_stage"
+    """The last stage was busy: nothing is wrong."""
+    UNKNOWN = "unknown"
+
+
+HEALTHY = {Cause.STAGE, Cause.GENERATION, Cause.TRANSFER, Cause.LAST_STAGE}
+
+
+class Share(msgspec.Struct, frozen=True):
+    """A cause, how many seconds of the last stage's idle time it explains, and in words."""
+
+    cause: Cause
+    seconds: float
+    text: str
+
+
+def shares(step: Step, spent: Iterable[Spent], workers: int) -> list[Share]:
+    """First what is wrong and explains much of the idle time, then the rest, each by size."""
+    by = defaultdict[tuple[str, str, str], list[Spent]](list)
+    for one in spent:
+        key = {
+            "work": (one.stage, ""),
+            "pull": (one.by, one.host),
+            "room": (one.host, one.by),
+            "stall": (one.host, ""),
+            "held": (one.stage, one.worker),
+        }.get(one.what, ("", ""))
+        by[one.what, *key].append(one)
+    causes = _Causes(step)
+    found = [
+        Share(cause, _seconds(same) / workers, text)
+        for same in by.values()
+        for cause, text in [causes.named(same)]
+    ]
+    least_s = NAMED_SHARE * sum(share.seconds for share in found)
+
+    def rank(share: Share) -> tuple[bool, float]:
+        is_wrong = share.cause not in HEALTHY and share.cause is not Cause.UNKNOWN
+        return not (is_wrong and share.seconds >= least_s), -share.seconds
+
+    return sorted(found, key=rank)
+
+
+class _Causes:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def named(self, same: Sequence[Spent]) -> tuple[Cause, str]:
+        """The cause of times that were spent on the same, and in words."""
+        longest = max(same, key=lambda one: one.seconds)
+        match longest.what:
+            case "work":
+                return self._of_stage(same)
+            case "put":
+                return self._of_rollout(same)
+            case "pull":
+                return self._of_link(longest)
+            case "room":
+                holds = f"; most of it: {longest.by}" if longest.by else ""
+                text = f"because {longest.worker or 'a worker'} waited for room in the arena of "
+                return Cause.FULL_ARENA, f"{text}{longest.host}{holds}"
+            case "admit":
+                return Cause.ADMIT, "because admit held rollout back: its max_lag is too small"
+            case "stall":
+                text = f"because peer {longest.host} got no processor time"
+                return Cause.STARVED_PEER, text
+            case "held":
+                return Cause.UNACKED_LEASE, self._held(longest)
+            case "seal":
+                return Cause.NOT_SEALED, self._not_sealed()
+            case "filter":
+                text = f"because the filter of {longest.worker} excludes all rows that are ready"
+                return Cause.FILTER, text
+        return Cause.UNKNOWN, "for a reason that the events do not show"
+
+    def _held(self, longest: Spent) -> str:
+        mine = self.step.by_worker[longest.stage, longest.worker]
+        held = max(mine, key=lambda one: one.seconds)
+        who = longest.worker or "a worker"
+        what = f"{_groups(len(held.groups - {''}), held.rows)} of stage {longest.stage}"
+        match held.reason:
+            case Reason.DIED:
+                return f"because {who} ended with {what}, leased for {duration(held.seconds)}"
+            case Reason.EXPIRED:
+                return f"because {who} held {what} until lease={held.seconds:.3g} s was over"
+            case Reason.RELEASE:
+                return f"because {who} released {what} after {duration(held.seconds)}"
+        return f"because {who} holds {what}, leased for {duration(held.seconds)} and not acked"
+
+    def _not_sealed(self) -> str:
+        last = max(put.at for put in self.step.puts)
+        if self.step.seals:
+            late = duration(self.step.seals[0].at - last)
+            return f"because the partition was sealed {late} after its last row"
+        quiet = duration(self.step.now - last)
+        return f"because no row has come for {quiet} and the partition is not sealed"
+
+    # a stage
+
+    def _of_stage(self, same: Sequence[Spent]) -> tuple[Cause, str]:
+        """Of a stage that worked: whether one of its workers is slow, or they are too few."""
+        step, stage = self.step, same[0].stage
+        lacked = {e.group for e in step.ready if e.stage == step.last and e.by == stage}
+        since = min(one.begin for one in same)
+        late = {e.group for e in step.ready if e.stage == step.last and e.at > since} & lacked
+        field = next((e.field for e in step.ready if e.by == stage and e.field), "")
+        leases = [one for one in step.leases if one.stage == stage]
+        for kind in ("host", "worker"):
+            spent = Counter[str]()
+            for one in same:
+                spent[getattr(one, kind)] += one.seconds  # type: ignore[assignment]
+            most = max(spent, key=lambda name: spent[name])
+            rates = self._rates(leases, kind)
+            others = [rate for name, rate in rates.items() if name != most]
+            if others and most in rates and rates[most] < SLOW * median(others):
+                mine = [one.groups for one in leases if getattr(one, kind) == most]
+                because = _because(late & set[Name]().union(*mine), field)
+                where = f"on {kind} {most}" if kind == "host" else f"in {most}"
+                ran = _ran(rates[most] / median(others))
+                return Cause.SLOW_WORKER, f"{because}{stage} {where} {ran}"
+        if (outlier := _outlier(leases, same)) is not None:
+            groups = _groups(len(outlier.groups - {""}), outlier.rows)
+            text = f"because {outlier.worker or 'a worker'} acked {groups} of stage {stage} only "
+            return (
+                Cause.UNACKED_LEASE,
+                f"{text}after {duration(outlier.seconds)}, far later than others",
+            )
+        workers = {one.worker for one in leases}
+        queued = _seconds(one for one in same if one.queued)
+        if 2 * queued >= _seconds(same):
+            at_work = "its only worker was busy"
+            if len(workers) > 1:
+                at_work = f"all its {len(workers)} workers were busy"
+            text = f"{_because(late, field)}rows queued for {stage}, and {at_work}"
+            return Cause.TOO_FEW_WORKERS, text
+        return Cause.STAGE, f"while {stage} worked (nothing queued for it)"
+
+    def _rates(self, leases: Iterable[Lease], kind: str) -> dict[str, float]:
+        """Rows a second of work under lease, by host or worker."""
+        rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
+        for lease in leases:
+            of = getattr(lease, kind)
+            rows[of] += lease.rows - max(0, lease.left)
+            done = busy(self.step, lease, lease.began, lease.ended)
+            took[of] += _seconds(one for one in done if one.what == "work")
+        return {name: rows[name] / took[name] for name in rows if took[name]}
+
+    # rollout
+
+    def _of_rollout(self, same: Sequence[Spent]) -> tuple[Cause, str]:
+        """Of producers that worked: whether one is slow, `admit` let too few of them work, or a
+        single group came late."""
+        took = defaultdict[str, list[float]](list)
+        came = dict[Name, float]()
+        for put, worked_s, since_s in self._puts():
+            took[put.host].append(worked_s)
+            came[put.group] = since_s
+        pace = {host: median(each) for host, each in took.items() if len(each) > 2}
+        if len(pace) > 1:
+            slow = max(pace, key=lambda host: pace[host])
+            ratio = median(pace[host] for host in pace if host != slow) / max(pace[slow], 1e-9)
+            if ratio < SLOW:
+                return Cause.SLOW_WORKER, f"because rollout on host {slow} {_ran(ratio)}"
+        if (held_back := self._held_back(same)) >= HELD_BACK:
+            text = f"because admit held {held_back:.0%} of the other rollout workers back"
+            return Cause.ADMIT, f"{text}: its max_lag is too small"
+        last = max(came, key=lambda group: came[group], default="")
+        times = sorted(came.values())
+        if len(times) >= 4:
+            most = times[(3 * len(times)) // 4 - 1]
+            if times[-1] - most > SKEWED * most:
+                text = f"because group {last!r} came {duration(times[-1] - most)} after three"
+                return Cause.STRAGGLER, f"{text} quarters of the groups"
+        return Cause.GENERATION, "while rollout generated"
+
+    def _puts(self) -> Iterator[tuple[Event, float, float]]:
+        """(put, seconds that its producer worked for it, and has worked in this step until then):
+        without what the producer waited."""
+        before, worked = dict[str, float](), defaultdict[str, float](float)
+        for put in self.step.puts:
+            begin = before.get(put.worker, self.step.begin)
+            rest = Spent(begin, put.at, "put", worker=put.worker, host=put.host)
+            parts = carved(rest, [*admitted(self.step, rest), *hindered(self.step, rest)])
+            worked_s = _seconds(one for one in parts if one.what == "put")
+            before[put.worker] = put.at
+            worked[put.worker] += worked_s
+            yield put, worked_s, worked[put.worker]
+
+    def _held_back(self, same: Sequence[Spent]) -> float:
+        """Which share of the producers that did not make the late rows waited for `admit`
+        meanwhile."""
+        step = self.step
+        waits = [e for e in step.events if e.kind is Kind.ADMIT_WAIT]
+        producers = {put.worker for put in step.puts} | {e.worker for e in waits}
+        waited_s = sum(
+            max(0.0, min(one.end, e.at) - max(one.begin, e.began))
+            for one in same
+            for e in waits
+            if e.worker != one.worker
+        )
+        return waited_s / max(1e-9, (len(producers) - 1) * _seconds(same))
+
+    # a link
+
+    def _of_link(self, longest: Spent) -> tuple[Cause, str]:
+        """Of bytes that came: whether they came slowly."""
+        pulls = defaultdict[tuple[str, str], list[Event]](list)
+        for e in self.step.other:
+            if e.kind is Kind.PULL and e.seconds:
+                pulls[e.by, e.peer].append(e)
+        link = longest.by, longest.host
+        nbytes = {of: sum(e.nbytes for e in mine) for of, mine in pulls.items()}
+        speeds = {of: nbytes[of] / _seconds(_moving(mine)) for of, mine in pulls.items()}
+        text = f"{sized(nbytes[link])} came from {link[0]} to {link[1]} at "
+        text += f"{sized(int(speeds[link]))}/s"
+        others = [
+            speed
+            for of, speed in speeds.items()
+            if of != link and 10 * nbytes[of] >= nbytes[link]  # few bytes say little of a link
+        ]
+        if others and speeds[link] < SLOW_LINK * median(others):
+            times = _times(speeds[link] / median(others))
+            return Cause.SLOW_LINK, f"because {text}, {times} the speed of other links"
+        if speeds[link] < SLOW_LINK_BYTES_PER_S:
+            return Cause.SLOW_LINK, f"because {text}"
+        return Cause.TRANSFER, f"while {text}"
+
+
+def _moving(pulls: Iterable[Event]) -> list[Spent]:
+    """When at least one of them was under way."""
+    pulls = list(pulls)
+    whole = Spent(min(e.began for e in pulls), max(e.at for e in pulls))
+    parts = carved(whole, [Spent(e.began, e.at, "pull") for e in pulls])
+    return [one for one in parts if one.what]
+
+
+def _outlier(leases: Iterable[Lease], spent: Iterable[Spent]) -> Lease | None:
+    """A lease under which most of this was spent and that took far longer a row than all others."""
+    total_s = _seconds(spent)
+    ended = [one for one in leases if not one.is_open and one.rows]
+    longest = max(ended, key=lambda one: one.seconds / one.rows, default=None)
+    if longest is None or len(ended) < 2:
+        return None
+    usual_s = max(one.seconds / one.rows for one in ended if one is not longest) * longest.rows
+    is_far = longest.seconds > max(LEAST_S, UNACKED * usual_s)
+    return longest if is_far and 2 * longest.seconds > total_s else None
+
+
+def _seconds(spent: Iterable[Spent]) -> float:
+    return sum(one.seconds for one in spent)
+
+
+def _because(groups: set[Name], field: str) -> str:
+    return f"because {_groups(len(groups - {''}), 0)} lacked `{field}`: " if field else "because "
+
+
+def _groups(many: int, rows: int) -> str:
+    if many:
+        return counted(many, "group")
+    return counted(rows, "row") if rows else "rows"
+
+
+def _ran(ratio: float) -> str:
+    return f"ran at {_times(ratio)} its peers"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} ×" if ratio >= 0.095 else f"{ratio:.1g} ×"

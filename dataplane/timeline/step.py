@@ -1,0 +1,164 @@
+"""One step in the events of a plane: who put, leased and waited when, and what arrived when.
+
+A step is a partition. Its end is the last ack of its last stage. Nothing is interpreted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import msgspec
+
+from dataplane.timeline.merge import Event
+from dataplane.wire.events import Kind, Reason
+from dataplane.wire.tables import Name
+
+NEAR_S = 0.05
+"""Events of one call are so close together; clocks of peers add their uncertainty."""
+_OTHER = {Kind.PULL, Kind.ROOM_WAIT, Kind.ADMIT_WAIT, Kind.STALL}
+
+
+class Lease(msgspec.Struct, eq=False):
+    """Rows that a worker had from `began` to `ended`, or has still if it `is_open`. plan: it is a
+    rank's part of a plan, with the groups of the whole plan and an even share of its rows."""
+
+    stage: str
+    worker: str
+    host: str
+    number: int
+    began: float
+    ended: float
+    rows: int = 0
+    left: int = 0
+    reason: Reason = Reason.NONE
+    groups: set[Name] = set()
+    is_open: bool = True
+    plan: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class Step:
+    def __init__(self, events: Sequence[Event], partition: str) -> None:
+        """events: of the whole plane, as `merged` gives them."""
+        self.partition = partition
+        self.everything = events
+        generation = max((e.generation for e in events if e.partition == partition), default=0)
+        self.events = [e for e in events if e.partition == partition and e.generation == generation]
+        self.now = max((e.at for e in events if e.kind is not Kind.MISSING), default=0.0)
+        self.near_s = NEAR_S + max((e.uncertain for e in events), default=0.0)
+        self.puts = self._of(Kind.PUT)
+        self.ready = self._of(Kind.READY)
+        self.waits = self._of(Kind.CLAIM_WAIT)
+        self.seals = self._of(Kind.SEAL)
+        self.served_by = self.puts[-1].peer if self.puts else ""
+        """the peer that has the partition's metadata"""
+        self.leases = leases(self.events, self.now)
+        self.by_worker = defaultdict[tuple[str, str], list[Lease]](list)
+        """by stage and worker"""
+        for one in self.leases:
+            self.by_worker[one.stage, one.worker].append(one)
+        self.other = [e for e in events if e.kind in _OTHER]
+        """pulls, stalls, and waits for room and `admit`"""
+        self._other = defaultdict[tuple[Kind, str], list[Event]](list)
+        for e in self.other:
+            of = e.peer if e.kind in (Kind.PULL, Kind.STALL) else e.worker
+            self._other[e.kind, of].append(e)
+        self.came = defaultdict[tuple[str, Name], list[Event]](list)
+        """by stage and group: rows that became ready, or that a lease gave back"""
+        for e in self.events:
+            given_back = e.kind is Kind.LEASE_END and e.reason not in (Reason.ACK, Reason.DROP)
+            if e.kind is Kind.READY or given_back:
+                self.came[e.stage, e.group].append(e)
+        self.last = self._last_stage()
+        mine = [one for one in self.leases if one.stage == self.last]
+        waits = [wait for wait in self.waits if wait.stage == self.last]
+        self.finished = bool(mine) and not (
+            any(wait.going_on for wait in waits) or any(one.is_open for one in self.leases)
+        )
+        self.begin = min([e.began for e in (*waits, *self.puts)], default=self.now)
+        self.end = max(one.ended for one in mine) if self.finished else self.now
+
+    def _of(self, kind: Kind) -> list[Event]:
+        return [event for event in self.events if event.kind is kind]
+
+    def _last_stage(self) -> str:
+        """The stage whose fields no stage waits for; of several the one that is busy last."""
+        adders = {e.by for e in self.everything if e.kind is Kind.READY}
+        lacks = {w.stage for w in self.waits if w.going_on and w.reason is Reason.FIELD}
+        latest = dict[str, float]()
+        for stage, at in [
+            *((one.stage, one.ended) for one in self.leases),
+            *((wait.stage, wait.at) for wait in self.waits),
+        ]:
+            latest[stage] = max(at, latest.get(stage, 0.0))
+        last = [stage for stage in latest if stage not in adders] or list(latest)
+        begun = Counter({one.stage: one.began for one in self.leases})
+        return max(last, key=lambda s: (s in lacks, latest[s], begun[s]), default="")
+
+    @cached_property
+    def all_leases(self) -> list[Lease]:
+        """Those of other steps too."""
+        return leases(self.everything, self.now)
+
+    def within(self, kind: Kind, of: str, begin: float, end: float) -> list[Event]:
+        """Of `other`: what took some of this time. of: the peer of a pull or stall, the worker
+        of a wait."""
+        return [e for e in self._other[kind, of] if e.at > begin and e.began < end]
+
+    def arrived(self, stage: str, begin: float, end: float) -> bool:
+        """Whether rows became ready for a stage in this time."""
+        return any(r.stage == stage and begin < r.at <= end for r in self.ready)
+
+    def missing(self) -> list[str]:
+        """Peers that did not answer, or whose events begin after the step did."""
+        return sorted(
+            {
+                e.peer
+                for e in self.everything
+                if e.kind is Kind.MISSING and (e.reason is Reason.SILENT or e.at > self.begin)
+            }
+        )
+
+
+def leases(events: Iterable[Event], now: float) -> list[Lease]:
+    """The leases of which these events say that they began."""
+    found = dict[tuple[str, int, str], Lease]()
+    for e in events:
+        key = e.stage, e.lease, e.partition
+        if e.kind is Kind.LEASE_BEGIN and not e.going_on:
+            lease = found.setdefault(
+                key, Lease(e.stage, e.worker, e.host, e.lease, e.at, now, groups=set())
+            )
+            lease.groups.add(e.group)
+            lease.rows += e.rows
+            lease.left += e.rows
+        elif e.kind is Kind.LEASE_END and key in found:
+            lease = found[key]
+            lease.left -= e.rows
+            lease.reason = e.reason
+            if lease.left <= 0:
+                lease.ended, lease.is_open = e.at, False
+    return _of_plans(list(found.values()))
+
+
+def _of_plans(found: Sequence[Lease]) -> list[Lease]:
+    """The same with each plan's lease, which no worker holds, told by those of its ranks."""
+    ranks = [one for one in found if not one.rows]
+    plans = list[Lease]()
+    for plan in [one for one in found if one.rows and not one.worker]:
+        mine = [
+            one
+            for one in ranks
+            if one.stage == plan.stage and plan.began <= one.began <= plan.ended
+        ]
+        for one in mine:
+            one.groups, one.rows, one.plan = plan.groups, max(1, plan.rows // len(mine)), True
+            one.left = one.rows if one.is_open else 0
+        if mine:
+            plans.append(plan)
+    return [one for one in found if one not in plans]

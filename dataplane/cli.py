@@ -1,6 +1,6 @@
 """The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane why` says why a step was slow, `dataplane record` writes down what a job does,
-`dataplane rows` and `dataplane get` look at rows,
+`dataplane why` says why a step was slow, `dataplane trace` writes steps to a file for Perfetto,
+`dataplane record` writes down what a job does, `dataplane rows` and `dataplane get` look at rows,
 `dataplane clean` ends runs that nobody needs, `dataplane probe` tests the transports between hosts,
 `dataplane token` makes a cluster token.
 
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    looking = (_add_status, _add_why, _add_record, _add_rows, _add_get)
+    looking = (_add_status, _add_why, _add_trace, _add_record, _add_rows, _add_get)
     for add in (_add_peer, *looking, _add_clean, _add_probe, _add_token):
         add(commands)
     return parser
@@ -99,6 +99,20 @@ def _add_why(commands: Commands) -> None:
     _add_steps(why)
     _add_source(why)
     why.set_defaults(command=_why)
+
+
+def _add_trace(commands: Commands) -> None:
+    trace = commands.add_parser("trace", help="write the last steps as a trace for ui.perfetto.dev")
+    _add_steps(trace)
+    trace.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="where to write the trace, for example step.pftrace; replaced if it exists",
+    )
+    _add_source(trace)
+    trace.set_defaults(command=_trace)
 
 
 def _add_record(commands: Commands) -> None:
@@ -257,6 +271,24 @@ def _why(arguments: argparse.Namespace) -> int:
 
     found = cli_why.why(_one_peer(arguments), arguments.step, arguments.last)
     return cli_why.show(found, arguments.json)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    try:
+        import perfetto.protos.perfetto.trace.perfetto_trace_pb2  # noqa: F401
+    except Exception as exc:  # an older protobuf refuses it with an error of its own
+        raise InvalidCall(
+            f"dataplane trace cannot load the package perfetto ({exc}): "
+            "pip install 'dataplane-rl[trace]'"
+        ) from exc
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_trace
+
+    with progress.bar("trace"):
+        written = cli_trace.write(
+            _one_peer(arguments), arguments.step, arguments.last, arguments.output
+        )
+    return cli_trace.show(written, arguments.json)
 
 
 def _record(arguments: argparse.Namespace) -> int:

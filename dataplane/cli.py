@@ -1,8 +1,8 @@
-"""The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane why` says why a step was slow, `dataplane trace` writes steps to a file for Perfetto,
-`dataplane record` writes down what a job does, `dataplane rows` and `dataplane get` look at rows,
-`dataplane clean` ends runs that nobody needs, `dataplane probe` tests the transports between hosts,
-`dataplane token` makes a cluster token.
+"""The command line. `dataplane peer` starts a peer by hand. `dataplane status` shows what runs,
+`dataplane watch` who waits for whom, `dataplane why` why a step was slow. `dataplane trace` writes
+steps to a file for Perfetto, `dataplane record` writes down what a job does. `dataplane rows` and
+`dataplane get` look at rows. `dataplane clean` ends unused runs, `dataplane probe` tests transports
+between hosts, `dataplane token` makes a cluster token.
 
 Errors are one line on standard error and exit code 2.
 """
@@ -34,6 +34,7 @@ from dataplane.launch.token import new_token
 from dataplane.version import __version__
 
 _WATCH_PERIOD_S = 2.0
+_PAGE = "127.0.0.1:8787"
 _JSON = "print one JSON object, for programs"
 _ONLY_RUN = "the run (default: the only one on this host)"
 
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    looking = (_add_status, _add_why, _add_trace, _add_record, _add_rows, _add_get)
+    looking = (_add_status, _add_why, _add_watch, _add_trace, _add_record, _add_rows, _add_get)
     for add in (_add_peer, *looking, _add_clean, _add_probe, _add_token):
         add(commands)
     return parser
@@ -128,6 +129,30 @@ def _add_record(commands: Commands) -> None:
     record.add_argument("--peer", metavar="NAME", help="query this peer on the host")
     record.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
     record.set_defaults(command=_record)
+
+
+def _add_watch(commands: Commands) -> None:
+    watch = commands.add_parser(
+        "watch", help="show which workers wait, and for what, here or on a page in a browser"
+    )
+    watch.add_argument("--peer", metavar="NAME", help="query this peer on the host")
+    watch.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
+    watch.add_argument(
+        "--page",
+        metavar="HOST:PORT",
+        nargs="?",
+        const=_PAGE,
+        help=f"serve a page instead, and print its link (default address: {_PAGE})",
+    )
+    watch.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=(
+            "the run's cluster token, which a page beyond loopback needs "
+            "(default: DATAPLANE_TOKEN_FILE)"
+        ),
+    )
+    watch.set_defaults(command=_watch)
 
 
 def _add_rows(commands: Commands) -> None:
@@ -299,6 +324,21 @@ def _record(arguments: argparse.Namespace) -> int:
         raise InvalidCall(f"--steps {arguments.steps}: expected 1 or more")
     run, peer = _one_run(arguments)
     return cli_record.record(peer, run, arguments.output, arguments.steps)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_watch
+
+    run, _ = _one_run(arguments)
+
+    def find() -> rundir.LivingPeer:
+        arguments.run = run
+        return _one_peer(arguments)
+
+    if arguments.page is None:
+        return cli_watch.in_terminal(run, find)
+    return cli_watch.on_page(run, find, arguments.page, arguments.token_file)
 
 
 def _rows(arguments: argparse.Namespace) -> int:

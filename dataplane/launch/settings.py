@@ -27,7 +27,7 @@ from dataplane.launch.values import (
     AUTO,
     MIN_ARENA_BYTES,
     DeviceMemory,
-    MetricsAddress,
+    HttpAddress,
     Spill,
     TransportChoice,
 )
@@ -368,7 +368,7 @@ class PeerConfig:
     roster: tuple[str, ...] = ()
     lost_after_s: float = LOST_AFTER_S
     spill: Spill | None = None
-    metrics: MetricsAddress | None = None
+    metrics: HttpAddress | None = None
     transport: TransportChoice = AUTO
     bulk_tls: bool = False
     device_arena: DeviceMemory | None = None

@@ -292,7 +292,7 @@ def _pages(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsAddress:
+class HttpAddress:
     """host: a name, an address, or `0.0.0.0` or `::` for all of the host's."""
 
     host: str
@@ -302,18 +302,26 @@ class MetricsAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_metrics(text: str) -> MetricsAddress:
+def parse_metrics(text: str) -> HttpAddress:
     """`127.0.0.1:9464`, `[::]:9464`. InvalidConfig for anything else."""
+    return _parse_http(text, "for metrics", "127.0.0.1:9464")
+
+
+def parse_page(text: str) -> HttpAddress:
+    """The same for the page of `dataplane watch`."""
+    return _parse_http(text, "for the page", "127.0.0.1:8787")
+
+
+def _parse_http(text: str, use: str, example: str) -> HttpAddress:
     try:
-        host, port = parse_address(f"tcp://{text}")
+        return HttpAddress(*parse_address(f"tcp://{text}"))
     except InvalidConfig:
         raise InvalidConfig(
-            f"{text!r} is not an address for metrics: write HOST:PORT, such as 127.0.0.1:9464"
+            f"{text!r} is not an address {use}: write HOST:PORT, such as {example}"
         ) from None
-    return MetricsAddress(host, port)
 
 
-def check_metrics(metrics: MetricsAddress, token: Token | None) -> None:
+def check_metrics(metrics: HttpAddress, token: Token | None) -> None:
     """TokenMissing where other machines could read them and the plane has no token.
 
     Whoever reaches the address reads them: there is no secret on it. So it is loopback, unless the

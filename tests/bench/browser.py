@@ -31,15 +31,15 @@ class Browser:
     _loaded: int = 0
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def open(self, page: Path, width: int, dark: bool = False, high: int = 900) -> None:
-        """Lay the page out on a screen of this width."""
+    def open(self, page: Path | str, width: int, dark: bool = False, high: int = 900) -> None:
+        """Lay the page, a file or an address, out on a screen of this width."""
         self.fetched, self.errors = [], []
         size = {"width": width, "height": high, "deviceScaleFactor": 1, "mobile": width < 600}
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         before = self._loaded
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._loaded == before:
             self._hear()
 

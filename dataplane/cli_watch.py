@@ -1,0 +1,76 @@
+"""`dataplane watch`: who waits for whom, as it happens, in this terminal or on a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from dataplane.errors import TokenMissing
+from dataplane.launch import settings, values
+from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.token import read_token
+from dataplane.watch import terminal
+from dataplane.watch.history import View
+from dataplane.watch.server import Server
+from dataplane.watch.watcher import Watcher
+
+ROLE = "page"
+"""Of the key that is made of the cluster token."""
+Find = Callable[[], LivingPeer]
+
+
+def in_terminal(run: str, find: Find) -> int:
+    """Until Ctrl-C."""
+    watcher = Watcher(run, find)
+    is_terminal = sys.stdout.isatty()
+    while True:
+        view = watcher.look()
+        width = shutil.get_terminal_size().columns if is_terminal else 120
+        text = "\n".join(terminal.lines(view, width, is_terminal))
+        print(("\x1b[2J\x1b[H" if is_terminal else "") + text, flush=True)
+        if not watcher.pause():
+            return 0
+
+
+def on_page(run: str, find: Find, address: str, token_file: str | None) -> int:
+    """Until Ctrl-C or SIGTERM. InvalidConfig, TokenMissing, AddressInUse."""
+    where = values.parse_page(address)
+    token = read_token(token_file) if token_file else settings.of_variable("token-file")
+    if token is None and not values.is_loopback(where.host):
+        raise TokenMissing(
+            f"a page at {where} can be reached from other machines, so it needs the run's cluster "
+            "token: give --token-file F or DATAPLANE_TOKEN_FILE=F, or use 127.0.0.1:PORT and an "
+            "ssh tunnel",
+            address=str(where),
+        )
+    key = token.key(run, ROLE).hex() if token is not None else secrets.token_hex(16)
+    asyncio.run(_serve(Watcher(run, find), key, where.host, where.port))
+    return 0
+
+
+async def _serve(watcher: Watcher, key: str, host: str, port: int) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    server = Server(watcher.picture_of, key)
+    bound, port = await server.open(host, port)
+    shown = socket.gethostname() if bound in ("0.0.0.0", "::") else bound
+    shown = f"[{shown}]" if ":" in shown else shown
+    print(f"http://{shown}:{port}/?key={key}", flush=True)
+    print(
+        "Open this link in a browser. It is secret: it shows the run. Ctrl-C ends it.", flush=True
+    )
+
+    def seen(view: View) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(server.show, view)
+
+    with watcher.looking(seen):
+        await stop.wait()
+        await server.close()

@@ -1,0 +1,365 @@
+"""What a watcher remembers of a plane: its last events, the last steps, and its last stats. No I/O.
+
+Events are fetched again and again, each time what happened since, so a peer is asked for little.
+Steps that have ended are drawn once. Everything that is kept has a limit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dataplane.errors import duration
+from dataplane.timeline.merge import Event
+from dataplane.watch.picture import Picture, picture, short
+from dataplane.wire.events import Kind, Reason
+
+MAX_EVENTS = 100_000
+"""At some 500 bytes each."""
+KEPT_SHARE = 0.9
+"""Of those, when there are too many."""
+FIRST_S = 900.0
+"""At its start a watcher asks for what happened in so many seconds."""
+OVERLAP_S = 1.0
+"""What happened so shortly before the last look is asked for again: clocks of peers differ."""
+HERE = "the watcher"
+"""Of which events are missing that were dropped here."""
+MAX_STEPS = 100
+MAX_DRAWN = 12
+"""Steps that are drawn at each look: the newest of those of which something happened."""
+LOOK_AHEAD = 5_000
+"""So many events after a step are searched for waits that began in it."""
+LEFT_S = 600.0
+"""A peer that left is named for so long."""
+MAX_QUEUES = 24
+MAX_HOSTS = 256
+MAX_HOLDERS = 3
+MAX_STUCK = 8
+STUCK_S = 10.0
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A line of the list of steps. number: by which its picture is asked for."""
+
+    number: int
+    partition: str
+    seconds: float
+    idle_s: float
+    cause: str
+    healthy: bool
+    finished: bool
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """Rows of a partition for one of its stages, now. calls: how many wait, the oldest for
+    `for_s`."""
+
+    partition: str
+    stage: str
+    ready: int
+    leased: int
+    acked_per_s: float
+    calls: int
+    for_s: float
+
+
+class Holder(msgspec.Struct, frozen=True):
+    who: str
+    nbytes: int
+
+
+class Host(msgspec.Struct, frozen=True):
+    """error: why nothing is known of it now; "" otherwise."""
+
+    name: str
+    error: str = ""
+    used_bytes: int = 0
+    size_bytes: int = 0
+    spilled_bytes: int = 0
+    clients: int = 0
+    put_per_s: float = 0.0
+    holders: list[Holder] = []
+
+
+class Stuck(msgspec.Struct, frozen=True):
+    """A call that has waited for long, and why, in a sentence."""
+
+    what: str
+    peer: str
+    for_s: float
+    why: str
+
+
+class View(msgspec.Struct, frozen=True):
+    """Everything that is shown. sentence: of the newest step, or why there is none. age_s: since
+    the plane was last asked with success. trouble: what is missing of what is shown, in sentences.
+    """
+
+    run: str
+    sentence: str
+    age_s: float
+    every_s: float
+    trouble: list[str]
+    steps: list[Step]
+    picture: Picture | None
+    queues: list[Queue]
+    hosts: list[Host]
+    stuck: list[Stuck]
+    left_out: dict[str, int]
+
+
+class _Extent:
+    """From when to when something happened to a partition, as it was declared last, and when rows
+    were put first."""
+
+    __slots__ = ("begin", "end", "generation", "put")
+
+    def __init__(self, event: Event) -> None:
+        self.generation = event.generation
+        self.begin, self.end, self.put = event.began, event.at, float("inf")
+        self.add(event)
+
+    def add(self, event: Event) -> None:
+        self.begin, self.end = min(self.begin, event.began), max(self.end, event.at)
+        if event.kind is Kind.PUT:
+            self.put = min(self.put, event.at)
+
+
+class History:
+    def __init__(self, run: str, max_events: int = MAX_EVENTS) -> None:
+        self.run = run
+        self._max_events = max_events
+        self._events: list[Event] = []
+        self._now: list[Event] = []
+        """what goes on, and which peers are silent"""
+        self._extents: dict[str, _Extent] = {}
+        self._cut: set[str] = set()
+        """Partitions of which earlier events were dropped here for want of room."""
+        self._pictures: dict[tuple[str, int], tuple[int, Picture]] = {}
+        """by partition and generation, with the step's number; the oldest first"""
+        self._numbers = 0
+        self._stats: dict[str, Any] | None = None
+        self._left: dict[str, tuple[str, float]] = {}
+        """by address: peers that are no longer there, and when that was seen"""
+        self._looked_at = 0.0
+        self._error = ""
+
+    def since(self, now: float) -> float:
+        """From when on events are to be fetched. now: on this host's monotonic clock."""
+        return (self._looked_at or now) - (OVERLAP_S if self._looked_at else FIRST_S)
+
+    def look(self, events: Sequence[Event], stats: dict[str, Any] | None, asked: float) -> None:
+        """What the plane said. asked: when it was asked. stats: None where only events were."""
+        self._error, self._looked_at = "", asked
+        if stats is not None:
+            self._meet(stats, asked)
+        lasting = [e for e in events if e.number]
+        earliest = min([e.at for e in lasting], default=asked) - OVERLAP_S
+        overlap = self._events[bisect_left(self._events, earliest, key=_at) :]
+        known = {(e.peer, e.number) for e in overlap}
+        new = [e for e in lasting if (e.peer, e.number) not in known]
+        more = [e for e in events if _is_lasting(e)]
+        self._now = [e for e in events if not e.number and not _is_lasting(e)]
+        touched = {e.partition for e in (*new, *self._now)}
+        self._events = sorted([*self._events, *more, *new], key=_at)
+        if len(self._events) > self._max_events:
+            self._forget(len(self._events) - KEPT_SHARE * self._max_events)
+            new = self._events
+        for e in (*new, *self._now):
+            self._extend(e)
+        self._draw(touched)
+
+    def failed(self, error: str) -> None:
+        """The plane could not be asked."""
+        self._error = error
+
+    def picture_of(self, number: int) -> Picture | None:
+        """What was shown of a step of the list."""
+        return next((one for known, one in self._pictures.values() if known == number), None)
+
+    def view(self, now: float, every_s: float) -> View:
+        listed = [_step(number, one) for number, one in self._pictures.values()]
+        latest = list(self._pictures.values())[-1][1] if self._pictures else None
+        sentence = latest.sentence if latest else "no rows have been put yet"
+        queues, hosts, stuck = self._queues(), self._hosts(), self._stuck()
+        return View(
+            self.run,
+            sentence if latest or not self._error else self._error,
+            now - self._looked_at if self._looked_at else 0.0,
+            every_s,
+            list(self._trouble(hosts, now)),
+            listed,
+            latest,
+            queues[:MAX_QUEUES],
+            hosts[:MAX_HOSTS],
+            stuck[:MAX_STUCK],
+            {
+                "queues": max(0, len(queues) - MAX_QUEUES),
+                "hosts": max(0, len(hosts) - MAX_HOSTS),
+                "stuck": max(0, len(stuck) - MAX_STUCK),
+            },
+        )
+
+    # inside
+
+    def _meet(self, stats: dict[str, Any], asked: float) -> None:
+        """Note which peers are no longer there."""
+        there = {one["address"]: name for name, one in stats["peers"].items()}
+        before = self._stats["peers"] if self._stats else {}
+        left = {one["address"]: (name, asked) for name, one in before.items()}
+        self._left = {
+            address: known
+            for address, known in (left | self._left).items()
+            if address not in there and asked - known[1] < LEFT_S
+        }
+        self._stats = stats
+
+    def _forget(self, over: float) -> None:
+        """Drop so many of the earliest events."""
+        dropped, self._events = self._events[: int(over)], self._events[int(over) :]
+        self._extents.clear()
+        there = {e.partition for e in self._events}
+        self._cut = (self._cut | {e.partition for e in dropped}) & there
+
+    def _extend(self, event: Event) -> None:
+        known = self._extents.get(event.partition)
+        if known is None or event.generation > known.generation:
+            self._extents[event.partition] = _Extent(event)
+        elif event.generation == known.generation:
+            known.add(event)
+
+    def _draw(self, touched: set[str]) -> None:
+        """Draw anew the newest steps of which something happened or that have not ended."""
+        extents = self._extents
+        put = [name for name, one in extents.items() if one.put < float("inf")]
+        named = sorted(put, key=lambda name: extents[name].put)[-MAX_STEPS:]
+        due = []
+        for name in named:
+            known = self._pictures.get((name, extents[name].generation))
+            if known is None or name in touched or not known[1].finished:
+                due.append(name)
+        for name in due[-MAX_DRAWN:] if self._pictures else due:
+            extent = extents[name]
+            key = name, extent.generation
+            number, _ = self._pictures.get(key, (self._numbers + 1, None))
+            self._numbers = max(self._numbers, number)
+            during = self._during(name, extent, name == named[-1])
+            self._pictures[key] = number, picture(during, name)
+        order = {name: at for at, name in enumerate(named)}
+        ordered = sorted(self._pictures.items(), key=lambda one: order.get(one[0][0], -1))
+        self._pictures = dict(ordered)
+        while len(self._pictures) > MAX_STEPS:
+            del self._pictures[next(iter(self._pictures))]
+
+    def _during(self, partition: str, extent: _Extent, is_newest: bool) -> list[Event]:
+        """The events while this step lasted, and those that began then."""
+        events, end = self._events, float("inf") if is_newest else extent.end
+        first = bisect_left(events, extent.begin, key=_at)
+        last = bisect_right(events, end, key=_at)
+        ahead = events[last : last + LOOK_AHEAD]
+        found = events[first:last] + [e for e in (*ahead, *self._now) if e.began <= end]
+        found.sort(key=_at)
+        if partition in self._cut:
+            found.append(Event(Kind.MISSING, found[-1].at, HERE, reason=Reason.OVERWRITTEN))
+        return found
+
+    def _trouble(self, hosts: Sequence[Host], now: float) -> Iterator[str]:
+        if self._error:
+            since = f"; shown is what was known {duration(now - self._looked_at)} ago"
+            yield self._error + (since if self._looked_at else "")
+        silent = {e.peer for e in self._now if e.kind is Kind.MISSING}
+        for host in hosts:
+            if host.error:
+                silent.discard(host.name)
+                yield f"peer {host.name} does not answer: {host.error}"
+        for name in sorted(silent):
+            yield f"peer {short(name)} does not answer: its events are missing"
+        for name, at in self._left.values():
+            yield f"peer {short(name)} left the run, or was lost, {duration(now - at)} ago"
+        lost = {e.peer for e in self._events if e.kind is Kind.MISSING}
+        for name in sorted(lost):
+            yield f"peer {short(name)} has overwritten events that belong to these steps"
+
+    def _everywhere(self) -> dict[str, Any]:
+        nothing: dict[str, Any] = {"partitions": {}, "waits": [], "holders": [], "clients": []}
+        return self._stats["everywhere"] if self._stats else nothing
+
+    def _queues(self) -> list[Queue]:
+        """Of partitions that have rows or that somebody waits for, the newest first."""
+        everywhere, found = self._everywhere(), list[Queue]()
+        order = {name: at for at, (name, _) in enumerate(self._pictures)}
+        partitions = everywhere["partitions"]
+        for name in sorted(partitions, key=lambda one: (-order.get(one, -1), one)):
+            for stage, figures in partitions[name]["stages"].items():
+                waits = [
+                    w for w in everywhere["waits"] if w["partition"] == name and w["stage"] == stage
+                ]
+                if figures["ready_rows"] or figures["leased_rows"] or waits:
+                    found.append(
+                        Queue(
+                            short(name),
+                            short(stage),
+                            figures["ready_rows"],
+                            figures["leased_rows"],
+                            figures["acked_rows_per_s"],
+                            sum(wait["calls"] for wait in waits),
+                            max([wait["for_s"] for wait in waits], default=0.0),
+                        )
+                    )
+        return found
+
+    def _hosts(self) -> list[Host]:
+        found, clients = list[Host](), self._everywhere()["clients"]
+        called = {one["peer"]: one["host"] for one in clients}  # embedded peers have one name
+        for name, host in self._stats["peers"].items() if self._stats else ():
+            if "error" in host:
+                found.append(Host(short(name), short(host["error"])))
+                continue
+            held = [
+                Holder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
+                for one in clients
+                if one["peer"] == name and one["granted_bytes"] + one["pinned_bytes"]
+            ]
+            found.append(
+                Host(
+                    short(called.get(name, name)),
+                    "",
+                    host["used_bytes"],
+                    host["size_bytes"],
+                    host["spilled_bytes"],
+                    host["clients"],
+                    host["rates"]["put_rows_per_s"],
+                    sorted(held, key=lambda one: -one.nbytes)[:MAX_HOLDERS],
+                )
+            )
+        return found
+
+    def _stuck(self) -> list[Stuck]:
+        waits = [w for w in self._everywhere()["waits"] if w["for_s"] >= STUCK_S]
+        return [
+            Stuck(
+                short(f"{w['kind']} of {w['partition']!r}" if w["partition"] else w["kind"])
+                + (f", stage {short(w['stage'])!r}" if w["stage"] else ""),
+                short(w["peer"]),
+                w["for_s"],
+                w["why"],
+            )
+            for w in sorted(waits, key=lambda one: -one["for_s"])
+        ]
+
+
+def _is_lasting(event: Event) -> bool:
+    """Whether it says that events are missing for good."""
+    return event.kind is Kind.MISSING and event.reason is Reason.OVERWRITTEN
+
+
+def _at(event: Event) -> float:
+    return event.at
+
+
+def _step(number: int, one: Picture) -> Step:
+    cause = one.cause.value.replace("_", " ")
+    return Step(number, one.partition, one.seconds, one.idle_s, cause, one.healthy, one.finished)

@@ -1,0 +1,451 @@
+"""What is shown of one step: who worked and who waited for what, made of events alone. No I/O.
+
+Lanes and waits are of everything that happened while the step lasted, also for other steps: a
+worker that is busy with the next step is busy. Flow, groups and staleness are of the step's rows.
+Every list has a limit, so a picture of 64 hosts has some 50 KB.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from dataplane.timeline.causes import HEALTHY, Cause
+from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Step
+from dataplane.timeline.why import explain
+from dataplane.wire.events import Kind, Reason
+from dataplane.wire.tables import Name
+
+BINS = 96
+"""Cells of a lane."""
+STATES = "wrfams"
+"""What a cell says, a letter each: working, waiting for rows, for room (full), for `admit`, moving
+bytes, a peer without processor time. A space: nothing is known."""
+MAX_LANES = 512
+MAX_LINKS = 16
+MAX_SLOW = 8
+MAX_REASONS = 12
+MAX_LETTERS = 96
+"""of a name that a user chose"""
+LEAST_PULL = 1 << 20
+"""A smaller pull says nothing about a link's capacity."""
+PRODUCER = ""
+"""The stage of lanes and waits of who puts rows."""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """What the workers of a stage did at a host, over the time of the step."""
+
+    stage: str
+    host: str
+    cells: str
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Seconds that workers of a stage waited for a reason, summed over workers."""
+
+    stage: str
+    reason: str
+    seconds: float
+
+
+class Dwell(msgspec.Struct, frozen=True):
+    """How long rows stayed in a state: percentiles in seconds, and how many rows have left it."""
+
+    rows: int = 0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """Rows of a stage: ready for it, leased by it, acked. queue: from ready to leased. lease: from
+    leased to acked."""
+
+    stage: str
+    ready: int
+    leased: int
+    acked: int
+    queue: Dwell
+    lease: Dwell
+
+
+class Link(msgspec.Struct, frozen=True):
+    """Bytes that one host pulled from another. share: of the fastest pull that is known of any
+    link, 0 where none was large enough to tell."""
+
+    source: str
+    target: str
+    nbytes: int
+    per_s: float
+    share: float
+
+
+class Late(msgspec.Struct, frozen=True):
+    """A group that ended late, in seconds after the step began; -1: not yet."""
+
+    group: str
+    put: float
+    ready: float
+    acked: float
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """Rows a second of a stage's leases at a host, and in terms of the median of the others."""
+
+    stage: str
+    host: str
+    per_s: float
+    ratio: float
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """begun: groups of which rows were put; unready: those that are ready for no stage. staleness:
+    how many groups were acked so many versions after their first put, None where no version is
+    known. left_out: lanes and links that are not listed."""
+
+    partition: str
+    sentence: str
+    cause: Cause
+    healthy: bool
+    finished: bool
+    seconds: float
+    idle_s: float
+    missing: tuple[str, ...]
+    lanes: list[Lane]
+    waits: list[Wait]
+    begun: int
+    unready: int
+    complete: Dwell
+    flow: list[Flow]
+    links: list[Link]
+    late: list[Late]
+    paces: list[Pace]
+    staleness: dict[int, int] | None
+    left_out: dict[str, int]
+
+
+class _Span(msgspec.Struct, frozen=True):
+    stage: str
+    host: str
+    state: str
+    begin: float
+    end: float
+
+
+class _Lease(msgspec.Struct):
+    stage: str
+    host: str
+    begin: float
+    end: float
+    begun: int = 0
+    ended: int = 0
+
+    @property
+    def rows(self) -> int:
+        return max(self.begun, self.ended)
+
+
+def short(name: Name) -> str:
+    """A name that a user chose, cut to what is shown of it."""
+    text = str(name)
+    return text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…"
+
+
+def picture(events: Sequence[Event], partition: str) -> Picture:
+    """What is shown of this step. events: of the plane, the earliest first."""
+    why, step = explain(events, partition), Step(events, partition)
+    mine, begin, end = step.events, step.begin, max(step.begin, step.end)
+    during = [e for e in events if e.at > begin and e.began < end]
+    stage_of = {e.worker: e.stage for e in during if e.kind is Kind.LEASE_BEGIN and e.worker}
+    leases = _leases(during, step.now)
+    spans = list(_spans(during, leases, stage_of, begin))
+    lanes = _lanes(spans, begin, end)
+    waits = sorted(_waits(during, stage_of, begin, end), key=lambda one: -one.seconds)
+    links = _links(events, begin, end)
+    groups = _Groups(mine, why.stage)
+    return Picture(
+        short(partition),
+        why.sentence,
+        why.cause,
+        why.cause in HEALTHY,
+        why.finished,
+        why.seconds,
+        why.idle_s,
+        tuple(map(short, why.missing)),
+        lanes[:MAX_LANES],
+        waits[: 8 * MAX_REASONS],
+        len(groups.put),
+        groups.unready,
+        groups.complete,
+        _flow(mine),
+        links[:MAX_LINKS],
+        groups.late(begin),
+        _paces(leases),
+        groups.staleness(),
+        {"lanes": max(0, len(lanes) - MAX_LANES), "links": max(0, len(links) - MAX_LINKS)},
+    )
+
+
+def _leases(events: Iterable[Event], now: float) -> list[_Lease]:
+    found = dict[tuple[str, int, str, int], _Lease]()
+    for e in events:
+        if e.kind not in (Kind.LEASE_BEGIN, Kind.LEASE_END):
+            continue
+        key = e.partition, e.generation, e.stage, e.lease
+        lease = found.setdefault(key, _Lease(e.stage, e.host, e.began, e.at))
+        lease.begin = min(lease.begin, e.began)
+        lease.end = max(lease.end, e.at)
+        if e.kind is Kind.LEASE_END:
+            lease.ended += e.rows
+        elif e.going_on:
+            lease.end = now
+        else:
+            lease.begun += e.rows
+    for lease in found.values():
+        if lease.begun > lease.ended:
+            lease.end = now
+    return [lease for lease in found.values() if lease.host]  # that of a plan is its ranks'
+
+
+def _spans(
+    events: Iterable[Event], leases: Iterable[_Lease], stage_of: dict[str, str], begin: float
+) -> Iterator[_Span]:
+    """Who did what when."""
+    for lease in leases:
+        yield _Span(lease.stage, lease.host, "w", lease.begin, lease.end)
+    before = dict[str, float]()
+    for e in events:
+        if e.kind is Kind.CLAIM_WAIT:
+            yield _Span(e.stage, e.host, "r", e.began, e.at)
+        elif e.kind is Kind.ROOM_WAIT:
+            yield _Span(_waiting(e, stage_of), e.host or e.peer, "f", e.began, e.at)
+        elif e.kind is Kind.ADMIT_WAIT:
+            yield _Span(PRODUCER, e.host, "a", e.began, e.at)
+        elif e.kind is Kind.PULL:
+            yield _Span(e.stage, e.peer, "m", e.began, e.at)
+        elif e.kind is Kind.STALL:
+            for stage in {PRODUCER, *stage_of.values()}:
+                yield _Span(stage, e.peer, "s", e.began, e.at)
+        elif e.kind is Kind.PUT:
+            yield _Span(PRODUCER, e.host, "w", before.get(e.worker, begin), e.at)
+            before[e.worker] = e.at
+
+
+def _waiting(event: Event, stage_of: dict[str, str]) -> str:
+    """The stage whose worker waited. stage_of: the stage that a worker leases for."""
+    if event.kind is Kind.ROOM_WAIT and event.reason not in (Reason.OPEN, Reason.METADATA):
+        return event.stage or stage_of.get(event.worker, PRODUCER)
+    return event.stage if event.kind is Kind.CLAIM_WAIT else PRODUCER
+
+
+def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
+    """A lane of each stage and host, stages in the order in which they work."""
+    cell_s = max(end - begin, 1e-9) / BINS
+    times = dict[tuple[str, str], np.ndarray[tuple[int, int], np.dtype[np.float64]]]()
+    first = dict[str, float]()
+    for span in spans:
+        if span.state == "s" and (span.stage, span.host) not in times:
+            continue
+        a, b = max(span.begin, begin) - begin, min(span.end, end) - begin
+        if b <= a:
+            continue
+        cells = times.setdefault((span.stage, span.host), np.zeros((len(STATES), BINS)))
+        row = cells[STATES.index(span.state)]
+        low, high = min(BINS - 1, int(a / cell_s)), min(BINS - 1, int(b / cell_s))
+        row[low : high + 1] += cell_s
+        row[low] -= a - low * cell_s
+        row[high] -= max(0.0, (high + 1) * cell_s - b)
+        if span.state == "w":
+            first[span.stage] = min(a, first.get(span.stage, a))
+    # A pull or a wait for room is a part of a lease: where they are as long as it, they show.
+    order = [STATES.index(state) for state in "sfamrw"]
+    found = []
+    for (stage, host), cells in times.items():
+        stalled = cells[STATES.index("s")] > cell_s / 2
+        most = np.array(order)[cells[order].argmax(axis=0)]
+        most[stalled] = STATES.index("s")
+        known = cells.max(axis=0) > 0.02 * cell_s
+        letters = (
+            STATES[kind] if is_known else " " for kind, is_known in zip(most, known, strict=True)
+        )
+        found.append(Lane(short(stage), short(host), "".join(letters)))
+    rank = {short(stage): (stage != PRODUCER, at) for stage, at in first.items()}
+    return sorted(found, key=lambda one: (rank.get(one.stage, (True, end)), one.stage, one.host))
+
+
+def _waits(
+    events: Iterable[Event], stage_of: dict[str, str], begin: float, end: float
+) -> Iterator[Wait]:
+    sums = defaultdict[tuple[str, str], float](float)
+    for e in events:
+        if e.kind in (Kind.CLAIM_WAIT, Kind.ROOM_WAIT, Kind.ADMIT_WAIT):
+            stage = _waiting(e, stage_of)
+            reason = f"room_{e.reason}" if e.kind is Kind.ROOM_WAIT else str(e.reason)
+            sums[stage, reason] += max(0.0, min(e.at, end) - max(e.began, begin))
+    for (stage, reason), seconds in sums.items():
+        if seconds > 0:
+            yield Wait(short(stage), reason or "unknown", seconds)
+
+
+def _dwell(times: list[tuple[float, int]]) -> Dwell:
+    """times: (seconds, rows that took them)."""
+    rows = sum(many for _, many in times)
+    if not rows:
+        return Dwell()
+    times.sort()
+    sums, so_far = [], 0
+    for _, many in times:
+        so_far += many
+        sums.append(so_far)
+    p50, p90, p99 = (times[bisect_left(sums, share * rows)][0] for share in (0.5, 0.9, 0.99))
+    return Dwell(rows, p50, p90, p99)
+
+
+class _Queue:
+    """Rows of one stage on their way: those of a group leave in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.ready = defaultdict[Name, deque[list[float]]](deque)
+        self.leased = self.acked = 0
+        self.queued, self.held = list[tuple[float, int]](), list[tuple[float, int]]()
+
+    def came(self, group: Name, at: float, rows: int) -> None:
+        self.ready[group].append([at, rows])
+
+    def begins(self, group: Name, at: float, rows: int) -> None:
+        line, self.leased = self.ready[group], self.leased + rows
+        while rows and line:
+            many = min(rows, int(line[0][1]))
+            self.queued.append((max(0.0, at - line[0][0]), many))
+            line[0][1] -= many
+            rows -= many
+            if not line[0][1]:
+                line.popleft()
+
+    def ends(self, event: Event) -> None:
+        self.leased -= min(self.leased, event.rows)
+        if event.reason is Reason.ACK:
+            self.acked += event.rows
+            self.held.append((event.seconds, event.rows))
+        elif event.reason is not Reason.DROP:
+            self.came(event.group, event.at, event.rows)
+
+    def flow(self, stage: str) -> Flow:
+        ready = sum(int(rows) for line in self.ready.values() for _, rows in line)
+        queued, held = _dwell(self.queued), _dwell(self.held)
+        return Flow(short(stage), ready, self.leased, self.acked, queued, held)
+
+
+def _flow(events: Iterable[Event]) -> list[Flow]:
+    queues = defaultdict[str, _Queue](_Queue)
+    # Clocks of peers differ a little: what becomes ready at a time comes before who takes it then.
+    for e in events:
+        if e.kind is Kind.READY:
+            queues[e.stage].came(e.group, e.at, e.rows)
+        elif e.kind is Kind.LEASE_BEGIN and not e.going_on:
+            queues[e.stage].begins(e.group, e.at, e.rows)
+        elif e.kind is Kind.LEASE_END:
+            queues[e.stage].ends(e)
+    return [queue.flow(stage) for stage, queue in queues.items()][:MAX_REASONS]
+
+
+class _Groups:
+    """When each group of a step began, was ready for the last stage, and was acked by it."""
+
+    def __init__(self, events: Sequence[Event], last: str) -> None:
+        self.put, self.ready = dict[Name, float](), dict[Name, float]()
+        self.first, self.acked = dict[Name, float](), dict[Name, float]()
+        self.begun = dict[Name, int]()
+        """the trainer's version when the group was begun"""
+        known = [(e.at, e.version) for e in events if e.kind in (Kind.ADVANCE, Kind.PUT)]
+        self.times = [at for at, _ in known]
+        self.versions = list(accumulate((version for _, version in known), max))
+        for e in events:
+            if not e.group:
+                continue
+            if e.kind is Kind.PUT:
+                self.put.setdefault(e.group, e.at)
+                self.begun.setdefault(e.group, e.version)
+            elif e.kind is Kind.READY:
+                self.first.setdefault(e.group, e.at)
+                if e.stage == last:
+                    self.ready[e.group] = e.at
+            elif e.kind is Kind.LEASE_END and e.stage == last and e.reason is Reason.ACK:
+                self.acked[e.group] = e.at
+
+    @property
+    def unready(self) -> int:
+        return len(self.put.keys() - self.first.keys())
+
+    @property
+    def complete(self) -> Dwell:
+        """From the first put of a group to when all of it was ready for some stage."""
+        both = self.put.keys() & self.first.keys()
+        return _dwell([(max(0.0, self.first[one] - self.put[one]), 1) for one in both])
+
+    def late(self, begin: float) -> list[Late]:
+        def end(group: Name) -> float:
+            return self.acked.get(group, float("inf"))
+
+        def after(times: dict[Name, float], group: Name) -> float:
+            return times[group] - begin if group in times else -1.0
+
+        slowest = sorted(self.put, key=lambda one: (end(one), self.put[one]), reverse=True)
+        return [
+            Late(short(one), *(after(times, one) for times in (self.put, self.ready, self.acked)))
+            for one in slowest[:MAX_SLOW]
+        ]
+
+    def staleness(self) -> dict[int, int] | None:
+        if not self.versions or not self.versions[-1]:
+            return None
+        found = Counter[int]()
+        for group, acked in self.acked.items():
+            if group in self.begun:  # so there is a version before its ack
+                trained = self.versions[bisect_right(self.times, acked) - 1]
+                found[max(0, trained - self.begun[group])] += 1
+        return dict(sorted(found.items()))
+
+
+def _links(events: Iterable[Event], begin: float, end: float) -> list[Link]:
+    sums = defaultdict[tuple[str, str], list[float]](lambda: [0.0, 0.0])
+    fastest = 0.0
+    for e in events:
+        if e.kind is not Kind.PULL or not e.seconds:
+            continue
+        if e.nbytes >= LEAST_PULL:
+            fastest = max(fastest, e.nbytes / e.seconds)
+        if begin < e.at and e.began < end:
+            both = sums[e.by, e.peer]
+            both[0] += e.nbytes
+            both[1] += e.seconds
+    found = [
+        Link(short(source), short(target), int(n), n / s, n / s / fastest if fastest else 0.0)
+        for (source, target), (n, s) in sums.items()
+    ]
+    return sorted(found, key=lambda one: -one.nbytes)
+
+
+def _paces(leases: Iterable[_Lease]) -> list[Pace]:
+    """The slowest hosts of each stage beside the others of it."""
+    sums = defaultdict[str, dict[str, list[float]]](dict)
+    for lease in leases:
+        both = sums[lease.stage].setdefault(lease.host, [0.0, 0.0])
+        both[0] += lease.rows
+        both[1] += lease.end - lease.begin
+    found = []
+    for stage, hosts in sums.items():
+        rates = {host: rows / took for host, (rows, took) in hosts.items() if took}
+        for host, rate in rates.items():
+            others = [other for name, other in rates.items() if name != host]
+            if others and (usual := median(others)):
+                found.append(Pace(short(stage), short(host), rate, rate / usual))
+    return sorted(found, key=lambda one: one.ratio)[:MAX_SLOW]

@@ -1,0 +1,95 @@
+"""Asks the plane at a steady pace, for all who look: in a thread, as a client that only looks.
+
+What it costs the plane does not depend on how many look. Each look asks every peer for its newest
+events, and every few looks for its stats. A look that takes long is followed by a longer pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dataplane.client.session.opening import visit
+from dataplane.client.sync.plane import Plane
+from dataplane.errors import DataplaneError
+from dataplane.launch.rundir import LivingPeer
+from dataplane.watch.history import History, View
+from dataplane.watch.picture import Picture
+
+EVERY_S = 2.0
+SLOWEST_S = 15.0
+BUSY_SHARE = 0.2
+"""Looking takes at most this share of the time, until the pause is SLOWEST_S."""
+STATS_SLOWEST_S = 30.0
+STATS_SHARE = 0.05
+"""Stats cost a peer more than events, because they grow with the rows that it serves: they are
+asked for at most this share of the time, until the pause is STATS_SLOWEST_S."""
+
+
+class Watcher:
+    """find: the peer to ask, anew at each look, for it may have been replaced."""
+
+    def __init__(self, run: str, find: Callable[[], LivingPeer]) -> None:
+        self._find = find
+        self._history = History(run)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._every_s = EVERY_S
+        self._stats_due = float("-inf")
+
+    def look(self) -> View:
+        """Ask once. What could not be asked is said in the view."""
+        began = time.monotonic()
+        try:
+            with Plane(visit(self._find())) as plane:
+                events = plane.events(self._history.since(began))
+                stats = self._stats(plane) if began >= self._stats_due else None
+        except DataplaneError as error:
+            with self._lock:
+                self._history.failed(error.message)
+        else:
+            with self._lock:
+                self._history.look(events, stats, began)
+        took_s = time.monotonic() - began
+        self._every_s = min(SLOWEST_S, max(EVERY_S, took_s / BUSY_SHARE))
+        return self.view()
+
+    def _stats(self, plane: Plane) -> dict[str, Any]:
+        began = time.monotonic()
+        stats = plane.stats()
+        now = time.monotonic()
+        self._stats_due = now + min(STATS_SLOWEST_S, (now - began) / STATS_SHARE)
+        return stats
+
+    def view(self) -> View:
+        with self._lock:
+            return self._history.view(time.monotonic(), self._every_s)
+
+    def picture_of(self, number: int) -> Picture | None:
+        with self._lock:
+            return self._history.picture_of(number)
+
+    def pause(self) -> bool:
+        """Wait until the next look is due. Whether there is to be one."""
+        return not self._over.wait(self._every_s)
+
+    @contextlib.contextmanager
+    def looking(self, seen: Callable[[View], None]) -> Iterator[None]:
+        """Look in a thread of its own, which tells each view."""
+
+        def run() -> None:
+            while True:
+                seen(self.look())
+                if not self.pause():
+                    return
+
+        thread = threading.Thread(target=run, name="dataplane-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(1.0)  # one that asks ends with the process

@@ -1,0 +1,198 @@
+"""What a watcher remembers, and what is shown of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dataplane.timeline.causes import Cause
+from dataplane.timeline.merge import Event
+from dataplane.timeline.why import explain
+from dataplane.watch import terminal
+from dataplane.watch.history import MAX_STEPS, History
+from dataplane.watch.picture import BINS, STATES, picture
+from dataplane.wire.events import Kind, Reason
+from tests.watch.plane import HOSTILE, STEP_S, stats, step
+
+
+def seen(events: list[Event], asked: float, **told: object) -> History:
+    history = History("run")
+    history.look(events, **{"stats": None, "asked": asked} | told)  # type: ignore[arg-type]
+    return history
+
+
+def end(events: list[Event]) -> float:
+    return events[-1].at
+
+
+def test_the_first_line_is_the_sentence_of_why() -> None:
+    events = step("step-1", 1_000.0, slow_reward=12.0)
+    view = seen(events, end(events)).view(end(events) + 1.5, 2.0)
+    assert view.sentence == explain(events, "step-1").sentence
+    assert view.age_s == 1.5
+    (listed,) = view.steps
+    assert (listed.cause, listed.healthy, listed.finished) == ("slow worker", False, True)
+
+
+def test_lanes_say_of_each_host_when_it_worked_and_when_it_waited() -> None:
+    events = step("step-1", 1_000.0, reward_s=0.8, room_s=2.0, slow_link=100.0)
+    shown = picture(events, "step-1")
+    stages = [lane.stage for lane in shown.lanes]
+    assert stages == sorted(stages, key=["", "reward", "train"].index)
+    assert {(lane.stage, lane.host) for lane in shown.lanes} >= {("reward", "host-3")}
+    assert all(
+        len(lane.cells) == BINS and set(lane.cells) <= {*STATES, " "} for lane in shown.lanes
+    )
+    cells = {(lane.stage, lane.host): lane.cells for lane in shown.lanes}
+    assert "f" in cells["", "host-0"] and "f" not in cells["", "host-1"]  # it waited for room
+    assert cells["reward", "host-3"].lstrip()[0] == "r" and "w" in cells["reward", "host-3"]
+    assert "m" in cells["train", "host-0"]
+    assert ("", "room_open") in {(wait.stage, wait.reason) for wait in shown.waits}
+
+
+def test_rows_on_their_way_are_counted_where_they_are() -> None:
+    events = step("step-1", 1_000.0)
+    middle = [e for e in events if e.at < 1_003.0]
+    for some in (events, middle):
+        shown = picture(some, "step-1")
+        put = sum(e.rows for e in some if e.kind is Kind.PUT)
+        reward = next(flow for flow in shown.flow if flow.stage == "reward")
+        assert reward.ready + reward.leased + reward.acked == put
+    reward, train = picture(events, "step-1").flow
+    assert (reward.acked, train.acked) == (128, 128)
+    assert 0.1 < reward.lease.p50 <= reward.lease.p90 <= reward.lease.p99 < 0.3
+
+
+def test_the_slow_host_and_the_slow_link_stand_beside_their_peers() -> None:
+    shown = picture(step("s", 1_000.0, slow_reward=8.0, slow_link=50.0, groups=32), "s")
+    slowest = shown.paces[0]
+    assert (slowest.stage, slowest.host) == ("reward", "host-3") and slowest.ratio < 0.2
+    share = {link.source: link.share for link in shown.links}
+    assert share["host-1"] < 0.05 < share["host-2"]
+    assert [late.acked for late in shown.late] == sorted(
+        (x.acked for x in shown.late), reverse=True
+    )
+
+
+def test_staleness_is_the_versions_between_put_and_ack() -> None:
+    def note(kind: Kind, at: float, **more: object) -> Event:
+        base = {"partition": "s", "generation": 1, "rows": 2, "stage": "train"}
+        return Event(kind, at, "a", **base | more)  # type: ignore[arg-type]
+
+    ack = {"seconds": 0.5, "reason": Reason.ACK}
+    events = [
+        note(Kind.PUT, 1.0, group="g", stage=""),
+        note(Kind.ADVANCE, 2.0, version=1),
+        note(Kind.PUT, 3.0, group="h", stage="", version=1),
+        note(Kind.ADVANCE, 4.0, version=2),
+        note(Kind.LEASE_BEGIN, 4.5, group="g"),
+        note(Kind.LEASE_END, 5.0, group="g", **ack),
+        note(Kind.LEASE_BEGIN, 5.5, group="h"),
+        note(Kind.LEASE_END, 6.0, group="h", **ack),
+    ]
+    assert picture(events, "s").staleness == {1: 1, 2: 1}
+    assert picture([events[0], *events[4:6]], "s").staleness is None  # nobody calls advance()
+
+
+def test_events_that_are_told_twice_count_once() -> None:
+    events = step("step-1", 1_000.0, slow_reward=12.0)
+    whole = seen(events, end(events)).view(end(events), 2.0).picture
+    history = History("run")
+    for until in (1_001.0, 1_002.0, 1_004.0, end(events) + 1):
+        since = history.since(until)
+        history.look([e for e in events if since - 0.1 < e.at <= until], None, until)
+    assert history.view(end(events) + 1, 2.0).picture == whole
+
+
+def test_everything_that_is_remembered_has_a_limit() -> None:
+    history, number = History("run", max_events=900), 0
+    events = list[Event]()
+    for nth in range(MAX_STEPS + 5):
+        begin = 1_000.0 + STEP_S * nth
+        events += step(f"step-{nth}", begin, number + len(events), groups=4)
+        if nth % 10 == 4:
+            history.look(events, stats(2), begin + STEP_S)
+            number, events = number + len(events), []
+    view = history.view(begin + STEP_S, 2.0)
+    assert len(view.steps) == MAX_STEPS
+    assert view.steps[-1].partition == f"step-{MAX_STEPS + 4}"
+    assert history.picture_of(view.steps[0].number) is not None
+    assert history.picture_of(1) is None
+
+
+def test_a_step_whose_beginning_was_forgotten_says_so() -> None:
+    events = step("step-1", 1_000.0, groups=64)
+    history = History("run", max_events=len(events) - 20)
+    history.look(events, None, end(events))
+    assert "events of the watcher are missing" in history.view(end(events), 2.0).sentence
+
+
+def test_a_peer_that_does_not_answer_is_named_and_so_is_a_plane() -> None:
+    events = step("step-1", 1_000.0)
+    silent = Event(Kind.MISSING, end(events), "host-3", reason=Reason.SILENT)
+    told = stats(3)
+    told["peers"]["tcp://10.0.0.9:7"] = {"address": "tcp://10.0.0.9:7", "error": "no answer"}
+    history = seen([*events, silent], end(events), stats=told)
+    view = history.view(end(events), 2.0)
+    assert view.trouble == [
+        "peer tcp://10.0.0.9:7 does not answer: no answer",
+        "peer host-3 does not answer: its events are missing",
+    ]
+    history.failed("found no peer on this host")
+    view = history.view(end(events) + 20, 2.0)
+    assert view.trouble[0] == "found no peer on this host; shown is what was known 20 s ago"
+    assert view.sentence.startswith("step-1 took")
+    fresh = History("run")
+    fresh.failed("found no peer on this host")
+    assert fresh.view(0.0, 2.0).sentence == "found no peer on this host"
+
+
+def test_a_peer_that_has_left_is_named_until_it_is_back() -> None:
+    history = seen([], 1_000.0, stats=stats(3))
+    assert history.view(1_000.0, 2.0).trouble == []
+    history.look([], stats(2), 1_002.0)
+    left = ["peer host-2 left the run, or was lost, 20 s ago"]
+    assert history.view(1_022.0, 2.0).trouble == left
+    history.look([], stats(3), 1_030.0)
+    assert history.view(1_030.0, 2.0).trouble == []
+    history.look([], stats(2), 1_032.0)
+    history.look([], stats(2), 2_000.0)
+    assert history.view(2_000.0, 2.0).trouble == []
+
+
+def test_queues_arenas_and_stuck_calls_are_of_now() -> None:
+    events = step("step-99", 1_000.0)
+    view = seen(events, end(events), stats=stats(64)).view(end(events), 2.0)
+    assert [(q.stage, q.ready, q.calls) for q in view.queues] == [
+        ("reward", 64, 0),
+        ("train", 64, 1),
+    ]
+    assert len(view.hosts) == 64 and view.hosts[0].holders[0].nbytes == 5 << 20
+    assert view.stuck[0].why == "8 rows lack `reward`"
+
+
+@pytest.mark.parametrize("hosts", [4, 64])
+def test_a_view_of_many_hosts_is_small(hosts: int) -> None:
+    events = step("step-99", 1_000.0, hosts=hosts, groups=4 * hosts)
+    view = seen(events, end(events), stats=stats(hosts)).view(end(events), 2.0)
+    assert len(msgspec.json.encode(view)) < 100_000
+
+
+def test_a_terminal_carries_out_nothing_that_a_user_named() -> None:
+    name = HOSTILE + "\x1b[2J\x07\r\n"
+    events = step(name, 1_000.0, slow_reward=12.0)
+    view = seen(events, end(events), stats=stats(4, name)).view(end(events), 2.0)
+    plain = list(terminal.lines(view, 80, is_colour=False))
+    assert all(line.isprintable() for line in plain)
+    assert plain[0].startswith("step-1</script>")
+    assert any(line.startswith("slow: reward on host-3") for line in plain)
+    assert any("waited: " in line for line in plain)
+    coloured = "\n".join(terminal.lines(view, 80, is_colour=True))
+    assert "\x1b[2J" not in coloured and "\x1b[43m" in coloured
+
+
+@pytest.mark.parametrize("many", range(0, 80, 9))
+def test_any_beginning_or_end_of_a_step_has_a_picture(many: int) -> None:
+    for events in (step("s", 1_000.0, slow_reward=5.0), step("s", 1_000.0, forgotten=True)):
+        assert picture(events[:many], "s").cause in Cause
+        assert picture(events[many:], "s").sentence

@@ -1,0 +1,135 @@
+"""The page as people see it: in a browser, with 64 hosts and 100 steps, and by keyboard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dataplane.timeline.merge import Event
+from dataplane.watch.history import MAX_STEPS, History
+from tests.bench.browser import Browser, chromium
+from tests.watch.plane import HOSTILE, STEP_S, stats, step
+from tests.watch.served import Page, served
+
+HOSTS = 64
+END = 1_000.0 + STEP_S * MAX_STEPS
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser(chrome: Browser) -> Iterator[Browser]:
+    yield chrome
+    chrome.open("about:blank", 1200)  # it hangs up
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """Of 100 steps, most of them small; the last but one has a hostile name."""
+    events, number = list[Event](), 0
+    for nth in range(MAX_STEPS):
+        begin, late = 1_000.0 + STEP_S * nth, nth >= MAX_STEPS - 2
+        how = {"hosts": HOSTS, "groups": 128, "batch": 64} if late else {"hosts": 2, "groups": 4}
+        name = HOSTILE if nth == MAX_STEPS - 2 else f"step-{nth}"
+        events += step(name, begin, number, slow_reward=8.0, seed=nth, **how)
+        number = len(events)
+    history = History("run")
+    history.look(events, stats(HOSTS, HOSTILE), END)
+    with served(history) as shown:
+        shown.show(history.view(END, 2.0))
+        yield shown
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def opened(browser: Browser, page: Page, width: int = 1200, dark: bool = False) -> None:
+    browser.open(page.address, width, dark)
+    until(lambda: bool(browser.tell("document.querySelector('canvas') !== null")), "it is drawn")
+
+
+def press(browser: Browser, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+
+def text(browser: Browser, of: str) -> str:
+    return str(browser.tell(f"document.querySelector({of!r}).textContent"))
+
+
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_page_of_64_hosts_and_100_steps_fits_its_screen_and_fetches_nothing_else(
+    page: Page, browser: Browser, width: int, dark: bool
+) -> None:
+    opened(browser, page, width, dark)
+    assert browser.errors == []
+    assert [url.rpartition("/")[2] for url in browser.fetched] == ["live"]
+    assert browser.tell("document.documentElement.scrollWidth") <= width
+    assert browser.tell("document.querySelectorAll('#bars > div').length") == MAX_STEPS
+    assert browser.tell("document.querySelectorAll('canvas')[1].lanes.length") == HOSTS
+    assert text(browser, "body").lstrip().startswith("step-99 took ")
+    assert "64 hosts · known" in text(browser, "#state")
+    colours = "(e => [e.color, e.backgroundColor])(getComputedStyle(document.body))"
+    ink, paper = browser.tell(colours)
+    assert (ink == "rgb(228, 232, 238)", paper == "rgb(13, 17, 23)") == (dark, dark)
+
+
+@pytest.mark.needs("chromium")
+def test_by_keyboard_one_chooses_a_step_and_reads_a_lane(page: Page, browser: Browser) -> None:
+    opened(browser, page)
+    browser.tell("document.activeElement.blur()")
+    press(browser, "Tab")
+    assert browser.tell("document.activeElement.id") == "bars"
+    press(browser, "ArrowLeft")
+    until(lambda: text(browser, "#chosen").startswith(HOSTILE), "the step before is chosen")
+    # Its name is text: it made no element, and no script of it ran.
+    assert browser.tell("document.querySelectorAll('img').length") == 0
+    assert browser.tell("document.title") == "step-99 · dataplane"
+    press(browser, "Home")
+    until(lambda: text(browser, "#chosen").startswith("step-0 took"), "the first one is")
+    press(browser, "Tab")
+    assert browser.tell("document.activeElement.id") == "follow"
+    browser.tell("document.activeElement.click()")
+    until(lambda: bool(browser.tell("document.getElementById('follow').hidden")), "the newest is")
+    browser.tell("document.querySelectorAll('canvas')[1].focus()")
+    press(browser, "End")
+    press(browser, "ArrowDown")
+    assert text(browser, "#cursor").startswith("reward on host-1, after ")
+
+
+@pytest.mark.needs("chromium")
+def test_the_page_says_when_what_it_shows_is_old(page: Page, browser: Browser) -> None:
+    history = page.history
+    opened(browser, page)
+    try:
+        history.failed("peer 'a' does not answer")
+        page.show(history.view(END + 60, 2.0))
+        until(lambda: "Stale: the plane has not answered" in text(browser, "#state"), "it is stale")
+        assert "shown is what was known 60 s ago" in text(browser, "#trouble")
+        assert "stale" in browser.tell("document.body.className")
+    finally:
+        history.look([], None, END)
+        page.show(history.view(END, 2.0))
+
+
+@pytest.mark.needs("chromium")
+def test_the_page_says_when_nobody_serves_it_any_more(browser: Browser) -> None:
+    history = History("run")
+    history.look(step("step-1", 1_000.0), stats(4), 1_010.0)
+    with served(history) as page:
+        page.show(history.view(1_010.0, 2.0))
+        opened(browser, page)
+    until(lambda: text(browser, "#state").startswith("No connection"), "it says so")
+    assert text(browser, "h1").startswith("step-1 took")

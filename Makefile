@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ADAPTER := packages/dataplane-transfer-queue
 
 .PHONY: chaos quick coverage fuzz soak surface sync example-grpo example-multimodal bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-frameworks test-gpu test-ray test-ucx test-verl test-wheels testbed check docs clean
 
@@ -142,7 +143,7 @@ test-verl: $(VENV)/.test-installed $(VERL)/.installed
 
 $(VERL)/.installed: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv --clear $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compare,transfer-queue]' 'transformers<5' \
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compare]' --editable $(ADAPTER) 'transformers<5' \
 	  accelerate cachetools codetiming datasets dill fastapi orjson pandas peft pylatexenc pytest pytest-asyncio \
 	  tensorboard torchdata uvicorn
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
@@ -156,7 +157,7 @@ test-frameworks: $(VENV)/.test-installed $(FRAMEWORKS)/.installed
 
 $(FRAMEWORKS)/.installed: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray,transfer-queue]' \
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' --editable $(ADAPTER) \
 	  torch==2.13.0 tensordict==0.15.3 transformers==5.15.0 trl==1.16.0 \
 	  aiohttp einops jsonlines loralib peft pylatexenc pytest pytest-asyncio pytest-mock tensorboard torchdata torchmetrics
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openrlhf==0.11.2
@@ -164,7 +165,7 @@ $(FRAMEWORKS)/.installed: $(BIN)/python pyproject.toml
 	  --target $(FRAMEWORKS)/transfer-queue TransferQueue==0.1.11
 	touch $@
 
-# Both distributions, built, checked, and installed into an environment that had nothing.
+# All distributions, built, checked, and installed into an environment that had nothing.
 test-wheels: $(VENV)/.wheels-installed
 	$(BIN)/python -m pytest -q tests/packaging
 
@@ -188,8 +189,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("dataplane needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python*; exit 1; }  # else the next make takes half of one for whole
 
+# The adapter for TransferQueue is a distribution of its own.
+$(VENV)/.test-installed: BESIDE := --editable $(ADAPTER)
+$(VENV)/.test-installed: $(ADAPTER)/pyproject.toml
+
 # Compiled ahead: dozens of processes start in a run, and some machines keep no bytecode of their own accord.
 $(VENV)/.%-installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(BESIDE)
 	$(BIN)/python -m compileall -q dataplane bench
 	touch $@

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import dataplane
-from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
+from dataplane.integrations.objects import packed_object, unpacked_object
 
 __all__ = ["Empty", "Full", "Queue"]
 

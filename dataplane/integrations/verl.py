@@ -1,5 +1,5 @@
 """verl's DataProto as rows and back, for code that uses the plane directly instead of
-TransferQueue's surface (`dataplane.integrations.transfer_queue`, docs/verl.md).
+TransferQueue's surface (docs/verl.md).
 
     verl.put(part, data, key=uids)
     with part.claim("train", groups=4) as batch:
@@ -17,11 +17,7 @@ import numpy as np
 import torch
 
 import dataplane
-from dataplane.integrations.transfer_queue.columns import (
-    check_even,
-    packed_object,
-    unpacked_object,
-)
+from dataplane.integrations.objects import check_even, packed_object, unpacked_object
 
 if TYPE_CHECKING:
     from verl import DataProto

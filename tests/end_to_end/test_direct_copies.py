@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from dataplane_twin import TwinDevice
 
 import dataplane
 from dataplane.client.read import tensors
 from dataplane.client.session import direct
 from dataplane.client.session.direct import DirectCopies, Landing, Runs
 from dataplane.errors import DeviceMissing
+from dataplane_twin import TwinDevice
 from tests.end_to_end.conftest import Cluster, until
 
 MIB = 1 << 20

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import psutil
 import pytest
-from dataplane_twin import TwinArray, TwinDevice
 
 from dataplane.testing import hosts
 from dataplane.transport import registry
+from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, cluster
 
 __all__ = ["cluster"]

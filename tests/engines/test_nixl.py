@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinDevice
 
 from dataplane.testing import TransportConformance, hosts
 from dataplane.transport import registry
+from dataplane_twin import TwinDevice
 
 pytestmark = pytest.mark.skipif(bool(registry.missing("nixl")), reason=registry.missing("nixl"))
 

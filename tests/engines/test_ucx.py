@@ -8,11 +8,11 @@ import signal
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinDevice
 
 from dataplane.errors import DeadlineExceeded, Unavailable
 from dataplane.testing import TransportConformance, hosts
 from dataplane.transport import registry
+from dataplane_twin import TwinDevice
 from tests.end_to_end.hosts import running
 
 pytestmark = pytest.mark.skipif(bool(registry.missing("ucx")), reason=registry.missing("ucx"))

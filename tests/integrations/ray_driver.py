@@ -104,10 +104,10 @@ class Runner:
     """As verl's: the driver starts it, somewhere, and knows nothing of a queue."""
 
     def __init__(self) -> None:
-        from dataplane.integrations import transfer_queue
+        import dataplane_transfer_queue
 
-        transfer_queue.init()
-        self.queue = transfer_queue
+        dataplane_transfer_queue.init()
+        self.queue = dataplane_transfer_queue
 
     def put(self, key: str) -> None:
         self.queue.kv_put(key, "train", {"of": key})

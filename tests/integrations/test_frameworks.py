@@ -18,7 +18,7 @@ from tests.processes import all_ending, ending
 
 HERE = Path(__file__).parent
 PYTHON = Path(sys.executable).parent.parent / "frameworks" / "bin" / "python"
-SHIM = HERE.parents[1] / "packages" / "dataplane-transfer-queue"
+SHIM = HERE.parents[1] / "packages" / "dataplane-as-transfer-queue"
 LIMIT_S = 240
 QUEUE = """
 import sys, ray, threading, torch, transfer_queue as tq

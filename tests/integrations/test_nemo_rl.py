@@ -22,8 +22,9 @@ import pytest
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict", reason="make test installs it")
 pytest.importorskip("omegaconf", reason="make test installs it")
+pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
-from dataplane.integrations.nemo_rl import DataPlaneClient, KVBatchMeta  # noqa: E402
+from dataplane_transfer_queue.nemo_rl import DataPlaneClient, KVBatchMeta  # noqa: E402
 from tests.processes import all_ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ WORKER = """
 import json, sys
 import torch
 from tensordict import TensorDict
-from dataplane.integrations.nemo_rl import DataPlaneClient
+from dataplane_transfer_queue.nemo_rl import DataPlaneClient
 
 client = DataPlaneClient({}, bootstrap=False)
 for _ in sys.stdin:

@@ -25,18 +25,17 @@ import pytest
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict", reason="make test installs it")
 omegaconf = pytest.importorskip("omegaconf", reason="make test installs it")
+pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
-from dataplane.integrations import transfer_queue  # noqa: E402
-from dataplane.integrations.transfer_queue import BaseSampler  # noqa: E402
-from dataplane.integrations.transfer_queue.sampler import (  # noqa: E402
-    get_seqlen_balanced_partitions,
-)
+import dataplane_transfer_queue as transfer_queue  # noqa: E402
+from dataplane_transfer_queue import BaseSampler  # noqa: E402
+from dataplane_transfer_queue.sampler import get_seqlen_balanced_partitions  # noqa: E402
 from tests.integrations import transfer_queue_calls  # noqa: E402
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "transfer_queue_0.1.11.json"
-OURS = "dataplane.integrations.transfer_queue"
+OURS = "dataplane_transfer_queue"
 DIFFERENCES = {
     "position_ids_of_equal_lengths_keep_their_ragged_dimension": "ragged dimension",
     "a_key_that_is_absent_among_others": "absent keys",
@@ -251,7 +250,7 @@ def test_many_fetch_at_once_and_each_row_is_fetched_once(tq: Any) -> None:
 CHILD = """
 import sys, torch
 from tensordict import TensorDict
-import dataplane.integrations.transfer_queue as tq
+import dataplane_transfer_queue as tq
 tq.init()
 client = tq.get_client()
 config = {"dp_rank": int(sys.argv[1]), "batch_index": 0}
@@ -431,7 +430,7 @@ def test_rows_of_two_kinds_come_back_as_they_were_put(tq: Any) -> None:
 
 
 def test_the_shim_is_the_module_under_transfer_queues_name() -> None:
-    package = ROOT / "packages" / "dataplane-transfer-queue"
+    package = ROOT / "packages" / "dataplane-as-transfer-queue"
     script = (
         "import transfer_queue as tq, transfer_queue.metadata as m; "
         "from transfer_queue.utils.logging_utils import get_logger; "

@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict", reason="make test installs it")
 pytest.importorskip("omegaconf", reason="make test installs it")
+pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
-from dataplane.integrations import transfer_queue as tq  # noqa: E402
+import dataplane_transfer_queue as tq  # noqa: E402
 from tests.end_to_end.scrape import Scrape, page, scrape  # noqa: E402
 
 UNIT, KIND, TASK = "storage_unit_id", "op_type", "task_name"

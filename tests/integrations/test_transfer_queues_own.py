@@ -35,7 +35,7 @@ WITH_CONTROLLER = (
     "import runpy, sys, transfer_queue_own; "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-SHIM = HERE.parents[1] / "packages" / "dataplane-transfer-queue"
+SHIM = HERE.parents[1] / "packages" / "dataplane-as-transfer-queue"
 LIMIT_S = 400
 
 PLAYED = [

@@ -14,6 +14,7 @@ from tests.processes import all_ending
 pytest.importorskip("torch")
 pytest.importorskip("tensordict", reason="make test installs it")
 pytest.importorskip("omegaconf", reason="make test installs it")
+pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = "import sys; print('here', flush=True); sys.stdin.readline()\n"
@@ -21,7 +22,7 @@ TOGETHER = "import sys; print('here', flush=True); sys.stdin.readline()\n"
 JOBS = {
     "verl": """
 import torch
-from dataplane.integrations import transfer_queue as tq
+import dataplane_transfer_queue as tq
 from tensordict import TensorDict
 tq.init()
 tq.kv_batch_put(["a", "b"], "train", TensorDict({"x": torch.arange(2)}, 2))
@@ -31,7 +32,7 @@ tq.close()
 """,
     "nemo": """
 import torch
-from dataplane.integrations.nemo_rl import DataPlaneClient
+from dataplane_transfer_queue.nemo_rl import DataPlaneClient
 from tensordict import TensorDict
 client = DataPlaneClient()
 client.put_samples(["a", "c", "d"], "train", TensorDict({"x": torch.ones(3)}, 3))

@@ -29,7 +29,7 @@ OWN = [
     "experimental/agent_loop/test_agent_loop_extra_fields_schema_on_cpu.py",
     "experimental/agent_loop/test_multimodal_position_ids_on_cpu.py",
 ]
-SHIM = ROOT / "packages" / "dataplane-transfer-queue"
+SHIM = ROOT / "packages" / "dataplane-as-transfer-queue"
 LIMIT_S = 240
 
 pytestmark = [

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinDevice
 
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
@@ -14,6 +13,7 @@ from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.ranges import Ranges
 from dataplane.memory.spill import DISK, Spilled
 from dataplane.wire.records import EXTENT, RANGE
+from dataplane_twin import TwinDevice
 from tests.twin.conformance import MIB, Child
 
 HOST, SIZE = 8 * MIB, 16 * MIB

@@ -22,8 +22,9 @@ PUBLIC = (
     "client/ref",
     "integrations/",
     "testing/",
+    "packages/",
 )
-"""Modules of dataplane whose docstrings users read."""
+"""Modules whose docstrings users read: of dataplane, and of the packages beside it."""
 PAGES = (
     "*.md",
     "docs/**/*.md",
@@ -89,7 +90,8 @@ def test_no_page_has_a_phrase_that_is_no_plain_english() -> None:
 
 def test_no_message_or_public_docstring_has_one() -> None:
     found: list[str] = []
-    modules = [path for folder in ("dataplane", "bench") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("dataplane", "bench", "packages")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for module in sorted(modules):
         for line, text in texts_of(module):
             found += found_in(text, name_of(module), line)

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHIM = ROOT / "packages" / "dataplane-transfer-queue"
+PROJECTS = (ROOT, *sorted((ROOT / "packages").iterdir()))
 LIMIT_S = 600
 TORCH = "torch==2.13.0"
 
@@ -48,9 +48,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist() -> Iterator[Path]:
-    """Both distributions, as wheels and sources."""
+    """All distributions, as wheels and sources."""
     with TemporaryDirectory(prefix="dp-dist-") as folder:
-        for project in (ROOT, SHIM):
+        for project in PROJECTS:
             run(sys.executable, "-m", "build", "--outdir", folder, project, cwd=Path(folder))
         yield Path(folder)
 
@@ -71,8 +71,12 @@ def installed(empty: Path, *what: str | Path) -> Path:
 
 def test_the_wheels_have_what_they_are_to_have_and_nothing_else(dist: Path) -> None:
     assert run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir(), cwd=dist)
-    assert sorted(file.suffix for file in dist.iterdir()) == [".gz", ".gz", ".whl", ".whl"]
-    for wheel, package in (("dataplane_rl-*", "dataplane"), ("*queue*", "transfer_queue")):
+    assert sorted(file.suffix for file in dist.iterdir()) == [".gz"] * 3 + [".whl"] * 3
+    for wheel, package in (
+        ("dataplane_rl-*", "dataplane"),
+        ("dataplane_transfer_queue-*", "dataplane_transfer_queue"),
+        ("dataplane_as_transfer_queue-*", "transfer_queue"),
+    ):
         (found,) = dist.glob(f"{wheel}.whl")
         with zipfile.ZipFile(found) as file:
             names = file.namelist()

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinDevice
 
 from bench.cli import main
+from dataplane_twin import TwinDevice
 from tests.perf import gpu
 
 MIB = 1 << 20

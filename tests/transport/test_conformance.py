@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dataplane_twin import TwinDevice
 
 from dataplane.errors import TransportMissing
 from dataplane.testing import TransportConformance, hosts
+from dataplane_twin import TwinDevice
 
 THEIRS = Path(__file__).parent / "third_party"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_twin import HostRanks
 
 from dataplane.errors import TransferFailed
 from dataplane.transport.engines.communicators import _GpuRank, joined, wait
+from dataplane_twin import HostRanks
 from tests.transport.ranks import check_abort, check_given_up, check_order, nothing, pair_of
 
 

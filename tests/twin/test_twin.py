@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from dataplane_twin import TwinDevice
 
 from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.gpu import registry
 from dataplane.gpu.device import Device
+from dataplane_twin import TwinDevice
 from tests.twin.conformance import MIB, Child, DeviceConformance, eventually, fetched
 
 

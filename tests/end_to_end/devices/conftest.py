@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from dataplane_twin import TwinDevice
 
 import dataplane
+from dataplane_twin import TwinDevice
 from tests.end_to_end.conftest import Cluster
 
 

@@ -7,9 +7,9 @@ import threading
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
+from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.end_to_end.devices.twins import (
     HOLDING,

@@ -10,10 +10,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
 from dataplane import aio
+from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, peer_command
 from tests.end_to_end.devices.twins import (
     MIB,

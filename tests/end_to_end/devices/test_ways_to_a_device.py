@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 import pytest
-from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
 from dataplane.errors import TransportMissing
+from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, until
 from tests.end_to_end.devices.twins import (
     MIB,

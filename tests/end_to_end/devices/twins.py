@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from dataplane_twin import TwinArray, TwinDevice
 
 import dataplane
+from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import until
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dataplane.integrations.transfer_queue.store import REGISTRY, Row, Store
+from dataplane_transfer_queue.store import REGISTRY, Row, Store
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,5 +1,5 @@
 """`RankAwareSampler` where TransferQueue has it."""
 
-from dataplane.integrations.transfer_queue.sampler import RankAwareSampler
+from dataplane_transfer_queue.sampler import RankAwareSampler
 
 __all__ = ["RankAwareSampler"]

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataplane.integrations.transfer_queue.client import TransferQueueClient
-from dataplane.integrations.transfer_queue.metadata import BatchMeta
+from dataplane_transfer_queue.client import TransferQueueClient
+from dataplane_transfer_queue.metadata import BatchMeta
 
 Batch = tuple[TensorDict, BatchMeta]
 _LOOK_S = 0.1
@@ -159,7 +159,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
 
 def _attached(config: Any) -> TransferQueueClient:
-    from dataplane.integrations.transfer_queue import attach
+    from dataplane_transfer_queue import attach
 
     return attach(config)
 

@@ -1,5 +1,5 @@
 """`SequentialSampler` where TransferQueue has it."""
 
-from dataplane.integrations.transfer_queue.sampler import SequentialSampler
+from dataplane_transfer_queue.sampler import SequentialSampler
 
 __all__ = ["SequentialSampler"]

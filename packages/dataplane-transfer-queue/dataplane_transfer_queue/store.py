@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 import dataplane
-from dataplane.integrations.transfer_queue.columns import (
+from dataplane_transfer_queue.columns import (
     HIDDEN,
     Column,
     kind,
@@ -24,7 +24,7 @@ from dataplane.integrations.transfer_queue.columns import (
     tag_read,
     tags_of,
 )
-from dataplane.integrations.transfer_queue.metadata import Schema
+from dataplane_transfer_queue.metadata import Schema
 
 T = TypeVar("T")
 REGISTRY = "transfer_queue"

@@ -1,6 +1,6 @@
 """`StreamingDataset` and its functions where TransferQueue has them."""
 
-from dataplane.integrations.transfer_queue.streaming import (
+from dataplane_transfer_queue.streaming import (
     StreamingDataset,
     chunk_batch_fn,
     default_fetch_batch_fn,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
+from dataplane.integrations.objects import packed_object, unpacked_object
 
 Choice = tuple[list[int], list[int]]
 """Rows to hand out, and rows that the task has had from now on."""

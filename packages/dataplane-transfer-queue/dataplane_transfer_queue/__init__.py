@@ -1,9 +1,9 @@
-"""TransferQueue's surface over a plane: `import dataplane.integrations.transfer_queue as tq`.
+"""TransferQueue's surface over a plane: `import dataplane_transfer_queue as tq`.
 
 Signatures and correct behaviour are those of TransferQueue 0.1.11 from PyPI; docs/verl.md lists
-every difference. For code that you cannot edit, install `dataplane-transfer-queue`, which provides
-the module `transfer_queue`. There is no controller and no storage process: each host's peer holds
-rows.
+every difference. For code that you cannot edit, install `dataplane-as-transfer-queue`, which
+provides the same as the module `transfer_queue`. There is no controller and no storage process:
+each host's peer holds rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane
-from dataplane.integrations.transfer_queue import sampler as samplers
-from dataplane.integrations.transfer_queue.client import NotEnoughRows, TransferQueueClient
-from dataplane.integrations.transfer_queue.metadata import BatchMeta, KVBatchMeta
-from dataplane.integrations.transfer_queue.sampler import (
+from dataplane.launch import discovery
+from dataplane_transfer_queue import sampler as samplers
+from dataplane_transfer_queue.client import NotEnoughRows, TransferQueueClient
+from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta
+from dataplane_transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from dataplane.integrations.transfer_queue.store import StorageKeyNotFoundError, Store
-from dataplane.integrations.transfer_queue.streaming import StreamingDataLoader, StreamingDataset
-from dataplane.launch import discovery
+from dataplane_transfer_queue.store import StorageKeyNotFoundError, Store
+from dataplane_transfer_queue.streaming import StreamingDataLoader, StreamingDataset
 
 __all__ = [
     "BaseSampler",
@@ -190,7 +190,7 @@ def _sampler_of(given: Any) -> BaseSampler:
 def _serve(store: Store, port: int) -> Any:
     """Serve metrics of the whole queue from this process."""
     try:
-        from dataplane.integrations.transfer_queue.metrics import Server
+        from dataplane_transfer_queue.metrics import Server
     except ImportError as exc:
         raise RuntimeError(
             f"metrics.enabled needs {exc.name}: pip install 'dataplane-rl[metrics]', or set "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import dataplane
+from dataplane.integrations.objects import check_even, packed_object, unpacked_object
 from dataplane.wire.arrays import is_time
-from dataplane.wire.objects import uneven_keys
 
 HIDDEN = "\0"
 """How names begin that users do not see."""
 OBJECT = "o"
 _WHOLE = ""
-_ARRAY, _TEXTS, _IMAGE = "\0array", "\0texts", "\0image"
 _SCALARS = (bool, int, float, str)
 _INT64 = 1 << 63
 _MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
@@ -58,16 +56,6 @@ def columns_of(fields: TensorDict) -> dict[str, Column]:
     check_even(fields)
     rows = fields.batch_size[0]
     return {name: _column(str(name), value, rows) for name, value in fields.items()}
-
-
-def check_even(fields: TensorDict) -> None:
-    """ValueError for a stack of rows with different fields, of which a TensorDict shows only those
-    that all rows have."""
-    if (odd := uneven_keys(fields)) is not None:
-        raise ValueError(
-            f"row {odd[2]} has field {odd[0]!r} but row {odd[1]} does not: all rows of a put need "
-            "the same fields; put rows with different fields in separate calls"
-        )
 
 
 def _column(name: str, value: Any, rows: int) -> Column:
@@ -113,75 +101,6 @@ def kind(told: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, int]:
     dtype, shape, ragged = told.split(":")
     sizes = tuple(int(size) for size in shape.split(",") if size)
     return getattr(torch, dtype), sizes, int(ragged)
-
-
-def packed_object(value: Any) -> Any:
-    """As the plane takes it; what it does not know it names with its path in the value."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, NonTensorData):
-        return packed_object(value.data)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
-        entries = value.ravel().tolist()
-        if value.dtype.kind == "O":
-            return {_ARRAY: [packed_object(one) for one in entries], "shape": value.shape}
-        return {_TEXTS: entries, "shape": value.shape, "dtype": value.dtype.str}
-    if isinstance(value, Mapping):
-        return {key: packed_object(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [packed_object(one) for one in value]
-    if type(value) is tuple:
-        return tuple(packed_object(one) for one in value)
-    if isinstance(value, np.str_ | np.bytes_):
-        return value.item()
-    pictures = sys.modules.get("PIL.Image")
-    if pictures is not None and isinstance(value, pictures.Image):
-        return _packed_image(value)
-    return value
-
-
-def _packed_image(image: Any) -> dict[str, Any]:
-    """A picture of PIL, as verl has them in a prompt's messages: an array of numbers alone would
-    lose what they mean, and a processor of pictures does not take one."""
-    pixels = np.frombuffer(image.tobytes(), np.uint8)
-    told = {_IMAGE: pixels, "mode": image.mode, "size": image.size}
-    if image.palette is not None:
-        told["palette"] = [image.palette.mode, bytes(image.getpalette(image.palette.mode))]
-    return told
-
-
-def unpacked_object(value: Any) -> Any:
-    """What `packed_object` was given, nothing of it in the arena: tensors come as copies anyway."""
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            made = np.empty(len(value[_ARRAY]), object)
-            made[:] = [unpacked_object(one) for one in value[_ARRAY]]
-            return made.reshape(value["shape"])
-        if _TEXTS in value:
-            return np.array(value[_TEXTS], value["dtype"]).reshape(value["shape"])
-        if _IMAGE in value:
-            return _image(value)
-        return {key: unpacked_object(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [unpacked_object(one) for one in value]
-    if isinstance(value, tuple):
-        return tuple(unpacked_object(one) for one in value)
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _image(told: dict[str, Any]) -> Any:
-    from PIL import Image
-
-    (width, height), pixels = told["size"], told[_IMAGE]
-    if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
-        raise ValueError(
-            f"{pixels.nbytes} bytes are too few for an image of {width} x {height} pixels"
-        )
-    made = Image.frombytes(told["mode"], (width, height), pixels.data)
-    if "palette" in told:
-        mode, colours = told["palette"]
-        made.putpalette(colours, mode)
-    return made
 
 
 def _has_arrays(value: Any) -> bool:

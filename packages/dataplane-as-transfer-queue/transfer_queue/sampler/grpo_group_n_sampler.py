@@ -1,5 +1,5 @@
 """`GRPOGroupNSampler` where TransferQueue has it."""
 
-from dataplane.integrations.transfer_queue.sampler import GRPOGroupNSampler
+from dataplane_transfer_queue.sampler import GRPOGroupNSampler
 
 __all__ = ["GRPOGroupNSampler"]

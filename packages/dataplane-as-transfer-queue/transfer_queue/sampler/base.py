@@ -1,5 +1,5 @@
 """`BaseSampler` where TransferQueue has it."""
 
-from dataplane.integrations.transfer_queue.sampler import BaseSampler
+from dataplane_transfer_queue.sampler import BaseSampler
 
 __all__ = ["BaseSampler"]

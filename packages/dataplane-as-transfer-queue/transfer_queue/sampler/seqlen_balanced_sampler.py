@@ -1,6 +1,6 @@
 """`SeqlenBalancedSampler` where TransferQueue has it, and how it balances."""
 
-from dataplane.integrations.transfer_queue.sampler import (
+from dataplane_transfer_queue.sampler import (
     SeqlenBalancedSampler,
     get_seqlen_balanced_partitions,
 )

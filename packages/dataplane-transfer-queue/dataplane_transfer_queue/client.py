@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane.integrations.transfer_queue.columns import columns_of
-from dataplane.integrations.transfer_queue.metadata import BatchMeta, KVBatchMeta, equal
-from dataplane.integrations.transfer_queue.sampler import packed, rebuilt
-from dataplane.integrations.transfer_queue.store import (
+from dataplane_transfer_queue.columns import columns_of
+from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta, equal
+from dataplane_transfer_queue.sampler import packed, rebuilt
+from dataplane_transfer_queue.store import (
     INDEX_BITS,
     Row,
     StorageKeyNotFoundError,
@@ -68,7 +68,7 @@ class _Partition:
 
 
 class TransferQueueClient:
-    """Rows by number. `dataplane.integrations.transfer_queue.get_client()` returns one."""
+    """Rows by number. `dataplane_transfer_queue.get_client()` returns one."""
 
     def __init__(self, client_id: str, store: Store, polling: bool = False) -> None:
         self.client_id = client_id

@@ -1,5 +1,5 @@
 """`StreamingDataLoader` where TransferQueue has it."""
 
-from dataplane.integrations.transfer_queue.streaming import StreamingDataLoader
+from dataplane_transfer_queue.streaming import StreamingDataLoader
 
 __all__ = ["StreamingDataLoader"]

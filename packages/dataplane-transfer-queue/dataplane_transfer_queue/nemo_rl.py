@@ -4,8 +4,8 @@ and policy workers put, claim and read samples through it.
     client = DataPlaneClient(cfg, bootstrap=True)     # on the driver; bootstrap=False in workers
 
 Signatures are those of NeMo-RL's `nemo_rl.data_plane.interfaces`. Samples are rows of
-`dataplane.integrations.transfer_queue`, by key. A task is a stage of the plane, so a claim waits at
-the shard instead of polling. This module does not import nemo_rl.
+`dataplane_transfer_queue`, by key. A task is a stage of the plane, so a claim waits at the shard
+instead of polling. This module does not import nemo_rl.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from tensordict import TensorDict
 
 import dataplane
-from dataplane.integrations import transfer_queue
-from dataplane.integrations.transfer_queue.columns import columns_of
+import dataplane_transfer_queue as queue
+from dataplane_transfer_queue.columns import columns_of
 
 __all__ = ["DataPlaneClient", "KVBatchMeta"]
 
@@ -62,8 +62,8 @@ class DataPlaneClient:
     def __init__(self, cfg: Mapping[str, Any] | None = None, *, bootstrap: bool = True) -> None:
         if bootstrap:
             dedup = list((cfg or {}).get("dedup") or ())
-            transfer_queue.init({"dataplane": {"dedup": dedup}})
-        self._client = transfer_queue.joined()
+            queue.init({"dataplane": {"dedup": dedup}})
+        self._client = queue.joined()
         self._store = self._client._store
         self._closed = self._used = False
         if interfaces := sys.modules.get(_BOUNDARY):
@@ -213,7 +213,7 @@ class DataPlaneClient:
     ) -> None:
         """Write all partitions, what each task has claimed, and `metadata`, which must be valid
         JSON."""
-        transfer_queue.save_checkpoint(checkpoint_dir, metadata=metadata)
+        queue.save_checkpoint(checkpoint_dir, metadata=metadata)
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, and return its metadata. RuntimeError if this client has been
@@ -223,7 +223,7 @@ class DataPlaneClient:
                 "load_checkpoint must come before every other call of this client: create a "
                 "new client, and load the checkpoint first"
             )
-        transfer_queue.load_checkpoint(checkpoint_dir)
+        queue.load_checkpoint(checkpoint_dir)
         told: dict[str, Any] = json.loads((Path(checkpoint_dir) / "metadata.json").read_text())
         return dict(told["user_metadata"])
 
@@ -231,7 +231,7 @@ class DataPlaneClient:
         """Leave the queue. The driver's `close` ends it. Repeating the call is a no-op."""
         if not self._closed:
             self._closed = True
-            transfer_queue.close()
+            queue.close()
 
 
 def _meta(**told: Any) -> KVBatchMeta:

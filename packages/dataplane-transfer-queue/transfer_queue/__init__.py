@@ -1,6 +1,0 @@
-"""TransferQueue's module: `dataplane.integrations.transfer_queue` under this name."""
-
-from dataplane.integrations.transfer_queue import *  # noqa: F403
-from dataplane.integrations.transfer_queue import __all__, __version__
-
-__all__ = [*__all__, "__version__"]

@@ -87,10 +87,9 @@ def seconds(value: object, what: str) -> float | None:
     One that is negative has passed already."""
     if value is None:
         return None
-    if (
-        type(value) is float and -_FOREVER_S < value < _FOREVER_S
-    ):  # as most often; a Real is slow to tell
-        return value
+    # As most often, and a Real is slow to tell.
+    if (type(value) is float or type(value) is int) and -_FOREVER_S < value < _FOREVER_S:
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
             f"{what}={value!r:.80}: expected a number of seconds, or None for no limit"

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dataplane.client import arguments
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session, caller
 from dataplane.client.write import schema
@@ -75,37 +76,15 @@ Step = Call | Offload
 Operation = Generator[Step, Any, T]
 
 
-class Deadline:
-    """How much time an operation of several calls has left."""
-
-    __slots__ = ("timeout_s", "_until")
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = arguments.seconds(timeout_s, "timeout")
-        self._until = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-
-    def left(self, doing: str) -> float | None:
-        """Seconds left; DeadlineExceeded when none are."""
-        if self._until is None:
-            return None
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(
-                f"{doing} did not finish within {self.timeout_s} s; pass a longer timeout=",
-                limit_s=self.timeout_s,
-            )
-        return left
-
-
 def ask(body: Body, expected: type[B], deadline: Deadline, doing: str = "") -> Operation[B]:
     """One request and its answer, of the expected type."""
-    doing = doing or type(body).__name__.lower()
-    return expect((yield Call(body, deadline.left(doing))), expected, body)
+    deadline.check(doing or type(body).__name__.lower())
+    return expect((yield Call(body, deadline)), expected, body)
 
 
 def wait_for(body: Body, expected: type[B], timeout_s: float | None) -> Operation[B]:
     """A request that the peer may hold until rows come; its body carries the same time-out."""
-    return expect((yield Call(body, timeout_s, True)), expected, body)
+    return expect((yield Call(body, Deadline(timeout_s), True)), expected, body)
 
 
 def expect(reply: object, expected: type[B], body: Body) -> B:

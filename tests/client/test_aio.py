@@ -141,7 +141,7 @@ async def test_a_call_in_flight_does_not_hold_up_another(
 async def test_a_deadline_ends_a_call_and_its_connection(
     peer: ScriptedPeer, plane: aio.Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.aio.calls.GRACE_S", 0.05)
+    monkeypatch.setattr("dataplane.client.aio.driver.GRACE_S", 0.05)
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded):
         await plane.stats(timeout=0.05)

@@ -9,7 +9,7 @@ import pytest
 
 from dataplane.client.checkpoint.archive import Archive, verified
 from dataplane.client.checkpoint.save import _Checkpoint, _each_once
-from dataplane.client.core import Deadline
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import CheckpointFailed, PartitionUndefined, Unavailable
 from dataplane.progress import Bar

@@ -101,7 +101,7 @@ def test_a_peer_that_goes_away_is_peer_lost_and_named(peer: ScriptedPeer, plane:
 def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection(
     peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.sync.calls.GRACE_S", 0.05)
+    monkeypatch.setattr("dataplane.client.session.connection.GRACE_S", 0.05)
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded, match="'scripted'.*timeout="):
         plane.stats(timeout=0.05)

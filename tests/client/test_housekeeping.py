@@ -200,7 +200,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_undone(
         peer.connections[-1].recv(1)
         return bytes(encode(Reply(request.rid, claimed(request, body))))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("dataplane.client.sync.calls.GRACE_S", 0.01)
+    monkeypatch.setattr("dataplane.client.session.connection.GRACE_S", 0.01)
     peer.scripts[Claim] = too_late
     with pytest.raises(dataplane.DeadlineExceeded):
         part.claim("s", rows=2, timeout=0.01)

@@ -276,7 +276,7 @@ def test_leases_end_in_any_order_over_hosts(cluster: Cluster) -> None:
 async def test_a_stopped_peer_is_given_up_at_the_deadline(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.sync.calls.GRACE_S", 600.0)  # of peers that run
+    monkeypatch.setattr("dataplane.client.session.connection.GRACE_S", 600.0)  # of peers that run
     cluster.start("a")
     with cluster.connect("a") as plane:
         async with aio.connect("a", run=PLANE) as other:

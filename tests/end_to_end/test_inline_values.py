@@ -10,6 +10,7 @@ import pytest
 
 import dataplane
 from dataplane.client.core import Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.metadata.roster.roster import Roster
 from dataplane.wire.messages import Body, Put
@@ -200,7 +201,7 @@ def put_of(generation: int, inline: bytes, start: int = 0, nbytes: int = 8, owne
 
 def tell(plane: dataplane.Plane, body: Body) -> None:
     def operation() -> Operation[None]:
-        yield Call(body, 20.0)
+        yield Call(body, Deadline(20.0))
 
     plane.run(operation())
 

@@ -29,8 +29,8 @@ ORDER = {
         *("peer", "main"),
     ],
     "client": [
-        *("ref", "arguments", "tracebacks", "session", "write", "core", "read", "operations"),
-        *("checkpoint", "aio", "sync"),
+        *("ref", "arguments", "deadline", "tracebacks", "session", "write", "core", "read"),
+        *("operations", "checkpoint", "aio", "sync"),
     ],
 }
 """Modules and folders of each folder; each imports from those before it only."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, TypeVar
 
 from dataplane.client.aio.driver import exchange, further, offload
 from dataplane.client.core import Operation
-from dataplane.client.session.connection import GRACE_S
 from dataplane.client.session.outgoing import Call, Outgoing
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
@@ -47,27 +45,21 @@ class Calls:
 
     async def _call(self, step: Call) -> Body:
         """On another connection to the same incarnation of the peer where one breaks."""
-        session, began = self._session, time.monotonic()
+        session, deadline = self._session, step.deadline
         outgoing: Outgoing | None = None
         answered = False
         if step.sent is None:
-            connection = session.connections.idle() or await further(session, step.deadline_s)
+            connection = session.connections.idle() or await further(session, deadline)
         else:
             (connection, outgoing), step.sent = step.sent, None
         try:
-            outgoing = outgoing or Outgoing(session, step, began)
+            outgoing = outgoing or Outgoing(session, step)
             while True:
                 connection.later = outgoing.later
                 connection.frame_sent = not outgoing.frame
                 session.connections.begins(connection)
                 try:
-                    body = await exchange(
-                        connection,
-                        outgoing.frame,
-                        outgoing.rid,
-                        outgoing.limit_s(),
-                        GRACE_S,
-                    )
+                    body = await exchange(connection, outgoing.frame, outgoing.rid, deadline)
                     answered = True
                     return body
                 except BaseException as exc:
@@ -77,7 +69,7 @@ class Calls:
                     outgoing.broke(exc)
                 finally:
                     session.connections.ends(connection)
-                connection = await further(session, outgoing.limit_s())
+                connection = await further(session, deadline)
         finally:
             if outgoing is None:
                 session.connections.give_back(connection)

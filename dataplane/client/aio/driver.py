@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dataplane.client.core import Offload, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.loader import Loading
@@ -22,19 +23,12 @@ from dataplane.client.operations.plan import Feed
 from dataplane.client.read.selection import Selection as Fetching
 from dataplane.client.read.tensors import place_named, settled
 from dataplane.client.session import handshake
-from dataplane.client.session.connection import (
-    LOOK_S,
-    Connection,
-    answer,
-    is_stopped,
-    no_answer,
-    unwrap,
-)
+from dataplane.client.session.connection import GRACE_S, Connection, answer, unwrap
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import DataplaneError, InvalidCall, StreamEnd
-from dataplane.wire.messages import Body
+from dataplane.wire.messages import Body, Reply
 
 __all__ = [
     "Connecting",
@@ -214,9 +208,9 @@ class Prefetch(Generic[B]):
 # calls
 
 
-async def further(session: Session, limit_s: float | None) -> Connection:
+async def further(session: Session, deadline: Deadline) -> Connection:
     """One more connection; if nobody waits for it any more, it is kept for later calls."""
-    opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, limit_s)
+    opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, deadline)
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -246,49 +240,24 @@ async def offload(step: Offload) -> Any:
         raise
 
 
-async def exchange(
-    connection: Connection,
-    frame: bytes,
-    rid: int,
-    limit_s: float | None,
-    grace_s: float,
-) -> Body:
+async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
     """As `Connection.exchange`."""
-    watch = _Watch(connection)
-    deadline: asyncio.TimerHandle | None = None
     try:
-        async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
-            if limit_s is not None:
-                loop = asyncio.get_running_loop()
-                deadline = loop.call_later(limit_s, _end_if_stopped, connection, until)
-            body = answer(await _converse(connection, frame), rid)
-    except TimeoutError as exc:
-        # Of the time-out above; DeadlineExceeded, which is one too, comes from nowhere in here.
-        connection.leave()
-        raise no_answer(connection.peer, limit_s or 0.0) from exc
+        body = answer(await _converse(connection, frame, deadline), rid)
     except BaseException as exc:
         connection.fail(exc)
         raise
-    finally:
-        watch.cancel()
-        if deadline is not None:
-            deadline.cancel()
     return unwrap(body)
 
 
-def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
-    """At a call's deadline."""
-    if is_stopped(connection.sock):
-        until.reschedule(asyncio.get_running_loop().time())
-
-
-async def _converse(connection: Connection, frame: bytes) -> Any:
+async def _converse(connection: Connection, frame: bytes, deadline: Deadline) -> Reply:
     loop, sock = asyncio.get_running_loop(), connection.sock
+    turns = connection.turns(deadline, GRACE_S)
     rest = memoryview(frame)
     while rest and (rest := rest[connection.send_some(rest) :]):
-        await _ready(sock, loop.add_writer, loop.remove_writer)
+        await _ready(sock, loop.add_writer, loop.remove_writer, next(turns))
     while (reply := connection.arrived_reply()) is None:
-        await _ready(sock, loop.add_reader, loop.remove_reader)
+        await _ready(sock, loop.add_reader, loop.remove_reader, next(turns))
         # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
         # much, and with it the answer that the housekeeper must undo.
         with contextlib.suppress(BlockingIOError):
@@ -297,35 +266,23 @@ async def _converse(connection: Connection, frame: bytes) -> Any:
 
 
 async def _ready(
-    sock: socket.socket, add: Callable[..., object], remove: Callable[..., object]
+    sock: socket.socket,
+    add: Callable[..., object],
+    remove: Callable[..., object],
+    limit_s: float,
 ) -> None:
-    """Until the loop finds it readable, or writable."""
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    """Until the loop finds it readable, or writable, or so long."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    timer = loop.call_later(limit_s, _set, ready)
     add(sock, _set, ready)
     try:
         await ready
     finally:
+        timer.cancel()
         remove(sock)
 
 
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-class _Watch:
-    """Looks now and then, while a call waits, whether the peer runs."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._loop = asyncio.get_running_loop()
-        self._started, self._look_s = self._loop.time(), LOOK_S
-        self._timer = self._loop.call_later(LOOK_S, self._look)
-
-    def _look(self) -> None:
-        waited_s = self._loop.time() - self._started
-        self._look_s = self._connection.look(waited_s, self._look_s)
-        self._timer = self._loop.call_later(max(LOOK_S, self._look_s - waited_s), self._look)
-
-    def cancel(self) -> None:
-        self._timer.cancel()

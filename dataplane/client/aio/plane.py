@@ -15,6 +15,7 @@ from dataplane.client.aio.driver import Connecting, leave
 from dataplane.client.aio.partition import Partition
 from dataplane.client.checkpoint import restore, save
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations import reads
 from dataplane.client.ref import Ref
 from dataplane.client.session.devices import wish_of
@@ -106,7 +107,7 @@ class Plane(Calls):
         handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, replicas, fields)
         if definition is not None:
-            await self.run(handle.define(definition, core.Deadline(timeout)))
+            await self.run(handle.define(definition, Deadline(timeout)))
         return Partition(self.run, handle)
 
     async def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:

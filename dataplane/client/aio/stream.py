@@ -12,7 +12,8 @@ from typing import Any
 
 from dataplane.client.aio.batch import Batch
 from dataplane.client.aio.driver import Prefetch, Run
-from dataplane.client.core import Deadline, Handle
+from dataplane.client.core import Handle
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.changes import Admitting, Losing, Producing, T
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers

@@ -18,7 +18,8 @@ import numpy as np
 from dataplane import progress
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.checkpoint.save import filing, path_of, within
-from dataplane.client.core import UNKNOWN, Deadline, Handle, Operation, ask, expect
+from dataplane.client.core import UNKNOWN, Handle, Operation, ask, expect
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, PartitionConflict
@@ -149,7 +150,7 @@ def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> O
             portion.progress,
             ranges=ranges.tobytes(),
         )
-        call = Call(body, within(deadline, _RESTORING).left(_RESTORING))
+        call = Call(body, within(deadline, _RESTORING))
         done = expect((yield call), PutDone, body)
     except BaseException:
         if call is None or not call.in_flight:

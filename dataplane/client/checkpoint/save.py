@@ -20,7 +20,8 @@ from dataplane.client.checkpoint.archive import (
     PartitionNote,
     directory_name,
 )
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Offload, Operation, ask
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Offload, Operation, ask
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.session import Session
 from dataplane.errors import (
     CheckpointFailed,
@@ -130,7 +131,7 @@ class _Checkpoint:
 
         handle, number = Handle(self.session, name), len(self.notes)
         for again in reversed(range(_TIMES)):
-            self.deadline.left("the checkpoint")
+            self.deadline.check("the checkpoint")
             try:
                 yield from handle.define(None, Deadline(ATTACH_S))
                 break

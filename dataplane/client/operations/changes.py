@@ -13,7 +13,6 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.core import (
-    Deadline,
     Handle,
     Operation,
     ask,
@@ -21,6 +20,7 @@ from dataplane.client.core import (
     milliseconds,
     wait_for,
 )
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.session import caller
 from dataplane.client.write.rows import (
     Index,

@@ -12,6 +12,7 @@ import msgspec
 
 from dataplane.client import arguments
 from dataplane.client.core import Handle, Operation, expect, limit_beside, milliseconds
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
@@ -118,7 +119,7 @@ class Claiming:
             lease_ms=self._lease_ms,
             own=not self._ahead and handle.session.leases.mine(handle.name, but=after),
         )
-        return Call(body, self._timeout, True)
+        return Call(body, Deadline(self._timeout), True)
 
     def claimed(self, call: Call) -> Operation[Claimed]:
         """What it is answered."""

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Deadline, Handle, Operation, ask
+from dataplane.client.core import Handle, Operation, ask
+from dataplane.client.deadline import Deadline
 from dataplane.client.write.layout import BLOCK_STEP_BYTES
 from dataplane.client.write.written import Written
 from dataplane.errors import ShardFull

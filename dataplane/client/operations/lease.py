@@ -20,12 +20,12 @@ from dataplane.client import arguments
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
     UNKNOWN,
-    Deadline,
     Handle,
     Operation,
     ask,
     expect,
 )
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.inlining import landed
 from dataplane.client.operations.write import write_columns
 from dataplane.client.session.outgoing import Call
@@ -412,7 +412,9 @@ class Lease:
         call = None
         try:
             body = self._with(body, written)
-            call = Call(body, Deadline(timeout).left(body.outcome))
+            deadline = Deadline(timeout)
+            deadline.check(body.outcome)
+            call = Call(body, deadline)
             return (yield from self._answer(call))
         except BaseException:
             if call is None or not call.in_flight:
@@ -450,8 +452,9 @@ class Lease:
         """at: the rows, None for all. parts: the values that are stored with an ack."""
         if parts:
             body = self._with(body, beside([one.written for one in parts]))
-        acks = body.outcome == "ack"
-        call = Call(body, Deadline(timeout).left(body.outcome), then=then, keeps=acks)
+        deadline = Deadline(timeout)
+        deadline.check(body.outcome)
+        call = Call(body, deadline, then=then, keeps=body.outcome == "ack")
         try:
             return (yield from self._answer(call))
         except BaseException as exc:
@@ -501,8 +504,8 @@ class Lease:
         failed, its rows and values are here again."""
         doubt = self._doubt
         assert doubt is not None
-        body = doubt.request.body
-        call = Call(body, deadline.left("ack"), again=doubt.request, keeps=True)
+        deadline.check("ack")
+        call = Call(doubt.request.body, deadline, again=doubt.request, keeps=True)
         try:
             yield from self._answer(call)
         except DataplaneError as exc:
@@ -548,8 +551,10 @@ class Lease:
         elif self._abandoned:
             self._abandoned = False
             self.handle.session.leases.discard(self.id)
+            deadline = Deadline(timeout)
+            deadline.check("release")
             with contextlib.suppress(LeaseExpired):  # it was told already
-                yield Call(Finish(self.id, "release"), Deadline(timeout).left("release"))
+                yield Call(Finish(self.id, "release"), deadline)
 
     def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
         """Give the rows back without a call: from a finalizer. forgotten: as in `Abandoned`."""

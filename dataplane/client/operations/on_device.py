@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Deadline, Handle, Offload, Operation
+from dataplane.client.core import Handle, Offload, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.write import Continuing, room_for
 from dataplane.client.session.devices import Devices, Opened
 from dataplane.client.session.session import Session
@@ -180,7 +181,7 @@ class _Copies:
                 value: Located = strand.source[index]
                 address = self._address(target, value.nbytes)
                 copies.append((address, value.address, value.nbytes, value.stream))
-        self._opened.device.carry_out(copies, lambda: until.left("copying to the device arena"))
+        self._opened.device.carry_out(copies, lambda: until.check("copying to the device arena"))
 
     def _address(self, target: int, nbytes: int) -> int:
         """Where an address of the peer's memory is in this process."""

@@ -20,13 +20,13 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
-    Deadline,
     Handle,
     Operation,
     ask,
     milliseconds,
     wait_for,
 )
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.balancing import Layout, Rows
 from dataplane.client.operations.claiming import Demand
 from dataplane.client.operations.lease import Lease

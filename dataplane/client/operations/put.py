@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dataplane.client.arguments import flag, texts
-from dataplane.client.core import Deadline, Handle, Offload, Operation
+from dataplane.client.core import Handle, Offload, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.on_device import DevicePart, OnDevice, take_located
 from dataplane.client.operations.write import Putting, row_cost
 from dataplane.client.ref import Ref
@@ -175,7 +176,7 @@ def _prepare(
     session, fields = handle.session, handle.definition.fields
 
     def check_time() -> None:
-        deadline.left("put")
+        deadline.check("put")
 
     if session.devices is None:
         return prepare(columns, n, dedup, fields, check_time=check_time), []

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client.core import Deadline, Handle, Operation, ask
+from dataplane.client.core import Handle, Operation, ask
+from dataplane.client.deadline import Deadline
 from dataplane.client.ref import Ref
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import (

@@ -12,7 +12,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from dataplane.client import arguments
-from dataplane.client.core import Deadline, Handle, Operation
+from dataplane.client.core import Handle, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.claiming import Claiming, Demand
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.leased import LeasedRows

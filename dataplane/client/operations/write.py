@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Deadline, Handle, Offload, Operation, ask, expect
+from dataplane.client.core import Handle, Offload, Operation, ask, expect
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.inlining import landed
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
@@ -207,7 +208,8 @@ class Putting(msgspec.Struct, eq=False):
                 reuse=self.reuse,
                 want_on_devices=list(ahead[1:]),
             )
-            call = Call(body, self.deadline.left("put"))
+            self.deadline.check("put")
+            call = Call(body, self.deadline)
             reply = expect((yield call), PutDone, body)
         except BaseException:
             session.pinned(written.pin)  # nobody keeps it, so it is released
@@ -249,7 +251,7 @@ def write_columns(
     session = handle.session
     generation = yield from handle.attach(deadline)
     fields = handle.definition.fields
-    prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.left("add"))
+    prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.check("add"))
     inline = handle.takes_inline()
     few = lay_few(prepared, inline, True)  # all of them go with one ack
     if few is not None:

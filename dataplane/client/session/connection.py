@@ -13,11 +13,12 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from dataplane.client.deadline import Deadline
 from dataplane.errors import (
     ClientClosed,
     DataplaneError,
@@ -156,43 +157,41 @@ class Connection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
-        """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
-        started, look_s = time.monotonic(), LOOK_S
+    def receive(self, turns: Iterator[float]) -> Reply:
+        """The next reply, waiting as `turns` say."""
         reply = self.arrived_reply() if self.inbox.filled or self.early else None
         while reply is None:
-            turn_s = self._turn_s(time.monotonic() - started, limit_s, grace_s)
-            if self._readable.poll(turn_s * 1e3):
+            if self._readable.poll(next(turns) * 1e3):
                 self.take()
                 reply = self.arrived_reply()
-            else:
-                look_s = self.look(time.monotonic() - started, look_s)
         return reply
 
     def take(self) -> None:
         """Receive what has arrived, without waiting; BlockingIOError where nothing has."""
         self.count(self.sock.recv_into(self.inbox.room(), 0, _AT_ONCE))
 
-    def look(self, waited_s: float, look_s: float) -> float:
-        """Say it in the log where the peer does not run; when to look the next time."""
-        if waited_s < look_s:
-            return look_s
-        if is_stopped(self.sock):
-            log.warning(
-                "peer %r: stopped (by SIGSTOP or a debugger) while a call has been waiting for %s",
-                self.peer,
-                duration(waited_s),
-            )
-        return 2 * look_s
-
-    def _turn_s(self, waited_s: float, limit_s: float | None, grace_s: float) -> float:
-        """How long to wait now; DeadlineExceeded where that is over."""
-        if limit_s is None:
-            return LOOK_S
-        if waited_s >= limit_s + grace_s or waited_s >= limit_s and is_stopped(self.sock):
-            raise no_answer(self.peer, limit_s)
-        until_s = limit_s if waited_s < limit_s else limit_s + grace_s
-        return min(LOOK_S, until_s - waited_s)
+    def turns(self, deadline: Deadline, grace_s: float = 0.0) -> Iterator[float]:
+        """For how many seconds to wait for the peer, again and again. DeadlineExceeded after the
+        deadline, and `grace_s` more where the peer runs. Logs that the peer is stopped."""
+        began = now = time.monotonic()
+        look_at = began + LOOK_S
+        while True:
+            until = deadline.until
+            if now >= until and not is_stopped(self.sock):
+                until += grace_s
+            if now >= until:
+                raise no_answer(self.peer, deadline)
+            yield min(until, look_at) - now
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + (now - began)
+                if is_stopped(self.sock):
+                    log.warning(
+                        "peer %r: stopped (by SIGSTOP or a debugger) while a call has been "
+                        "waiting for %s",
+                        self.peer,
+                        duration(now - began),
+                    )
 
     def count(self, arrived: int) -> None:
         """Bytes arrived in the inbox; none means that the peer closed the connection."""
@@ -221,14 +220,14 @@ class Connection:
                 return reply
         return None
 
-    def exchange(self, frame: bytes, rid: int, limit_s: float | None, grace_s: float) -> Body:
-        """Send one request, if it was not sent along with another, and wait for its answer, as
-        `receive` does. Raises what the peer answered as an error."""
+    def exchange(self, frame: bytes, rid: int, deadline: Deadline) -> Body:
+        """Send one request, if it was not sent along with another, and wait for its answer. Raises
+        what the peer answered as an error."""
+        turns = self.turns(deadline, GRACE_S)
         try:
-            if frame and (sent := self.send_some(frame)) < len(frame):
-                limit = None if limit_s is None else limit_s + grace_s
-                self._send_slowly(memoryview(frame)[sent:], limit)
-            body = answer(self.receive(limit_s, grace_s), rid)
+            if frame:
+                self.send(frame, turns)
+            body = answer(self.receive(turns), rid)
         except BaseException as exc:
             self.fail(exc)
             raise
@@ -253,11 +252,15 @@ class Connection:
                 self.arrived_reply()
         return self._complaint or peer_lost(self.peer)
 
-    def send(self, frame: bytes, limit_s: float | None) -> None:
-        """All of it; DeadlineExceeded where the peer does not take it in time."""
-        sent = self.send_some(frame)
-        if sent < len(frame):
-            self._send_slowly(memoryview(frame)[sent:], limit_s)
+    def send(self, frame: bytes, turns: Iterator[float]) -> None:
+        """All of it, waiting as `turns` say."""
+        if (sent := self.send_some(frame)) == len(frame):
+            return
+        rest, writable = memoryview(frame)[sent:], select.poll()
+        writable.register(self.sock, select.POLLOUT)
+        while rest:
+            writable.poll(next(turns) * 1e3)
+            rest = rest[self.send_some(rest) :]
 
     def send_some(self, rest: bytes | memoryview) -> int:
         """Send as much of the rest of a frame as the socket takes without waiting."""
@@ -269,17 +272,6 @@ class Connection:
             sent = 0
         self.frame_sent = sent == len(rest)
         return sent
-
-    def _send_slowly(self, rest: memoryview, limit_s: float | None) -> None:
-        until = None if limit_s is None else time.monotonic() + limit_s
-        writable = select.poll()
-        writable.register(self.sock, select.POLLOUT)
-        while rest:
-            left_s = None if until is None else until - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                raise no_answer(self.peer, limit_s or 0.0)
-            writable.poll(None if left_s is None else left_s * 1e3)
-            rest = rest[self.send_some(rest) :]
 
 
 def answer(reply: Reply, rid: int) -> Body:
@@ -316,7 +308,8 @@ def peer_lost(peer: str) -> PeerLost:
     )
 
 
-def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
+def no_answer(peer: str, deadline: Deadline) -> DeadlineExceeded:
+    limit_s = deadline.timeout_s or 0.0
     return DeadlineExceeded(
         f"peer {peer!r} did not answer within {duration(limit_s)}, so the call was cancelled; "
         "check the peer's log, or pass a longer timeout=",

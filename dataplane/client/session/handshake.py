@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import (
-    GRACE_S,
     Connection,
     Opener,
     answer,
@@ -31,7 +31,7 @@ from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
-HANDSHAKE_S = 20.0
+HANDSHAKE_S, LEAST_S = 20.0, 1.0
 _LOOKS, _LOOK_S = 10, 0.02
 
 
@@ -86,8 +86,9 @@ def open_connection(
             hello.pools, hello.command = greet(welcome), processes.own_command()
             hello.rank = processes.own_rank(os.environ)
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
-        connection.send(encode(request), limit_s)
-        done = unwrap(answer(connection.receive(limit_s), rid))
+        turns = connection.turns(Deadline(limit_s))
+        connection.send(encode(request), turns)
+        done = unwrap(answer(connection.receive(turns), rid))
         if not isinstance(done, HelloDone):
             raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
     except BaseException as exc:
@@ -103,7 +104,7 @@ def open_connection(
             session.peer_is_gone()
             raise peer_gone(session) from exc
         if of_socket:
-            raise (no_answer(peer, limit_s) if late else peer_lost(peer)) from exc
+            raise (no_answer(peer, Deadline(limit_s)) if late else peer_lost(peer)) from exc
         raise
     return connection, welcome, done, descriptors
 
@@ -167,10 +168,10 @@ def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneErro
     return PeerLost(f"the peer {where} closed the connection during the handshake: connect again")
 
 
-def further(session: Session, limit_s: float | None = None) -> Connection:
-    """One more connection of a session, for a call that has so much time left."""
-    most = HANDSHAKE_S if limit_s is None else min(HANDSHAKE_S, max(GRACE_S, limit_s))
-    return open_connection(session.connections.opener, session, most)[0]
+def further(session: Session, deadline: Deadline) -> Connection:
+    """One more connection of a session, for a call with this deadline."""
+    limit_s = min(HANDSHAKE_S, max(LEAST_S, deadline.until - time.monotonic()))
+    return open_connection(session.connections.opener, session, limit_s)[0]
 
 
 def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:

@@ -16,6 +16,7 @@ import weakref
 
 import msgspec
 
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connection
 from dataplane.client.session.extents import IDLE_S
 from dataplane.client.session.handshake import further
@@ -185,9 +186,10 @@ class Housekeeper:
 
     def _tell_all(self, anchor: Connection, limit_s: float) -> None:
         """The peer carries out once what it is told twice."""
+        turns = anchor.turns(Deadline(limit_s))
         for request in self._untold:
-            anchor.send(encode(request), limit_s)
-        while (reply := anchor.receive(limit_s)).rid != self._untold[-1].rid:
+            anchor.send(encode(request), turns)
+        while (reply := anchor.receive(turns)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
                 log.info("peer %r: refused a one-way message: %s", self._peer, reply.body.message)
         for request in self._untold:
@@ -197,7 +199,7 @@ class Housekeeper:
     def _another(self) -> Connection | None:
         """Another anchor, where the peer is still the same."""
         try:
-            return further(self.session)
+            return further(self.session, Deadline(None))
         except DataplaneError as exc:
             log.info(
                 "peer %r: could not reconnect, dropped unacknowledged messages: %s", self._peer, exc

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dataplane.client.session.connection import GRACE_S, Connections, frame_of
+from dataplane.client.deadline import Deadline
+from dataplane.client.session.connection import Connections, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
 from dataplane.client.session.handshake import HANDSHAKE_S, further, open_connection
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
@@ -75,9 +76,10 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
     keeper = visit(peer)
     session = keeper.session
     try:
-        connection = further(session, _VISIT_S)
+        deadline = Deadline(_VISIT_S)
+        connection = further(session, deadline)
         request = session.request(Stats(), int(_VISIT_S * 1e3))
-        answer = connection.exchange(frame_of(request), request.rid, _VISIT_S, GRACE_S)
+        answer = connection.exchange(frame_of(request), request.rid, deadline)
         connection.close()
     finally:
         keeper.close("this client only inspected the run")

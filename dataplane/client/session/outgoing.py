@@ -8,10 +8,12 @@ sent again.
 
 from __future__ import annotations
 
+import math
 import time
 
 import msgspec
 
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
 from dataplane.errors import ClientClosed, DataplaneError, PeerEnded, PeerLeaves, PeerLost
@@ -25,10 +27,10 @@ _FOREVER_MS = (1 << 31) - 1
 
 class Call(msgspec.Struct, eq=False):
     """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
-    wait (for rows), `deadline_s` only how long this side does; None: for ever."""
+    wait (for rows), `deadline` only how long this side does."""
 
     body: Body
-    deadline_s: float | None
+    deadline: Deadline
     blocking: bool = False
     then: Call | None = None
     """goes in the same piece, and is waited for by itself afterwards, or left"""
@@ -54,30 +56,25 @@ class Outgoing:
 
     __slots__ = (
         "_ahead",
-        "_blocking",
         "_repeats",
         "_request",
         "_session",
         "_step",
         "_then",
-        "_until",
         "frame",
         "later",
         "rid",
     )
 
-    def __init__(self, session: Session, step: Call, began: float, along: bool = False) -> None:
-        """began: when the call did (monotonic); a connection for it may have been made since.
-        along: with the call before it."""
-        left = step.deadline_s
+    def __init__(self, session: Session, step: Call, along: bool = False) -> None:
+        """along: with the call before it."""
         self._session = session
         self._step = step
-        self._blocking = step.blocking
-        self._until = None if left is None else began + max(left, 0.0)
         self._repeats = 0
         self._ahead: list[Request] = []
         self._then: tuple[Call, Outgoing] | None = None
-        deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
+        left_ms = 1e3 * (step.deadline.until - time.monotonic())
+        deadline_ms = max(1, int(min(left_ms, _FOREVER_MS)))
         if step.again is None:
             limit_ms = 0 if step.blocking else deadline_ms
             request = session.request(step.body, limit_ms, waits=step.blocking)
@@ -93,7 +90,7 @@ class Outgoing:
         try:
             self.frame = frame_of(request)
             if step.then is not None:
-                self._then = step.then, Outgoing(session, step.then, began, along=True)
+                self._then = step.then, Outgoing(session, step.then, along=True)
                 self.frame += self._then[1].frame
                 self.later = self._then[1].rid
         except BaseException:
@@ -103,10 +100,6 @@ class Outgoing:
         if not along and not session.due.empty() and (due := session.parting()):
             self._ahead = [session.request(body, one_way=True) for body in due]
             self.frame = self._ahead_of() + self.frame
-
-    def limit_s(self) -> float | None:
-        """How long to wait for the answer."""
-        return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def broke(self, exc: PeerLost) -> None:
         """The connection broke before the answer was there: `frame` is to be sent again. Raises
@@ -120,9 +113,9 @@ class Outgoing:
             raise exc
         if self._repeats > REPEATS:
             raise exc
-        request = self._request
-        if self._blocking and self._until is not None:
-            left_ms = max(0, int((self._until - time.monotonic()) * 1e3))
+        request, until = self._request, self._step.deadline.until
+        if self._step.blocking and until < math.inf:
+            left_ms = max(0, int(1e3 * (until - time.monotonic())))
             body = msgspec.structs.replace(request.body, timeout_ms=left_ms)
             request = msgspec.structs.replace(request, body=body)
         self.frame = self._ahead_of() + frame_of(request)

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.client.aio.calls import Calls
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Offload, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.loader import Loading
@@ -45,13 +46,11 @@ B = TypeVar("B", bound=LeasedRows)
 log = logging.getLogger(__name__)
 
 
-def exchange(
-    connection: Connection, frame: bytes, rid: int, limit_s: float | None, grace_s: float
-) -> Body:
+def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
     """As `Connection.exchange`, which stops the event loop that it is called in: said once."""
     if asyncio._get_running_loop() is not None:
         _warn_of_loop()
-    return connection.exchange(frame, rid, limit_s, grace_s)
+    return connection.exchange(frame, rid, deadline)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dataplane.client import arguments, core
 from dataplane.client.checkpoint import restore, save
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations import reads
 from dataplane.client.ref import Ref
 from dataplane.client.session.devices import wish_of
@@ -109,7 +110,7 @@ class Plane(Calls):
         handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, replicas, fields)
         if definition is not None:
-            self.run(handle.define(definition, core.Deadline(timeout)))
+            self.run(handle.define(definition, Deadline(timeout)))
         return Partition(self.run, handle)
 
     def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:

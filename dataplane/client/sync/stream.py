@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dataplane.client.core import Deadline, Handle
+from dataplane.client.core import Handle
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.changes import Admitting, Losing, Producing, T
 from dataplane.client.operations.lease import LEFT, Lease
 from dataplane.client.operations.loader import Loading, refuse_workers

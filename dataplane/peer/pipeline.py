@@ -2,13 +2,14 @@
 
     decode → admit → once → handle → hold → encode
 
-The doors decode and encode. `Call.serve` is what lies between. A door steps it once (`tasks.begin`)
-in the callback that read the request: a request that waits for nothing is answered there, without a
-task. From where it first waits, a task goes on with it.
+The doors decode and encode. `Call.serve` is what lies between. A door calls it in the callback that
+read the request: a request that waits for nothing is answered there, without a task. From where it
+first waits, a task goes on with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host
 from dataplane.peer.operations import Operation
-from dataplane.peer.tasks import result_of
+from dataplane.peer.tasks import begin, result_of
 from dataplane.wire.messages import Body
 
 CONFIRM_S = 30.0
@@ -65,21 +66,37 @@ class Call(msgspec.Struct, eq=False):
 
     # what they share
 
-    async def serve(self) -> None:
-        """Serve the request."""
+    def serve(self) -> asyncio.Task[None] | None:
+        """Serve the request. Return the task that goes on where it waits; None: it was answered."""
+        outcome: Body | Awaitable[Body]
         try:
-            if not self.is_admitted():
-                await self.admission()
-            outcome = self.handle()
-            reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
+            outcome = self.handle() if self.is_admitted() else self._once_admitted()
+        except Exception as exc:
+            outcome = failed(exc)
+        if not isinstance(outcome, Body):
+            return begin(self._answer_later(outcome))
+        if not self.may_leave(outcome):
+            return begin(self._hold(outcome))
+        self.answer(outcome)
+        return None
+
+    async def _once_admitted(self) -> Body:
+        await self.admission()
+        outcome = self.handle()
+        return outcome if isinstance(outcome, Body) else await result_of(outcome)
+
+    async def _answer_later(self, outcome: Awaitable[Body]) -> None:
+        try:
+            reply = await result_of(outcome)
         except Exception as exc:
             reply = failed(exc)
-        if not self.may_leave(reply):
-            reply = await self._held_back(reply)
-        self.answer(reply)
+        if self.may_leave(reply):
+            self.answer(reply)
+        else:
+            await self._hold(reply)
 
-    async def _held_back(self, reply: Body) -> Body:
-        """The answer once it may leave. What it hands out comes back where that takes too long."""
+    async def _hold(self, reply: Body) -> None:
+        """Answer once the reply may leave. If that takes too long, what it hands out comes back."""
         host = self.host
         until = min(self.until, host.now() + CONFIRM_S)
         try:
@@ -91,5 +108,5 @@ class Call(msgspec.Struct, eq=False):
             self.take_back(reply)
             if not isinstance(exc, Exception):
                 raise
-            return failed(exc)
-        return reply
+            reply = failed(exc)
+        self.answer(reply)

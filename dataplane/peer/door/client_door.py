@@ -39,7 +39,7 @@ from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
 from dataplane.peer.pipeline import Call
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.tasks import Tasks, begin
+from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
@@ -356,7 +356,7 @@ class Connection(asyncio.Protocol):
         call_stage.set(body.stage if isinstance(body, Claim) else "")
         held = operation.is_held(body)
         call = _Call(host, operation, until, held, self, self._session, request, handler, began)
-        task = begin(call.serve())
+        task = call.serve()
         if task is not None:
             self._running[task] = operation.waits is not Waits.NO
             door.under_way.add(task)

@@ -28,7 +28,6 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.operations import OPERATIONS, Operation, PeerHandler, Sender
 from dataplane.peer.pipeline import Call
-from dataplane.peer.tasks import begin
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -123,7 +122,7 @@ class PeerDoor:
         call_deadline.set(until)
         held = operation.is_held(request.body)
         call = _Call(self.host, operation, until, held, self, stream, request, sender)
-        task = begin(call.serve())
+        task = call.serve()
         if task is None:
             return
         nbytes = max(len(frame), REQUEST_BYTES)

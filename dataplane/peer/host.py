@@ -49,21 +49,28 @@ SUCCESSION_S = 1.5
 clocks differ in pace."""
 POLL_S = 0.1
 
-call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
-"""Until when the client's call that is being served must be answered (monotonic)."""
-call_notice: ContextVar[Callable[[str], None]] = ContextVar(
-    "call_notice", default=logging.getLogger(__name__).warning
-)
-"""Says something in the log of the process whose call is being served."""
-call_stage: ContextVar[str] = ContextVar("call_stage", default="")
-"""The stage whose claim is being served; "" for anything else, and for what no call waits for."""
+
+class CallContext(msgspec.Struct, frozen=True):
+    """The call that is being served.
+
+    until: when it must be answered (monotonic). notice: writes to the log of the process that made
+    the call. stage: whose claim it is, "" for any other call.
+    """
+
+    until: float = math.inf
+    notice: Callable[[str], None] = logging.getLogger(__name__).warning
+    stage: str = ""
+
+
+call_context: ContextVar[CallContext] = ContextVar("call_context", default=CallContext())  # noqa: B039
+"""Set by the doors for each request. The default is for work that no call waits for."""
 
 
 def waits_s(timeout_ms: int) -> float:
     """How long the call that is being served may wait at its shard, -1: as long as it lives. One
     that was asked again, because the shard moved, has less time left than it says."""
     most_s = math.inf if timeout_ms < 0 else timeout_ms / 1000
-    return min(most_s, call_deadline.get() - time.monotonic())
+    return min(most_s, call_context.get().until - time.monotonic())
 
 
 def _bounded(label: str, among: Mapping[str, object]) -> str:

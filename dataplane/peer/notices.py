@@ -13,7 +13,7 @@ from typing import Any
 
 from dataplane.errors import counted, duration
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Host, call_notice
+from dataplane.peer.host import Host, call_context
 
 REST_S = 0.2
 
@@ -36,7 +36,7 @@ class Telling:
     soon: bool = False
 
     def __post_init__(self) -> None:
-        self._notice = call_notice.get()
+        self._notice = call_context.get().notice
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Telling:

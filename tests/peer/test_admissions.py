@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import Unavailable
-from dataplane.peer.host import call_deadline
+from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Held
 from dataplane.wire.messages import Done, Withdraw
@@ -29,7 +29,7 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
     waits = Waits(host, router, [], None)  # type: ignore[arg-type]
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
     body, request = Withdraw("p", 1, [5]), Any
-    call_deadline.set(time.monotonic() + 0.02)
+    call_context.set(CallContext(time.monotonic() + 0.02))
     with pytest.raises(Unavailable, match="does not respond"):
         await asyncio.wait_for(waits.withdraw(session, request, body), 60)
     assert told[0][0] == ("p", 1, 5) and not told[0][1].cancelled()

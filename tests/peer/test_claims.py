@@ -21,7 +21,7 @@ from dataplane.errors import (
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.peer.host import Caller, call_deadline
+from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests import claims as claims_module
@@ -289,7 +289,7 @@ async def test_rows_that_come_after_the_end_of_their_call_go_back(
     """This peer was stopped meanwhile, and its client has closed the connection, of which this peer
     may not have read yet."""
     asker = Asker(monkeypatch)
-    call_deadline.set(asker.host.now() + 0.7)
+    call_context.set(CallContext(asker.host.now() + 0.7))
     claiming = asker.claim(timeout_ms=300)
     answer = await asker.until_asked(1)
     asker.later(16.0)
@@ -317,7 +317,7 @@ async def test_a_claim_that_does_not_wait_has_no_longer_than_its_call(
     """It waited at the door until its peer was sure that it may serve, for all of its time."""
     asker = Asker(monkeypatch)
     monkeypatch.setattr(router_module, "AT_ONCE_S", 600.0)
-    call_deadline.set(asker.host.now() + 0.02)
+    call_context.set(CallContext(asker.host.now() + 0.02))
     with pytest.raises(ClaimTimeout, match="does not answer"):
         await asyncio.wait_for(asker.claim(timeout_ms=0), 60)
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from dataplane.errors import RowsGone, RowsLost, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.peer.host import call_deadline
+from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
@@ -178,7 +178,8 @@ async def test_who_waits_for_a_roster_that_has_the_owner_waits_no_longer_than_it
         return until > pulls.host.now()
 
     pulls = _asking(None, another_roster, member=False)
-    call_deadline.set(end := pulls.host.now() + 0.05)
+    end = pulls.host.now() + 0.05
+    call_context.set(CallContext(end))
     with pytest.raises(RowsLost):
         await asyncio.wait_for(pulls._transfer(THERE, np.zeros(1, RANGE), np.ones(1, U8)), 10)
     assert asked_until and max(asked_until) <= end

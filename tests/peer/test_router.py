@@ -21,7 +21,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Heirs, Roster
-from dataplane.peer.host import Caller, call_deadline
+from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
@@ -149,12 +149,12 @@ async def test_a_shard_whose_peer_is_back_under_the_same_roster_is_asked_again()
 
 async def test_asking_ends_with_its_call_and_with_what_was_said_last() -> None:
     shards = Asked(Unavailable("away"), takes_s=2.0)
-    ends = call_deadline.set(107.0)
+    ends = call_context.set(CallContext(107.0))
     try:
         with pytest.raises(Unavailable, match="away"):
             await shards.router.ask(Seal("p", 1), timeout_s=60)
     finally:
-        call_deadline.reset(ends)
+        call_context.reset(ends)
     assert 107.0 <= shards.time < 110.0
     left = [how["timeout_s"] for _, _, how in shards.asked]
     assert left[0] == 7.0 and min(left) > 0 and left == sorted(left, reverse=True)

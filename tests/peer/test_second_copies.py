@@ -20,7 +20,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
-from dataplane.peer.host import Caller, Entry, call_deadline
+from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.shards import backup as backups
@@ -175,7 +175,7 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
     entry: Any = SimpleNamespace(copies=Copies(), name="p", generation=1)
     named, column = stores.named(["k"]), Column("x", stores.values(1))
     body = Put("p", 1, named, [column], stores.SPECS, owners=[THERE])
-    call_deadline.set(peer.host.now() + 60.0)
+    call_context.set(CallContext(peer.host.now() + 60.0))
     began = peer.host.now()
     with pytest.raises(BackPressure):
         async with peer.copying.beforehand(entry, body):
@@ -401,7 +401,7 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     names = stores.named(["k0", "k1", "k2"])
     shard.put(stores.wrote(names, [column], stores.SPECS, [THERE], {}))
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
-    call_deadline.set(peer.host.now() + ATTEMPT_S)
+    call_context.set(CallContext(peer.host.now() + ATTEMPT_S))
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
     first = asyncio.ensure_future(append(caller, told))
     again = asyncio.ensure_future(append(caller, told))

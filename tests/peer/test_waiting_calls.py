@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.host import Caller, Entry, call_deadline
+from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.retries import SWEEP_S, Retries
 from dataplane.peer.shards.waiting_calls import WaitingCalls
@@ -219,11 +218,11 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
 ):
     shard = Shard(GROUPED)
     shard.admit(5, 2)
-    call_deadline.set(time.monotonic())
+    call_context.set(CallContext(time.monotonic()))
     turn = shard.admit(6, 2)
     with pytest.raises(ClaimTimeout, match=r"2 of 2 places wanted; taken: .*2 permitted to"):
         await turn
-    call_deadline.set(math.inf)
+    call_context.set(CallContext())
     younger = shard.admit(7)
     shard.entry.store.take_back([5])
     shard.settle(shard.entry)
@@ -347,7 +346,7 @@ async def test_who_waits_at_a_peer_that_lost_the_shard_asks_elsewhere() -> None:
 
 async def test_who_waits_for_a_shard_that_moved_waits_no_longer_than_its_call_lives() -> None:
     shard = Shard()
-    call_deadline.set(time.monotonic() + 0.05)
+    call_context.set(CallContext(time.monotonic() + 0.05))
     asked_before_it_moved = Wait(NAME, 1, "s", "rows", 3, timeout_ms=3_600_000)
     with pytest.raises(ClaimTimeout):
         await asyncio.wait_for(shard.calls.wait(CLAIMANT, asked_before_it_moved), 20)
@@ -453,7 +452,7 @@ async def test_who_begins_to_wait_for_a_key_makes_nobody_look_again_at_the_other
 
     monkeypatch.setattr(inspection, "key_there", key_there)
     shard = Shard()
-    call_deadline.set(time.monotonic() + 60.0)
+    call_context.set(CallContext(time.monotonic() + 60.0))
     waits = [
         shard.calls.wait(CLAIMANT, Wait(NAME, 1, "", "rows", timeout_ms=60_000, key=key))
         for key in range(20)

@@ -34,7 +34,7 @@ from dataplane.errors import (
 )
 from dataplane.peer import descriptors
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
+from dataplane.peer.host import CallContext, Host, call_context
 from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
 from dataplane.peer.pipeline import Call
@@ -351,9 +351,8 @@ class Connection(asyncio.Protocol):
         host, operation = door.host, OPERATIONS[kind]
         began = host.now()
         until = began + _limit_s(request, operation)
-        call_deadline.set(until)
-        call_notice.set(self._notice)
-        call_stage.set(body.stage if isinstance(body, Claim) else "")
+        stage = body.stage if isinstance(body, Claim) else ""
+        call_context.set(CallContext(until, self._notice, stage))
         held = operation.is_held(body)
         call = _Call(host, operation, until, held, self, self._session, request, handler, began)
         task = call.serve()

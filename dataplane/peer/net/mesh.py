@@ -24,7 +24,7 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.peer.failures import LinkBroken, again
-from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.links import Acquaintances, Bulk, Link, Unreadable
@@ -147,7 +147,7 @@ class Mesh:
             )
 
     def _until(self, timeout_s: float) -> float:
-        return min(self.host.now() + timeout_s, call_deadline.get())
+        return min(self.host.now() + timeout_s, call_context.get().until)
 
     async def _asked(self, asked: _Call, timeout_s: float) -> Any:
         """Once the backup has what the request may tell of; again on a new connection where the

@@ -23,7 +23,7 @@ import msgspec
 
 from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch, Unavailable
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.operations import OPERATIONS, Operation, PeerHandler, Sender
@@ -119,7 +119,7 @@ class PeerDoor:
         # What is asked of others on the way ends before, so that the sender is told who it was.
         limit_s = request.deadline_ms / 1000
         until = self.host.now() + limit_s - min(0.1, limit_s / 10)
-        call_deadline.set(until)
+        call_context.set(CallContext(until))
         held = operation.is_held(request.body)
         call = _Call(self.host, operation, until, held, self, stream, request, sender)
         task = call.serve()

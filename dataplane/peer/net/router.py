@@ -26,7 +26,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import fail
-from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait, Withdraw
 
@@ -65,7 +65,7 @@ class Router:
 
     async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
         """What the shard answers, until the call's deadline."""
-        end = min(self.host.now() + timeout_s, call_deadline.get())
+        end = min(self.host.now() + timeout_s, call_context.get().until)
         return await self.reach(lambda roster, left_s: self.at(roster, body, caller, left_s), end)
 
     async def wait(
@@ -206,4 +206,4 @@ def ends(timeout_ms: int, now: float) -> float:
     """Until when such a call is asked for."""
     if timeout_ms < 0:
         return math.inf
-    return min(now + (timeout_ms / 1000 or AT_ONCE_S), call_deadline.get())
+    return min(now + (timeout_ms / 1000 or AT_ONCE_S), call_context.get().until)

@@ -37,7 +37,7 @@ from dataplane.memory.extents import padded, some
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
+from dataplane.peer.host import ByLabel, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
 from dataplane.peer.room.admission import PULLER, Room
@@ -156,7 +156,7 @@ class Pulls:
 
     def left_s(self) -> float:
         """How long this may take: the call that reads waits no longer."""
-        return max(0.0, min(PULL_S, call_deadline.get() - self.host.now()))
+        return max(0.0, min(PULL_S, call_context.get().until - self.host.now()))
 
     async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
         limit_s = self.left_s()
@@ -289,7 +289,7 @@ class Pulls:
 
     def note(self, owner: Owner, way: str, nbytes: int, began: float) -> None:
         """Bytes of another peer are here, which were asked for then."""
-        stage = call_stage.get()
+        stage = call_context.get().stage
         self.brought[way].add(stage, nbytes)
         record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
         self.host.events.add(record, began)
@@ -312,7 +312,7 @@ class Pulls:
     async def _is_member(self, owner: Owner) -> None:
         """RowsLost where it is none any more: a link to it would be awaited in vain."""
         while not self.host.roster.has(owner):  # or not yet, where a newer roster is on its way
-            until = min(self.host.now() + BEHIND_S, call_deadline.get())
+            until = min(self.host.now() + BEHIND_S, call_context.get().until)
             if not await self.host.another_roster(self.host.roster, until):
                 raise _went(owner)
 

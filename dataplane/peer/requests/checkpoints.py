@@ -17,7 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import Caller, Entry, call_deadline
+from dataplane.peer.host import Caller, Entry, call_context
 from dataplane.peer.net.mesh import CALL_S
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
@@ -57,7 +57,7 @@ class Checkpoints:
             names = sorted(name for one in told for name in one.partitions)
             return CensusDone(names, _placement(roster))
 
-        end = min(self.host.now() + CALL_S, call_deadline.get())
+        end = min(self.host.now() + CALL_S, call_context.get().until)
         return await self.router.reach(all_by, end)
 
     async def census_here(self, caller: Caller, body: Census) -> Body:

@@ -31,7 +31,7 @@ from dataplane.errors import (
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import ByLabel, Host, call_deadline
+from dataplane.peer.host import ByLabel, Host, call_context
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Lease, Part
@@ -163,7 +163,7 @@ class Claims:
                 asked, first, answer = self._asked(one), answer, None
                 try:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
-                    if self.host.now() > call_deadline.get():  # who asked has gone by now
+                    if self.host.now() > call_context.get().until:  # who asked has gone by now
                         raise ClaimTimeout(
                             f"{one} timed out: this peer was stopped or busy when the rows became "
                             "ready; claim again"

@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +21,7 @@ from dataplane.memory.space import Space
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Host, call_deadline, call_stage
+from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.requests.leases import Leases
@@ -228,7 +229,7 @@ class Reading:
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):
-            until = min(self.host.now() + LEARN_S, call_deadline.get())
+            until = min(self.host.now() + LEARN_S, call_context.get().until)
             await self.host.another_roster(self.host.roster, until)
 
     def read_here(self, caller: Caller, body: Read) -> Body:
@@ -253,7 +254,7 @@ class Reading:
 
     async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
         lease = self.leases.of(session, body.lease, self.host.now())
-        call_stage.set(lease.stage)
+        call_context.set(msgspec.structs.replace(call_context.get(), stage=lease.stage))
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
         try:
             found: Fetched = await self._found(asked, session, "fetch")

@@ -23,7 +23,7 @@ from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.references import Array, far_owners, pulled
-from dataplane.peer.host import Entry, Host, call_stage
+from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.rows import raw_values
 from dataplane.peer.tasks import within
@@ -372,7 +372,7 @@ class Room:
             return turn.done()
         finally:
             del self._claims[claim]
-            self._waited(Reason.PULL, holder, began, by, call_stage.get())
+            self._waited(Reason.PULL, holder, began, by, call_context.get().stage)
 
     def why(self, needed_bytes: int) -> Why:
         """What a claim waits for that waits for room, and the figures."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,7 +22,7 @@ from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
-from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import PIECE_S, Shipping
 from dataplane.peer.shards.partitions import Partitions
@@ -135,7 +134,7 @@ class Replicas:
         """Replay the message in pieces. If the sender stops waiting, its next attempt begins behind
         the operations that were replayed. Bringing the values of one operation may take longer than
         an attempt and would begin from the start, so this goes on without the sender."""
-        call_deadline.set(math.inf)
+        call_context.set(CallContext())
         async with origin.lock:
             for shipment in _new(origin, body).shipments:
                 copy = origin.copies.get((shipment.partition, shipment.generation))
@@ -181,7 +180,7 @@ class Replicas:
         """What lies at a peer that leaves and here is at this peer's backup before the rows name
         this one alone: it might be lost as soon as it has them."""
         await self.copying.copy_here(values, owner)
-        await self.host.progress.reached(call_deadline.get())
+        await self.host.progress.reached(call_context.get().until)
         entry = self.shipping.passed_on.get((store.partition, store.generation))
         if entry is None:  # it was dropped meanwhile
             return

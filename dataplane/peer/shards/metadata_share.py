@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dataplane.errors import BackPressure, ShardFull, sized
-from dataplane.peer.host import Host, call_deadline
+from dataplane.peer.host import Host, call_context
 from dataplane.peer.sessions import Session
 from dataplane.wire.events import Kind, Reason, Record
 
@@ -123,7 +123,7 @@ class MetadataShare:
     async def _pause(self, session: Session, full: BackPressure, tries: int) -> None:
         """Before they are tried again, so many times up to now."""
         wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
-        left_s = call_deadline.get() - self._host.now() - AGAIN_S[0]
+        left_s = call_context.get().until - self._host.now() - AGAIN_S[0]
         if left_s <= 0:
             raise full
         if self._vain is None:

@@ -22,7 +22,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.host import Caller, Entry, Host, call_context
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
@@ -68,7 +68,7 @@ class References:
         answer. Values that the shard refuses are let go; a peer that may have taken them and did
         not answer is asked about that until it says so. carried: all ranges that the message
         names, once each."""
-        end = min(self.host.now() + CALL_S, call_deadline.get())
+        end = min(self.host.now() + CALL_S, call_context.get().until)
         of = body.partition, body.generation
         body.change = await self.host.changes.begin(*of, end)
         try:

@@ -23,7 +23,7 @@ from dataplane.memory.extents import padded
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import Entry, Host, call_deadline
+from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.net.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
@@ -138,7 +138,7 @@ class Copying:
                 if await self._has_made(roster, address, body):
                     return
             except (StaleEpoch, Unavailable):
-                if self.host.now() >= call_deadline.get():
+                if self.host.now() >= call_context.get().until:
                     raise
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
 
@@ -246,7 +246,7 @@ class Copying:
         most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_RANGES]), limit, "right")))
         ranges, nbytes = ranges[:most], nbytes[:most]
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
-        left_s = max(0.0, call_deadline.get() - self.host.now())
+        left_s = max(0.0, call_context.get().until - self.host.now())
         patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
         ones = np.ones(count, U4)

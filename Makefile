@@ -92,9 +92,9 @@ SOAK_MINUTES ?= 10
 soak: $(VENV)/.bench-installed
 	$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
 
-# The whole grid of damages and moments on real processes; some cells need CAP_NET_ADMIN.
+# The whole grid of damages and moments on real processes, and all causes of slow steps; some cells need CAP_NET_ADMIN.
 chaos: test-packages $(VENV)/.test-installed
-	CHAOS=1 $(BIN)/python -m pytest -q tests/chaos tests/end_to_end/test_chaos_calls.py
+	CHAOS=1 $(BIN)/python -m pytest -q tests/chaos tests/end_to_end/test_chaos_calls.py tests/timeline/test_planted.py
 
 # Coverage-guided, FUZZ_SECONDS for each decoder; what was worth something is kept in .fuzz.
 FUZZ_SECONDS ?= 60

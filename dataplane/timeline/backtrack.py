@@ -18,6 +18,8 @@ from dataplane.wire.events import Kind, Reason
 
 UNACKED = 5.0
 """A lease that lasts so many times longer than any other of its stage is taken to be forgotten."""
+FEW = 3
+"""With fewer leases of its own, a step is compared with the other steps."""
 QUIET = 3.0
 """A producer that was silent for so many times its longest pause is taken to have finished."""
 LEAST_S = 1.0
@@ -222,15 +224,17 @@ class _Backtrack:
         """Whether an open lease has lasted far longer than any that ended."""
         if not lease.is_open or (lease.stage, lease.worker) == (wait.stage, wait.worker):
             return False
-        others = [
-            one.seconds / max(1, one.rows)
-            for one in self.step.all_leases
-            if one.stage == lease.stage and not one.is_open
-        ]
+        others = self._ended(self.step.leases, lease.stage)
+        if len(others) < FEW:
+            others = self._ended(self.step.all_leases, lease.stage)
         if not others:
             return False
-        longest_s = max(others) * max(1, lease.rows)
+        longest_s = max(one.seconds / max(1, one.rows) for one in others) * max(1, lease.rows)
         return lease.seconds > max(LEAST_S, UNACKED * longest_s)
+
+    @staticmethod
+    def _ended(leases: Iterable[Lease], stage: str) -> list[Lease]:
+        return [one for one in leases if one.stage == stage and not one.is_open]
 
     def _nothing_comes(self, wait: Event) -> bool:
         """Whether all that was put is done or claimable, no producer has come back for long, and

@@ -7,7 +7,7 @@ with others, that workers are too few by rows that queue for them.
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
@@ -157,11 +157,13 @@ class _Causes:
         late = {e.group for e in step.ready if e.stage == step.last and e.at > since} & lacked
         field = next((e.field for e in step.ready if e.by == stage and e.field), "")
         leases = [one for one in step.leases if one.stage == stage]
+        if (outlier := _outlier(leases, same)) is not None:
+            groups = _groups(len(outlier.groups - {""}), outlier.rows)
+            text = f"because {outlier.worker or 'a worker'} acked {groups} of stage {stage} only "
+            text += f"after {duration(outlier.seconds)}, far later than others"
+            return Cause.UNACKED_LEASE, text
         for kind in ("host", "worker"):
-            spent = Counter[str]()
-            for one in same:
-                spent[getattr(one, kind)] += one.seconds  # type: ignore[assignment]
-            most = max(spent, key=lambda name: spent[name])
+            most = _most(same, kind)
             rates = self._rates(leases, kind)
             others = [rate for name, rate in rates.items() if name != most]
             if others and most in rates and rates[most] < SLOW * median(others):
@@ -170,13 +172,6 @@ class _Causes:
                 where = f"on {kind} {most}" if kind == "host" else f"in {most}"
                 ran = _ran(rates[most] / median(others))
                 return Cause.SLOW_WORKER, f"{because}{stage} {where} {ran}"
-        if (outlier := _outlier(leases, same)) is not None:
-            groups = _groups(len(outlier.groups - {""}), outlier.rows)
-            text = f"because {outlier.worker or 'a worker'} acked {groups} of stage {stage} only "
-            return (
-                Cause.UNACKED_LEASE,
-                f"{text}after {duration(outlier.seconds)}, far later than others",
-            )
         workers = {one.worker for one in leases}
         queued = _seconds(one for one in same if one.queued)
         if 2 * queued >= _seconds(same):
@@ -188,11 +183,12 @@ class _Causes:
         return Cause.STAGE, f"while {stage} worked (nothing queued for it)"
 
     def _rates(self, leases: Iterable[Lease], kind: str) -> dict[str, float]:
-        """Rows a second of work under lease, by host or worker."""
+        """Rows a second of work under lease, by host or worker. Leases that go on count as if they
+        ended now, so a host that has just begun is not slow."""
         rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
         for lease in leases:
             of = getattr(lease, kind)
-            rows[of] += lease.rows - max(0, lease.left)
+            rows[of] += lease.rows
             done = busy(self.step, lease, lease.began, lease.ended)
             took[of] += _seconds(one for one in done if one.what == "work")
         return {name: rows[name] / took[name] for name in rows if took[name]}
@@ -208,20 +204,21 @@ class _Causes:
             took[put.host].append(worked_s)
             came[put.group] = since_s
         pace = {host: median(each) for host, each in took.items() if len(each) > 2}
-        if len(pace) > 1:
-            slow = max(pace, key=lambda host: pace[host])
-            ratio = median(pace[host] for host in pace if host != slow) / max(pace[slow], 1e-9)
+        most = _most(same, "host")
+        others = [pace[host] for host in pace if host != most]
+        if most in pace and others:
+            ratio = median(others) / max(pace[most], 1e-9)
             if ratio < SLOW:
-                return Cause.SLOW_WORKER, f"because rollout on host {slow} {_ran(ratio)}"
+                return Cause.SLOW_WORKER, f"because rollout on host {most} {_ran(ratio)}"
         if (held_back := self._held_back(same)) >= HELD_BACK:
             text = f"because admit held {held_back:.0%} of the other rollout workers back"
             return Cause.ADMIT, f"{text}: its max_lag is too small"
         last = max(came, key=lambda group: came[group], default="")
         times = sorted(came.values())
         if len(times) >= 4:
-            most = times[(3 * len(times)) // 4 - 1]
-            if times[-1] - most > SKEWED * most:
-                text = f"because group {last!r} came {duration(times[-1] - most)} after three"
+            usual = times[(3 * len(times)) // 4 - 1]
+            if times[-1] - usual > SKEWED * usual:
+                text = f"because group {last!r} came {duration(times[-1] - usual)} after three"
                 return Cause.STRAGGLER, f"{text} quarters of the groups"
         return Cause.GENERATION, "while rollout generated"
 
@@ -258,7 +255,7 @@ class _Causes:
         """Of bytes that came: whether they came slowly."""
         pulls = defaultdict[tuple[str, str], list[Event]](list)
         for e in self.step.other:
-            if e.kind is Kind.PULL and e.seconds:
+            if e.kind is Kind.PULL and e.seconds and self.step.overlaps(e):
                 pulls[e.by, e.peer].append(e)
         link = longest.by, longest.host
         nbytes = {of: sum(e.nbytes for e in mine) for of, mine in pulls.items()}
@@ -296,6 +293,14 @@ def _outlier(leases: Iterable[Lease], spent: Iterable[Spent]) -> Lease | None:
     usual_s = max(one.seconds / one.rows for one in ended if one is not longest) * longest.rows
     is_far = longest.seconds > max(LEAST_S, UNACKED * usual_s)
     return longest if is_far and 2 * longest.seconds > total_s else None
+
+
+def _most(spent: Iterable[Spent], kind: str) -> str:
+    """The host or worker that spent most of it."""
+    took = defaultdict[str, float](float)
+    for one in spent:
+        took[getattr(one, kind)] += one.seconds
+    return max(took, key=lambda name: took[name])
 
 
 def _seconds(spent: Iterable[Spent]) -> float:

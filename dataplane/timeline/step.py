@@ -110,6 +110,10 @@ class Step:
         of a wait."""
         return [e for e in self._other[kind, of] if e.at > begin and e.began < end]
 
+    def overlaps(self, event: Event) -> bool:
+        """Whether what took a while took some of the step's time."""
+        return event.at > self.begin and event.began < self.end
+
     def arrived(self, stage: str, begin: float, end: float) -> bool:
         """Whether rows became ready for a stage in this time."""
         return any(r.stage == stage and begin < r.at <= end for r in self.ready)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from dataplane.timeline.causes import HEALTHY, Cause
@@ -98,3 +101,67 @@ def test_any_beginning_of_a_step_is_explained_somehow(many: int) -> None:
 def test_steps_are_named_in_the_order_in_which_they_begin() -> None:
     events = [Event(Kind.PUT, float(n), partition=f"step-{n % 3}") for n in range(6)]
     assert steps(events) == ["step-0", "step-1", "step-2"]
+
+
+def happened(kind: Kind, at: float, **more: Any) -> Event:
+    return Event(kind, at, **({"peer": "a", "partition": STEP, "generation": 1} | more))
+
+
+def put(at: float, group: str, worker: str) -> list[Event]:
+    """A group of eight rows, with all that the stage needs."""
+    of = {"rows": 8, "group": group, "worker": worker, "host": "a"}
+    return [
+        happened(Kind.PUT, at, **of),
+        happened(Kind.READY, at, **of, stage="train", field="x"),
+    ]
+
+
+def test_a_plan_that_waits_for_the_seal_says_so() -> None:
+    """Two ranks of a trainer; the last row came a second after they asked, the seal four more."""
+    events = [*put(100.5, "g0", "rollout"), *put(101.0, "g1", "rollout")]
+    events.append(happened(Kind.SEAL, 105.0))
+    plan = {"stage": "train", "lease": 1}
+    for group in ("g0", "g1"):
+        events.append(happened(Kind.LEASE_BEGIN, 105.0, rows=8, group=group, **plan))
+    for rank in range(2):
+        of = {"stage": "train", "worker": f"rank {rank}", "host": "a", "lease": 2 + rank}
+        wait = {"seconds": 5.0, "reason": Reason.PLAN}
+        events.append(happened(Kind.CLAIM_WAIT, 105.0, **of | {"lease": 0}, **wait))
+        events.append(happened(Kind.LEASE_BEGIN, 105.0, **of))
+        events.append(happened(Kind.LEASE_END, 106.0, **of, reason=Reason.ACK))
+    events.append(happened(Kind.LEASE_END, 106.0, rows=16, reason=Reason.ACK, **plan))
+    found = explain(sorted(events, key=lambda event: event.at), STEP)
+    assert found.cause is Cause.NOT_SEALED, found.sentence
+    said = "train was idle 5 s of it, 4 s because the partition was sealed 4 s after its last row"
+    assert said in found.sentence
+
+
+def test_bytes_that_come_at_full_speed_are_no_slow_link() -> None:
+    """A quarter of a second a batch, for 60 MB."""
+    events = Steps(pull_s=0.25, train_s=0.2, generate_s=0.3).play()
+    fast = [
+        msgspec.structs.replace(e, nbytes=60_000_000) if e.kind is Kind.PULL else e for e in events
+    ]
+    assert Cause.SLOW_LINK in {share.cause for share in explain(events, STEP).shares}
+    found = {share.cause for share in explain(fast, STEP).shares}
+    assert Cause.TRANSFER in found and Cause.SLOW_LINK not in found
+
+
+def test_admit_is_named_where_it_holds_back_the_workers_that_do_not_generate() -> None:
+    """Of four rollout workers one generates at a time; the trainer takes each group at once."""
+    events, at = list[Event](), 100.0
+    for nth in range(8):
+        worker = f"rollout {nth % 4}"
+        if nth:
+            of = {"worker": worker, "host": "a", "reason": Reason.LAG}
+            events.append(happened(Kind.ADMIT_WAIT, at, **of, seconds=min(3.0, nth)))
+        at += 1.0
+        events += put(at, f"g{nth}", worker)
+        train = {"stage": "train", "worker": "trainer", "host": "a"}
+        events.append(happened(Kind.CLAIM_WAIT, at, **train, seconds=0.99))
+        train |= {"group": f"g{nth}", "rows": 8, "lease": nth + 1}
+        events.append(happened(Kind.LEASE_BEGIN, at, **train))
+        events.append(happened(Kind.LEASE_END, at + 0.01, **train, reason=Reason.ACK))
+    found = explain(sorted(events, key=lambda event: event.at), STEP)
+    assert found.cause is Cause.ADMIT, found.sentence
+    assert "admit held " in found.sentence

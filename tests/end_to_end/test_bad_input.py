@@ -161,12 +161,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "more than its share": (
         lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
         dataplane.ValueTooLarge,
-        "of this host's arena of 16.0 MiB: make the arena larger .--arena, DATAPLANE_ARENA",
+        "of this host's arena of 16.0 MiB: put fewer bytes at a time, or give the peer a larger",
     ),
     "more than the arena": (
         lambda p: p.put({"x": np.zeros((8, 8 << 20), np.uint8)}, group="large"),
         dataplane.ValueTooLarge,
-        "needs 64.0 MiB",
+        "need 64.0 MiB at once",
     ),
     "a time-out of no type": (lambda p: p.put({"x": [1]}, timeout="3"), dataplane.InvalidCall, "s"),  # type: ignore[arg-type]
     "a time-out that is over": (

@@ -63,7 +63,8 @@ class Recorded(msgspec.Struct, frozen=True):
       `ended`: the last ack of its last stage.
     - `pause_s`: how long a worker of the last stage did nothing for any step before it first
       claimed this one, in the middle of these workers. -1: unknown.
-    - `workers`: how many workers each stage had. `hosts`: how many hosts had workers.
+    - `workers`: how many workers each stage had; the ranks of a plan are one. `hosts`: how many
+      hosts had workers.
     - `stages`: in the order in which they began; the last one is `last_stage`.
     """
 
@@ -120,6 +121,8 @@ class _Step:
         self.leases: dict[int, _Lease] = {}
         self.stages: dict[str, None] = {}
         self.adders: set[str] = set()
+        self.holders = defaultdict[str, set[str]](set)
+        """workers of a stage that leased rows; "" for the plan of several ranks"""
         self.claimed = defaultdict[str, dict[str, float]](dict)
         """when each worker of a stage first asked for rows"""
         self.before: dict[tuple[str, str], float] = {}
@@ -271,6 +274,8 @@ class Recorder:
                 self._claimed(step, event, event.began)
             case Kind.LEASE_BEGIN:
                 self._claimed(step, event, event.at)
+                if event.rows:
+                    step.holders[event.stage].add(event.worker)
                 step.first_lease = min(step.first_lease, event.at)
                 if event.lease not in step.leases:
                     step.leases[event.lease] = _Lease(event)
@@ -377,7 +382,7 @@ class Recorder:
             one.ended[last] - self._origin,
             median(pauses) if pauses else -1.0,
             max(1, len(self._hosts)),
-            {stage: len(workers) for stage, workers in one.claimed.items()},
+            {stage: len(workers) for stage, workers in one.holders.items()},
             list(one.stages),
             last,
             groups,

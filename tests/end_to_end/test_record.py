@@ -20,12 +20,6 @@ from dataplane import cli
 from tests.end_to_end.conftest import until
 
 
-@pytest.fixture
-def plane() -> Iterator[dataplane.Plane]:
-    with dataplane.connect(fresh=True) as plane:
-        yield plane
-
-
 def work(plane: dataplane.Plane, name: str) -> None:
     """One step of two groups."""
     stages = {"reward": ["x"], "train": ["x", "reward"]}

@@ -85,6 +85,27 @@ def test_leases_that_a_worker_holds_at_once_are_not_counted_twice() -> None:
     assert [group.stage_s for group in step.groups] == [{"train": 2.0}, {"train": 1.0}]
 
 
+def test_the_ranks_of_a_plan_are_one_worker() -> None:
+    of = {"partition": "p", "stage": "train"}
+    events = [
+        Event(Kind.PUT, 0.0, "a", partition="p", group=0, rows=4),
+        Event(Kind.READY, 0.0, "a", group=0, rows=4, **of),  # type: ignore[arg-type]
+        Event(Kind.LEASE_BEGIN, 1.0, "a", group=0, rows=4, lease=1, **of),  # type: ignore[arg-type]
+    ]
+    for rank in range(2):
+        begun = {"lease": 2 + rank, "worker": f"rank {rank}"}
+        events.append(Event(Kind.LEASE_BEGIN, 1.0, "a", **begun, **of))  # type: ignore[arg-type]
+        ended = {"seconds": 2.0, "reason": Reason.ACK}
+        events.append(Event(Kind.LEASE_END, 3.0, "a", **begun, **ended, **of))  # type: ignore[arg-type]
+    end = {"group": 0, "rows": 4, "lease": 1, "seconds": 2.0, "reason": Reason.ACK}
+    events.append(Event(Kind.LEASE_END, 3.0, "a", **end, **of))  # type: ignore[arg-type]
+    events.append(Event(Kind.SEAL, 4.0, "a", partition="p"))
+    (step,) = recorded(events)
+    assert step.workers == {"train": 1}
+    (group,) = step.groups
+    assert (group.rows, group.trained, group.stage_s) == (4, True, {"train": 2.0})
+
+
 def test_rows_without_a_group_are_one_group_for_each_put() -> None:
     events = [Event(Kind.PUT, 1.0 + n, "a", partition="p", rows=4, nbytes=400) for n in range(2)]
     events += [Event(Kind.READY, 2.0, "a", partition="p", stage="s", rows=8)]

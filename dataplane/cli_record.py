@@ -63,12 +63,12 @@ class Index(msgspec.Struct):
 
 def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
     """Record until `most_steps` steps are complete, the run ends or a signal comes. InvalidCall."""
-    folder = _Folder(Path(directory), run)
     # Before the client starts its threads, which inherit it: a signal ends the wait below only.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     recorder = Recorder()
     try:
         with Plane(visit(peer)) as plane:
+            folder = _Folder(Path(directory), run)
             print(f"recording run {run} to {directory}; Ctrl-C ends the recording", flush=True)
             why = _follow(plane, recorder, folder, most_steps)
     finally:

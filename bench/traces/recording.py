@@ -101,7 +101,7 @@ def read(folder: Path) -> Recording:
         raise TraceError(folder / INDEX, f"format {index.format}: expected {_FORMAT}")
     if not index.steps:
         raise TraceError(folder, "it has no complete step")
-    steps = index.steps
+    steps = sorted(index.steps, key=lambda step: step.number)
     staleness = _staleness(steps)
     optimiser = _optimiser(steps, staleness)
     starts = _starts(steps, staleness, optimiser)

@@ -91,6 +91,12 @@ def test_a_step_takes_as_long_as_it_took(tmp_path: Path) -> None:
     assert recorded_seconds(job) / 4 == pytest.approx(8.5, abs=0.5)
 
 
+def test_steps_that_ended_in_another_order_are_replayed_as_they_began(tmp_path: Path) -> None:
+    steps = [step(n) for n in range(3)]
+    found = recording.read(write(tmp_path / "r", steps[::-1]))
+    assert found == recording.read(write(tmp_path / "r", steps))
+
+
 def test_rollout_that_was_ahead_is_ahead(tmp_path: Path) -> None:
     """Step n+1 is put while step n is trained."""
     steps = [step(n, ended=STEP_S * n + 14) for n in range(4)]

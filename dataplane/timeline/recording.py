@@ -61,8 +61,8 @@ class Recorded(msgspec.Struct, frozen=True):
     - `number`: counts all steps, also those that are left out.
     - `began`: its first claim or put. `first_put`, `last_put`. `first_lease`: of any stage.
       `ended`: the last ack of its last stage.
-    - `pause_s`: how long a worker of the last stage did nothing for any step before it first
-      claimed this one, in the middle of these workers. -1: unknown.
+    - `pause_s`: how long a worker of the last stage neither worked nor waited for rows before it
+      first claimed this one, in the middle of these workers. -1: unknown.
     - `workers`: how many workers each stage had; the ranks of a plan are one. `hosts`: how many
       hosts had workers.
     - `stages`: in the order in which they began; the last one is `last_stage`.
@@ -126,7 +126,7 @@ class _Step:
         self.claimed = defaultdict[str, dict[str, float]](dict)
         """when each worker of a stage first asked for rows"""
         self.before: dict[tuple[str, str], float] = {}
-        """until when that worker had worked on other steps"""
+        """until when that worker had worked on other steps, or waited for rows of them"""
         self.sealed = self.dropped = False
         self.wrong = ""
 
@@ -177,6 +177,8 @@ class Recorder:
         self._hosts: dict[str, int] = {}
         self._worked: dict[tuple[str, str], float] = {}
         """until when a stage's worker has worked, by stage and worker"""
+        self._asked: dict[tuple[str, str], float] = {}
+        """until when it has worked or waited for rows"""
         self._waits = deque[Event](maxlen=MAX_WAITS)
         self.latest = -math.inf
         """when the last event of a step happened"""
@@ -272,6 +274,7 @@ class Recorder:
             case Kind.CLAIM_WAIT:
                 step.began = min(step.began, event.began)
                 self._claimed(step, event, event.began)
+                _note_last(self._asked, (event.stage, event.worker), event.at)
             case Kind.LEASE_BEGIN:
                 self._claimed(step, event, event.at)
                 if event.rows:
@@ -320,16 +323,15 @@ class Recorder:
             self._hosts.setdefault(event.host, len(self._hosts))
         if event.worker:
             claimed, who = step.claimed[event.stage], (event.stage, event.worker)
-            if event.worker not in claimed and who in self._worked:
-                step.before[who] = self._worked[who]
+            if event.worker not in claimed and who in self._asked:
+                step.before[who] = self._asked[who]
             claimed[event.worker] = min(at, claimed.get(event.worker, at))
 
     def _left(self, step: _Step, event: Event) -> None:
         who = event.stage, event.worker
-        began = max(event.began, self._worked.pop(who, -math.inf))
-        self._worked[who] = event.at
-        if len(self._worked) > MAX_WORKERS:
-            del self._worked[next(iter(self._worked))]
+        began = max(event.began, self._worked.get(who, -math.inf))
+        _note_last(self._worked, who, event.at)
+        _note_last(self._asked, who, event.at)
         lease = step.leases.setdefault(event.lease, _Lease(event))
         if event.at > began:
             lease.spans.append((began, event.at))
@@ -418,6 +420,14 @@ class Recorder:
             of.acked.get(step.last_stage, 0) >= (of.put_rows if pool else rows),
             {stage: seconds * share for stage, seconds in of.stage_s.items()},
         )
+
+
+def _note_last(known: dict[tuple[str, str], float], who: tuple[str, str], at: float) -> None:
+    """Keep when these workers last did something."""
+    known.pop(who, None)
+    known[who] = at
+    if len(known) > MAX_WORKERS:
+        del known[next(iter(known))]
 
 
 def _rows(group: _Group) -> int:

@@ -85,6 +85,28 @@ def test_leases_that_a_worker_holds_at_once_are_not_counted_twice() -> None:
     assert [group.stage_s for group in step.groups] == [{"train": 2.0}, {"train": 1.0}]
 
 
+def test_a_worker_that_waits_for_the_last_rows_of_a_step_does_not_pause() -> None:
+    """Its claim ends with the step, and the optimiser takes a second."""
+    events = list[Event]()
+    for step in range(2):
+        at, of = 10.0 * step, {"partition": f"step-{step}", "stage": "train"}
+        for group, worker in enumerate("vw"):
+            who = {"worker": worker, "group": group, "rows": 1, "lease": 2 * step + group}
+            put = {"partition": of["partition"], "group": group, "rows": 1}
+            events.append(Event(Kind.PUT, at + 1, "a", **put))  # type: ignore[arg-type]
+            events.append(Event(Kind.READY, at + 1, "a", stage="train", **put))  # type: ignore[arg-type]
+            events.append(Event(Kind.LEASE_BEGIN, at + 1, "a", **who, **of))  # type: ignore[arg-type]
+            ended = {"reason": Reason.ACK, "seconds": 1.0 + 6 * group}
+            events.append(Event(Kind.LEASE_END, at + 2 + 6 * group, "a", **ended, **who, **of))  # type: ignore[arg-type]
+            began = at if step else at + 0.5
+            wait = {"worker": worker, "seconds": at + 1 - began}
+            events.append(Event(Kind.CLAIM_WAIT, at + 1, "a", **wait, **of))  # type: ignore[arg-type]
+        events.append(Event(Kind.CLAIM_WAIT, at + 9, "a", worker="v", seconds=7.0, **of))  # type: ignore[arg-type]
+        events.append(Event(Kind.CLAIM_WAIT, at + 9, "a", worker="w", seconds=1.0, **of))  # type: ignore[arg-type]
+        events.append(Event(Kind.SEAL, at + 9, "a", partition=f"step-{step}"))
+    assert [step.pause_s for step in recorded(events)] == [-1.0, 1.0]
+
+
 def test_the_ranks_of_a_plan_are_one_worker() -> None:
     of = {"partition": "p", "stage": "train"}
     events = [

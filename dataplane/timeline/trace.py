@@ -355,21 +355,25 @@ class _Trace:
 
     def _counters(self) -> None:
         for stage, values in sorted(self.queues.items()):
-            self._counter(f"{stage}: rows ready", values)
+            says = f"Rows that are ready for stage {stage} and not leased, in the steps shown."
+            self._counter(f"{stage}: rows ready", says, values)
         for step, _ in self.steps:
             versions, lags = _lags(self.events, step.partition, step.last)
-            self._counter(f"{step.partition}: version", versions)
-            self._counter(f"{step.partition}: lag", lags)
+            self._counter(f"{step.partition}: version", "The trainer's version.", versions)
+            says = f"Versions between the start of a group and its ack by {step.last}, at each ack."
+            self._counter(f"{step.partition}: lag", says, lags)
 
     def _counter(
         self,
         name: str,
+        says: str,
         values: Sequence[tuple[float, int]],
         unit: CounterDescriptor.Unit = CounterDescriptor.UNIT_COUNT,
         parent: int = 0,
     ) -> None:
         if values:
             track = self._track(name, parent)
+            track.description = says
             track.counter.unit = unit
             for at, value in values:
                 event = self._event(track.uuid, TrackEvent.TYPE_COUNTER, at)
@@ -377,7 +381,8 @@ class _Trace:
 
     def _arena(self, host: str, process: int) -> None:
         values = [(e.at, e.nbytes) for e in self.of[host] if e.kind is Kind.ARENA]
-        self._counter("arena", values, CounterDescriptor.UNIT_SIZE_BYTES, process)
+        says = "Bytes in use in the host's arena, recorded when they change by a percent of it."
+        self._counter("arena", says, values, CounterDescriptor.UNIT_SIZE_BYTES, process)
 
     # packets
 

@@ -5,9 +5,11 @@ A step is a partition. Its end is the last ack of its last stage. Nothing is int
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import msgspec
 
@@ -117,6 +119,26 @@ class Step:
     def arrived(self, stage: str, begin: float, end: float) -> bool:
         """Whether rows became ready for a stage in this time."""
         return any(r.stage == stage and begin < r.at <= end for r in self.ready)
+
+    def staleness(self) -> dict[int, int] | None:
+        """How many groups the last stage acked so many versions after they were begun, by how many.
+        None where no version is known."""
+        known = [(e.at, e.version) for e in self.events if e.kind in (Kind.ADVANCE, Kind.PUT)]
+        times = [at for at, _ in known]
+        versions = list(accumulate((version for _, version in known), max))
+        if not versions or not versions[-1]:
+            return None
+        begun, acked = dict[Name, int](), dict[Name, float]()
+        for e in self.events:
+            if e.kind is Kind.PUT:
+                begun.setdefault(e.group, e.version)
+            elif e.kind is Kind.LEASE_END and e.stage == self.last and e.reason is Reason.ACK:
+                acked[e.group] = e.at
+        found = Counter[int]()
+        for group in acked.keys() & begun.keys() - {""}:  # so there is a version before its ack
+            trained = versions[bisect_right(times, acked[group]) - 1]
+            found[max(0, trained - begun[group])] += 1
+        return dict(sorted(found.items()))
 
     def missing(self) -> list[str]:
         """Peers that did not answer, or whose events begin after the step did."""

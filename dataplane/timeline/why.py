@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -77,3 +79,21 @@ def explain(events: Sequence[Event], partition: str) -> Why:
         found = shares(step, spent, max(1, workers))
     of = partition, seconds, step.last, idle_s, step.finished
     return Why(*of, tuple(found), tuple(step.missing()))
+
+
+def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
+    """The same in figures for `plane.metrics()`, with percentiles of staleness where versions are
+    known."""
+    why = explain(events, partition)
+    found: dict[str, float | str] = {
+        "step/why": why.sentence,
+        "step/seconds": why.seconds,
+        "step/idle_s": why.idle_s,
+        "step/idle_share": why.idle_s / why.seconds if why.seconds else 0.0,
+    }
+    if stale := Step(events, partition).staleness():
+        counts = list(accumulate(stale.values()))
+        for percent in (50, 90, 99):
+            at = bisect_left(counts, counts[-1] * percent / 100)
+            found[f"step/staleness_p{percent}"] = float(list(stale)[at])
+    return found

@@ -7,10 +7,9 @@ Every list has a limit, so a picture of 64 hosts has some 50 KB.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from statistics import median
 
 import msgspec
@@ -189,7 +188,7 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
         links[:MAX_LINKS],
         groups.late(begin),
         _paces(leases),
-        groups.staleness(),
+        step.staleness(),
         {"lanes": max(0, len(lanes) - MAX_LANES), "links": max(0, len(links) - MAX_LINKS)},
     )
 
@@ -363,17 +362,11 @@ class _Groups:
     def __init__(self, events: Sequence[Event], last: str) -> None:
         self.put, self.ready = dict[Name, float](), dict[Name, float]()
         self.first, self.acked = dict[Name, float](), dict[Name, float]()
-        self.begun = dict[Name, int]()
-        """the trainer's version when the group was begun"""
-        known = [(e.at, e.version) for e in events if e.kind in (Kind.ADVANCE, Kind.PUT)]
-        self.times = [at for at, _ in known]
-        self.versions = list(accumulate((version for _, version in known), max))
         for e in events:
             if not e.group:
                 continue
             if e.kind is Kind.PUT:
                 self.put.setdefault(e.group, e.at)
-                self.begun.setdefault(e.group, e.version)
             elif e.kind is Kind.READY:
                 self.first.setdefault(e.group, e.at)
                 if e.stage == last:
@@ -403,16 +396,6 @@ class _Groups:
             Late(short(one), *(after(times, one) for times in (self.put, self.ready, self.acked)))
             for one in slowest[:MAX_SLOW]
         ]
-
-    def staleness(self) -> dict[int, int] | None:
-        if not self.versions or not self.versions[-1]:
-            return None
-        found = Counter[int]()
-        for group, acked in self.acked.items():
-            if group in self.begun:  # so there is a version before its ack
-                trained = self.versions[bisect_right(self.times, acked) - 1]
-                found[max(0, trained - self.begun[group])] += 1
-        return dict(sorted(found.items()))
 
 
 def _links(events: Iterable[Event], begin: float, end: float) -> list[Link]:

@@ -40,6 +40,22 @@ def test_a_steps_figures_are_of_what_was_done_since_the_last_ones(cluster: Clust
         assert second["stage/train/behind_rows"] == 2
 
 
+def test_figures_of_one_step_say_why_it_took_so_long_and_how_stale_it_was() -> None:
+    with dataplane.connect() as plane:
+        part = plane.partition("p", {"train": ["x"]}, group_size=1, groups=2)
+        for group in range(2):
+            part.put({"x": [1]}, group=group)
+        for version in (1, 2):
+            part.claim("train", groups=1).ack()
+            part.advance(version)
+        figures = plane.metrics("p")
+        assert figures["step/why"].startswith("p took ")
+        assert 0 <= figures["step/idle_share"] <= 1
+        assert 0 < figures["step/seconds"]
+        assert [figures[f"step/staleness_p{n}"] for n in (50, 90, 99)] == [0.0, 1.0, 1.0]
+        assert not [name for name in plane.metrics() if name.startswith("step/")]
+
+
 def test_a_claim_that_ends_in_a_timeout_has_waited_too(cluster: Cluster) -> None:
     cluster.start("a")
     with cluster.connect("a") as plane:

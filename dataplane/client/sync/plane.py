@@ -25,6 +25,7 @@ from dataplane.client.sync.calls import Calls
 from dataplane.client.sync.driver import Connecting, leave
 from dataplane.client.sync.partition import Partition
 from dataplane.timeline.merge import Event
+from dataplane.timeline.why import figures
 
 
 def connect(
@@ -133,15 +134,24 @@ class Plane(Calls):
         """Return statistics of this peer, as nested dicts: `stats()["arena"]["used_bytes"]`."""
         return self.run(core.stats(None, timeout))
 
-    def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
+    def metrics(
+        self, step: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> dict[str, Any]:
         """Return metrics of this client since the last call, and of its peer, as a flat dict of
         floats for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
 
         For each stage it has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others.
         Puts, gets, copied and pulled bytes and the arena follow. It takes as long as `stats`.
+
+        `step`: a partition. Asks all peers for their events, and adds why that step took as long as
+        it did (a sentence), its idle share and how stale its groups were.
         """
+        deadline = Deadline(timeout)
         stats = self.run(core.stats(None, timeout))
-        return self._session.tally.take(stats)
+        found: dict[str, Any] = dict(self._session.tally.take(stats))
+        if step is not None:
+            found |= figures(self.events(timeout=deadline.left("metrics")), step)
+        return found
 
     def events(
         self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S

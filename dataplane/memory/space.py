@@ -41,7 +41,7 @@ from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
 
 if TYPE_CHECKING:
-    from dataplane.memory.host_memory import DeviceArena
+    from dataplane.gpu.host_memory import DeviceArena
 
 _REMEMBERED = 4
 """Stretches granted to a client last."""

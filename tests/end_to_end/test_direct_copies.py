@@ -13,9 +13,9 @@ import torch
 
 import dataplane
 from dataplane.client.read import tensors
-from dataplane.client.session import direct
-from dataplane.client.session.direct import DirectCopies, Landing, Runs
 from dataplane.errors import DeviceMissing
+from dataplane.gpu import direct
+from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane_twin import TwinDevice
 from tests.end_to_end.conftest import Cluster, until
 

@@ -10,8 +10,8 @@ import pytest
 
 from dataplane.gpu.cuda import CudaDevice
 from dataplane.gpu.device import Device
+from dataplane.gpu.host_memory import HostMemory
 from dataplane.memory.admission import Admission
-from dataplane.memory.host_memory import HostMemory
 from tests.twin.conformance import MIB, Child, DeviceConformance
 
 pytestmark = pytest.mark.gpu

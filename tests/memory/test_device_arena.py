@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
+from dataplane.gpu.host_memory import DeviceArena, HostMemory
 from dataplane.memory.admission import Admission
-from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.ranges import Ranges
 from dataplane.memory.spill import DISK, Spilled
 from dataplane.wire.records import EXTENT, RANGE

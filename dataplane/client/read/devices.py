@@ -18,8 +18,8 @@ import numpy.typing as npt
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, no_view, padding_value, unlike
 from dataplane.client.read.views import ColumnView
 from dataplane.client.session.devices import Devices
-from dataplane.client.session.direct import DirectCopies, Runs
 from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
+from dataplane.gpu.direct import DirectCopies, Runs
 from dataplane.wire.arrays import Array, dtype_name, dtype_of, shape_of
 from dataplane.wire.records import PLACE, PLACE_ABSENT, column
 from dataplane.wire.tables import Column, Spec

@@ -27,8 +27,8 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.client.read.views import ColumnView
-from dataplane.client.session.direct import DirectCopies
 from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.gpu.direct import DirectCopies
 from dataplane.wire.arrays import Array, is_torch, kind_of, tensor_over
 
 Layout = Literal["auto", "dense", "padded", "jagged", "list"]

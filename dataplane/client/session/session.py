@@ -21,10 +21,10 @@ import numpy.typing as npt
 from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.devices import Devices
-from dataplane.client.session.direct import DirectCopies
 from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted, few
+from dataplane.gpu.direct import DirectCopies
 from dataplane.memory.extents import padded
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import mint_many

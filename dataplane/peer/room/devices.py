@@ -13,9 +13,9 @@ import numpy as np
 from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
 from dataplane.gpu import registry
 from dataplane.gpu.device import Device
+from dataplane.gpu.host_memory import HostMemory
 from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
-from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host

@@ -63,26 +63,44 @@ class Index(msgspec.Struct):
 
 def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
     """Record until `most_steps` steps are complete, the run ends or a signal comes. InvalidCall."""
-    # Before the client starts its threads, which inherit it: a signal ends the wait below only.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     recorder = Recorder()
-    try:
+    with _Stop() as stop:
         with Plane(visit(peer)) as plane:
             folder = _Folder(Path(directory), run)
             print(f"recording run {run} to {directory}; Ctrl-C ends the recording", flush=True)
-            why = _follow(plane, recorder, folder, most_steps)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    folder.add(recorder, recorder.finish(), most_steps)
-    folder.end(recorder, why)
-    return _summary(recorder, folder, why)
+            why = _follow(plane, recorder, folder, most_steps, stop)
+        folder.add(recorder, recorder.finish(), most_steps)
+        folder.end(recorder, why)
+        return _summary(recorder, folder, why)
 
 
-def _follow(plane: Plane, recorder: Recorder, folder: _Folder, most_steps: int | None) -> str:
+class _Stop:
+    """Whether a signal asked the recorder to end. A second one interrupts what it does."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> _Stop:
+        self._before = [signal.signal(one, self._note) for one in _SIGNALS]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one, handler in zip(_SIGNALS, self._before, strict=True):
+            signal.signal(one, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _follow(
+    plane: Plane, recorder: Recorder, folder: _Folder, most_steps: int | None, stop: _Stop
+) -> str:
     """Ask all peers again and again. Returns why that ended."""
-    answered, since, stopped = time.monotonic(), None, False
+    answered, since = time.monotonic(), None
     while True:
-        asked = time.monotonic()
+        asked, stopped = time.monotonic(), stop.asked
         try:
             events = plane.events(since)
         except ConnectError:
@@ -106,7 +124,8 @@ def _follow(plane: Plane, recorder: Recorder, folder: _Folder, most_steps: int |
                 return "no client is left"
         if stopped:
             return "stopped"
-        stopped = signal.sigtimedwait(_SIGNALS, PERIOD_S) is not None
+        if not stop.asked:
+            time.sleep(PERIOD_S)
 
 
 class _Folder:

@@ -33,11 +33,18 @@ def work(plane: dataplane.Plane, name: str) -> None:
 
 
 @contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
+def recorder_of(
+    plane: dataplane.Plane, folder: Path, stderr: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A recorder that has started."""
+    argv = [sys.executable, "-m", "dataplane", "record", "-o", str(folder), "--run", plane.name]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=stderr, text=True) as recorder:
+        try:
+            assert recorder.stdout is not None
+            assert recorder.stdout.readline().startswith(f"recording run {plane.name} to ")
+            yield recorder
+        finally:
+            recorder.kill()
 
 
 def index(folder: Path) -> dict[str, Any]:
@@ -67,10 +74,8 @@ def test_a_recorder_that_is_ended_leaves_what_is_complete(
     how: signal.Signals, plane: dataplane.Plane, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rec"
-    argv = [sys.executable, "-m", "dataplane", "record", "-o", str(folder), "--run", plane.name]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as recorder, ended(recorder):
+    with recorder_of(plane, folder) as recorder:
         assert recorder.stdout is not None
-        assert recorder.stdout.readline().startswith(f"recording run {plane.name} to ")
         work(plane, "step-0")
         assert recorder.stdout.readline().startswith("step-0: 2 groups, 4 rows, 31.2 KiB, ")
         plane.partition("step-1", stages={"train": ["x"]}).put({"x": [1]})
@@ -103,10 +108,9 @@ def test_what_cannot_be_recorded_is_said(
     assert cli.main(["record", "-o", str(tmp_path / "rec"), "--run", "nobody"]) == 2
     assert "no peer of run 'nobody'" in capsys.readouterr().err
     assert not (tmp_path / "rec").exists()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        signal.raise_signal(signal.SIGINT)
-        assert "no complete step was recorded (stopped): no step was seen" in said(tmp_path / "rec")
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with recorder_of(plane, tmp_path / "rec", stderr=subprocess.PIPE) as recorder:
+        recorder.send_signal(signal.SIGINT)
+        _, errors = recorder.communicate()
+    assert recorder.returncode == 2
+    assert "no complete step was recorded (stopped): no step was seen" in errors
     assert not (tmp_path / "rec").exists()

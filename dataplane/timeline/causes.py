@@ -157,7 +157,8 @@ class _Causes:
         late = {e.group for e in step.ready if e.stage == step.last and e.at > since} & lacked
         field = next((e.field for e in step.ready if e.by == stage and e.field), "")
         leases = [one for one in step.leases if one.stage == stage]
-        if (outlier := _outlier(leases, same)) is not None:
+        outlier = _outlier(leases, same)
+        if outlier is not None and self._is_usually_faster(outlier):
             groups = _groups(len(outlier.groups - {""}), outlier.rows)
             text = f"because {outlier.worker or 'a worker'} acked {groups} of stage {stage} only "
             text += f"after {duration(outlier.seconds)}, far later than others"
@@ -181,6 +182,15 @@ class _Causes:
             text = f"{_because(late, field)}rows queued for {stage}, and {at_work}"
             return Cause.TOO_FEW_WORKERS, text
         return Cause.STAGE, f"while {stage} worked (nothing queued for it)"
+
+    def _is_usually_faster(self, lease: Lease) -> bool:
+        """Whether its worker had other leases of the stage, in any step, that took far less a row:
+        else the worker may be slow."""
+        return any(
+            UNACKED * one.seconds * lease.rows < lease.seconds * one.rows
+            for one in self.step.all_leases
+            if (one.stage, one.worker) == (lease.stage, lease.worker) and not one.is_open
+        )
 
     def _rates(self, leases: Iterable[Lease], kind: str) -> dict[str, float]:
         """Rows a second of work under lease, by host or worker. Leases that go on count as if they

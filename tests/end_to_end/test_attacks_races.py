@@ -12,6 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import DataplaneError, Plane
+from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connection, answer, frame_of
 from dataplane.client.session.handshake import further
 from dataplane.wire.messages import Body, Claim, Claimed, Finish, Request, Unpin, Want
@@ -58,24 +59,24 @@ class Raw:
 
     def __init__(self, plane: Plane) -> None:
         self.session = plane._session
-        self.connection = further(self.session)
+        self.connection = further(self.session, Deadline(20))
 
     def send(self, op: int, body: Body) -> Connection:
         connection = self.connection
         request = Request(
             connection.next_rid(), self.session.id, op, 1, self.session.epoch, 20_000, body
         )  # type: ignore[arg-type]
-        connection.send(frame_of(request), 10)
+        connection.send(frame_of(request), connection.turns(Deadline(10)))
         return connection
 
     def ask(self, op: int, body: Body) -> Body:
         connection = self.send(op, body)
-        return answer(connection.receive(20), connection._rid)
+        return answer(connection.receive(connection.turns(Deadline(20))), connection._rid)
 
     def again(self) -> None:
         """Leave without reading the answer."""
         self.connection.close()
-        self.connection = further(self.session)
+        self.connection = further(self.session, Deadline(20))
 
 
 def test_a_repeated_operation_is_answered_as_the_first_time(planes: Planes) -> None:

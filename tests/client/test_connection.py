@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from pathlib import Path
@@ -11,12 +12,15 @@ import pytest
 
 import dataplane
 from dataplane import Plane
+from dataplane.client.aio import driver
+from dataplane.client.deadline import Deadline
 from dataplane.client.session import connection
-from dataplane.client.session.connection import Inbox
+from dataplane.client.session.connection import Connection, Inbox
 from dataplane.client.session.handshake import open_connection
 from dataplane.client.session.opening import join
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
+    Body,
     Claim,
     Done,
     Failed,
@@ -109,6 +113,21 @@ def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection
     assert peer.requests[-1].deadline_ms in range(1, 51)
     peer.scripts[Stats] = lambda r, b: StatsDone({})
     assert plane.stats() == {}
+
+
+def test_an_answer_that_arrived_before_the_wait_began_is_taken_after_the_deadline() -> None:
+    """A claim that went along with a slow ack is waited for when its own time is long over."""
+    deadline = Deadline(0.0)
+    deadline.until -= 10 * connection.GRACE_S
+    for rid, exchange in enumerate((Connection.exchange, awaited)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(encode(Reply(rid, Done())))
+            assert exchange(Connection(ours), b"", rid, deadline) == Done()
+
+
+def awaited(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
+    return asyncio.run(driver.exchange(connection, frame, rid, deadline))
 
 
 def test_an_interrupt_while_waiting_closes_the_connection(

@@ -172,13 +172,15 @@ class Connection:
 
     def turns(self, deadline: Deadline, grace_s: float = 0.0) -> Iterator[float]:
         """For how many seconds to wait for the peer, again and again. DeadlineExceeded after the
-        deadline, and `grace_s` more where the peer runs. Logs that the peer is stopped."""
+        deadline. A peer that runs has `grace_s` more, counted from the beginning of the wait if the
+        deadline had passed before: its answer may have arrived already. Logs that the peer is
+        stopped."""
         began = now = time.monotonic()
         look_at = began + LOOK_S
         while True:
             until = deadline.until
             if now >= until and not is_stopped(self.sock):
-                until += grace_s
+                until = max(until, began) + grace_s
             if now >= until:
                 raise no_answer(self.peer, deadline)
             yield min(until, look_at) - now

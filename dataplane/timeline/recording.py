@@ -60,7 +60,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
     - `number`: counts all steps, also those that are left out.
     - `began`: its first claim or put. `first_put`, `last_put`. `first_lease`: of any stage.
-      `ended`: the last ack of its last stage.
+      `ended`: when its last stage last acked or dropped rows.
     - `pause_s`: how long a worker of the last stage neither worked nor waited for rows before it
       first claimed this one, in the middle of these workers. -1: unknown.
     - `workers`: how many workers each stage had; the ranks of a plan are one. `hosts`: how many
@@ -114,7 +114,7 @@ class _Step:
         self.began, self.first_put, self.last_put = math.inf, math.inf, -math.inf
         self.first_lease = math.inf
         self.ended = dict[str, float]()
-        """by stage, of its last ack"""
+        """when each stage last acked or dropped rows under a lease"""
         self.groups: dict[Name, _Group] = {}
         self.loose: list[_Group] = []
         """puts of rows without a group; `groups[""]` has what happened to those rows"""
@@ -342,7 +342,10 @@ class Recorder:
             return
         lease.rows[event.group] = lease.rows.get(event.group, 0) + event.rows
         group = self._group(step, event)
-        group.acked[event.stage] = group.acked.get(event.stage, 0) + event.rows
+        if event.reason is Reason.DROP:  # for all stages
+            group.dropped += event.rows
+        else:
+            group.acked[event.stage] = group.acked.get(event.stage, 0) + event.rows
 
     # a step that is over
 
@@ -353,10 +356,11 @@ class Recorder:
             del self._over[next(iter(self._over))]
         if not one.wrong and one.first_put == math.inf:
             one.wrong = "no rows were put"
-        if not one.wrong and (not one.ended or one.first_lease == math.inf):
+        acked = any(group.acked for group in one.groups.values())
+        if not one.wrong and (not acked or one.first_lease == math.inf):
             one.wrong = "no stage acked any of it"
         if not one.wrong and any(
-            group.acked and not group.put_rows for group in one.groups.values()
+            (group.acked or group.dropped) and not group.put_rows for group in one.groups.values()
         ):
             one.wrong = "it began before the recorded events"
         if one.wrong:

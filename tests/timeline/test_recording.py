@@ -155,6 +155,31 @@ def test_a_group_that_was_dropped_was_not_trained() -> None:
     assert [group.trained for group in step.groups] == [True, False]
 
 
+@pytest.mark.parametrize("by", ["reward", "train"])
+def test_rows_that_a_stage_drops_under_its_lease_are_not_trained(by: str) -> None:
+    """Two groups for reward, critic and then train. One stage drops the second one, with no event
+    but the end of its lease, and no other stage acks it."""
+    of, events = {"partition": "p", "rows": 2}, list[Event]()
+    for group in (0, 1):
+        events.append(Event(Kind.PUT, 1.0, "a", group=group, **of))  # type: ignore[arg-type]
+        stages = ["reward", "critic", "train"]
+        for stage in stages if group == 0 or by == "train" else ["reward", "critic"]:
+            at = 10.0 * (1 + stages.index(stage)) + group
+            who = {"stage": stage, "group": group} | of
+            added = "reward" if stage == "train" else ""
+            events.append(Event(Kind.READY, at, "a", by=added, **who))  # type: ignore[arg-type]
+            if by == "reward" and (stage, group) == ("critic", 1):
+                continue
+            who |= {"lease": int(at)}
+            reason = Reason.DROP if (stage, group) == (by, 1) else Reason.ACK
+            events.append(Event(Kind.LEASE_BEGIN, at, "a", **who))  # type: ignore[arg-type]
+            events.append(Event(Kind.LEASE_END, at + 1, "a", reason=reason, seconds=1.0, **who))  # type: ignore[arg-type]
+    (step,) = recorded([*events, Event(Kind.SEAL, 50.0, "a", partition="p")])
+    assert step.last_stage == "train"
+    assert [group.trained for group in step.groups] == [True, False]
+    assert step.groups[1].stage_s[by] == 1.0
+
+
 def test_polled_piece_by_piece_it_is_the_same_recording() -> None:
     events = numbered([*played(0), *played(1), *played(2)])
     whole = recorded(events)

@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 32
 MAX_REQUESTS = 64
-"""under way at once, viewers included; more are turned away"""
+"""Requests with the key, under way at once, viewers included. More are turned away."""
+MAX_STRANGERS = 32
+"""Connections that have not shown the key. A further one replaces the oldest of them, so idle
+strangers do not shut out those who have the key."""
 MAX_HEAD_BYTES = 16 << 10
 READ_S = 5.0
 """A connection that has sent no request by then is closed."""
@@ -68,6 +71,8 @@ class Server:
         self._page, self._policy = _page()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        """those of the tasks that serve a connection without the key, the oldest first"""
         self._viewers = 0
         self._view = b"{}"
         self._version = 0
@@ -109,20 +114,23 @@ class Server:
     # inside
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= MAX_REQUESTS:
-            writer.transport.abort()
-            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._tasks.add(task)
+        self._strangers[task] = None
+        # A task that is cancelled before its first step closes nothing itself.
+        task.add_done_callback(lambda _: writer.transport.abort())
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._exchange(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError) as exc:
             log.debug("page: invalid or aborted request: %s", exc)
-        finally:
-            writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(READ_S):
@@ -138,6 +146,9 @@ class Server:
         elif not self._may(query.get("key", ""), cookies):
             told = b"open the link that `dataplane watch --page` printed: it has the page's key\n"
             answer = "403 Forbidden", TEXT, told, ()
+        elif not self._admit():
+            told = f"{MAX_REQUESTS} requests are under way: try again\n".encode()
+            answer = "503 Service Unavailable", TEXT, told, ()
         elif url.path == "/live" and method == "GET":
             if self._viewers < MAX_VIEWERS:
                 await self._live(reader, writer)
@@ -162,6 +173,15 @@ class Server:
                 given += [value] if name == self._cookie else []
         return any(hmac.compare_digest(one.encode(), self._key.encode()) for one in given)
 
+    def _admit(self) -> bool:
+        """Stop counting this request as a stranger's. False: too many are under way."""
+        if len(self._tasks) - len(self._strangers) >= MAX_REQUESTS:
+            return False
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
+        return True
+
     @property
     def _cookie(self) -> str:
         """Browsers keep cookies by host, so those of several ports need different names."""
@@ -174,14 +194,12 @@ class Server:
                 cookie = f"{self._cookie}={self._key}; HttpOnly; SameSite=Lax; Path=/"
                 return "303 See Other", TEXT, b"", ("Location: /", f"Set-Cookie: {cookie}")
             return "200 OK", "text/html; charset=utf-8", self._page, ()
-        if path == "/view":
-            return "200 OK", JSON, self._view, ()
         if path == "/step":
             found = self._picture_of(int(query.get("number", "0")[:18]))
             if found is not None:
                 return "200 OK", JSON, msgspec.json.encode(found), ()
             return "404 Not Found", TEXT, b"this step is no longer kept\n", ()
-        return "404 Not Found", TEXT, b"/, /live, /view or /step?number=N\n", ()
+        return "404 Not Found", TEXT, b"/, /live or /step?number=N\n", ()
 
     async def _live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Every view from now on, or as many as the viewer can read."""

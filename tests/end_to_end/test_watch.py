@@ -63,7 +63,8 @@ def test_a_page_shows_a_run_to_those_with_its_link_and_says_when_a_peer_is_gone(
             address, _, query = link.partition("?")
 
             def view() -> dict[str, Any]:
-                return dict(json.loads(fetched(f"{address}view?{query}")))
+                with urllib.request.urlopen(f"{address}live?{query}", timeout=20) as answer:
+                    return dict(json.loads(answer.readline().removeprefix(b"data: ")))
 
             until(lambda: bool(view().get("steps")), "the step is shown")
             assert view()["sentence"].startswith(f"{HOSTILE} took ")
@@ -74,7 +75,7 @@ def test_a_page_shows_a_run_to_those_with_its_link_and_says_when_a_peer_is_gone(
             assert lanes >= {("train", "b")}
             until(lambda: len(view()["hosts"]) == 2, "the arenas are")
             assert HOSTILE not in fetched(link)  # the page itself says nothing of a run
-            assert refused(address) == refused(f"{address}view") == refused(f"{address}live") == 403
+            assert refused(address) == refused(f"{address}step") == refused(f"{address}live") == 403
             cluster.kill("b")
             until(lambda: bool(view()["trouble"]), "that it is gone is said")
             (told,) = view()["trouble"]

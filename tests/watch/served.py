@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dataplane.watch.history import History, View
 from dataplane.watch.server import Server
@@ -20,6 +22,9 @@ class Page:
     def __init__(self, history: History) -> None:
         self.history = history
         self._loop = asyncio.new_event_loop()
+        self.faults = list[dict[str, Any]]()
+        """what tasks of the server raised and nobody retrieved"""
+        self._loop.set_exception_handler(lambda _, fault: self.faults.append(fault))
         self.server = Server(history.picture_of, KEY)
         self.port = self._loop.run_until_complete(self.server.open("127.0.0.1", 0))[1]
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -53,6 +58,8 @@ class Page:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
         self._loop.close()
+        gc.collect()
+        assert self.faults == []
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Steps that have ended are drawn once. Everything that is kept has a limit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ FIRST_S = 900.0
 """At its start a watcher asks for what happened in so many seconds."""
 OVERLAP_S = 1.0
 """What happened so shortly before the last look is asked for again: clocks of peers differ."""
+SILENT_S = 60.0
+"""After a look that a peer did not answer, the next looks ask for what happened since the last
+complete look, and at most for so many seconds."""
 HERE = "the watcher"
 """Of which events are missing that were dropped here."""
 MAX_STEPS = 100
@@ -79,8 +83,6 @@ class Host(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     size_bytes: int = 0
     spilled_bytes: int = 0
-    clients: int = 0
-    put_per_s: float = 0.0
     holders: list[Holder] = []
 
 
@@ -139,21 +141,29 @@ class History:
         self._cut: set[str] = set()
         """Partitions of which earlier events were dropped here for want of room."""
         self._pictures: dict[tuple[str, int], tuple[int, Picture]] = {}
-        """by partition and generation, with the step's number; the oldest first"""
+        """by partition and generation, with the step's number; the oldest first. It is replaced and
+        never changed, so another thread may read it."""
         self._numbers = 0
         self._stats: dict[str, Any] | None = None
         self._left: dict[str, tuple[str, float]] = {}
         """by address: peers that are no longer there, and when that was seen"""
+        self._newest: dict[str, int] = {}
+        """by peer: the number of its newest event that was fetched"""
         self._looked_at = 0.0
+        self._heard_all_at = 0.0
+        """when the last look began that every peer answered"""
         self._error = ""
 
     def since(self, now: float) -> float:
-        """From when on events are to be fetched. now: on this host's monotonic clock."""
-        return (self._looked_at or now) - (OVERLAP_S if self._looked_at else FIRST_S)
+        """Return the time from which on events are to be fetched. now: on this host's monotonic
+        clock."""
+        if not self._looked_at:
+            return now - FIRST_S
+        return max(self._heard_all_at, now - SILENT_S) - OVERLAP_S
 
     def look(self, events: Sequence[Event], stats: dict[str, Any] | None, asked: float) -> None:
-        """What the plane said. asked: when it was asked. stats: None where only events were."""
-        self._error, self._looked_at = "", asked
+        """Take in what the plane answered. asked: when it was asked. stats: None if only events
+        were asked for."""
         if stats is not None:
             self._meet(stats, asked)
         lasting = [e for e in events if e.number]
@@ -161,7 +171,7 @@ class History:
         overlap = self._events[bisect_left(self._events, earliest, key=_at) :]
         known = {(e.peer, e.number) for e in overlap}
         new = [e for e in lasting if (e.peer, e.number) not in known]
-        more = [e for e in events if _is_lasting(e)]
+        more = self._gaps(events)
         self._now = [e for e in events if not e.number and not _is_lasting(e)]
         touched = {e.partition for e in (*new, *self._now)}
         self._events = sorted([*self._events, *more, *new], key=_at)
@@ -171,13 +181,16 @@ class History:
         for e in (*new, *self._now):
             self._extend(e)
         self._draw(touched)
+        self._error, self._looked_at = "", asked
+        if not any(e.reason is Reason.SILENT for e in self._now):
+            self._heard_all_at = asked
 
     def failed(self, error: str) -> None:
         """The plane could not be asked."""
         self._error = error
 
     def picture_of(self, number: int) -> Picture | None:
-        """What was shown of a step of the list."""
+        """Return the picture of a step of the list. Any thread may ask, during a look too."""
         return next((one for known, one in self._pictures.values() if known == number), None)
 
     def view(self, now: float, every_s: float) -> View:
@@ -204,6 +217,30 @@ class History:
         )
 
     # inside
+
+    def _gaps(self, events: Sequence[Event]) -> list[Event]:
+        """Return an event for each peer whose records are missing for good. Records that a peer has
+        overwritten are not missing if an earlier look fetched them."""
+        fetched = defaultdict[str, list[Event]](list)
+        for e in events:
+            if e.number:
+                fetched[e.peer].append(e)
+        found = list[Event]()
+        was_silent = self._heard_all_at < self._looked_at
+        for peer, mine in fetched.items():
+            first = min(mine, key=lambda e: e.number)
+            newest = max(e.number for e in mine)
+            before = self._newest.get(peer, 0 if was_silent else None)
+            self._newest[peer] = newest
+            if before is None:  # the first look at this peer
+                found += [e for e in events if e.peer == peer and _is_lasting(e)]
+                continue
+            if newest < before:  # the peer has restarted and counts from 1 again
+                before = 0
+            if (lost := first.number - before - 1) > 0:
+                reason = Reason.OVERWRITTEN
+                found.append(Event(Kind.MISSING, first.at, peer, reason=reason, rows=lost))
+        return found
 
     def _meet(self, stats: dict[str, Any], asked: float) -> None:
         """Note which peers are no longer there."""
@@ -236,23 +273,22 @@ class History:
         extents = self._extents
         put = [name for name, one in extents.items() if one.put < float("inf")]
         named = sorted(put, key=lambda name: extents[name].put)[-MAX_STEPS:]
+        pictures = dict(self._pictures)  # other threads read the one that is published
         due = []
         for name in named:
-            known = self._pictures.get((name, extents[name].generation))
+            known = pictures.get((name, extents[name].generation))
             if known is None or name in touched or not known[1].finished:
                 due.append(name)
-        for name in due[-MAX_DRAWN:] if self._pictures else due:
+        for name in due[-MAX_DRAWN:] if pictures else due:
             extent = extents[name]
             key = name, extent.generation
-            number, _ = self._pictures.get(key, (self._numbers + 1, None))
+            number, _ = pictures.get(key, (self._numbers + 1, None))
             self._numbers = max(self._numbers, number)
             during = self._during(name, extent, name == named[-1])
-            self._pictures[key] = number, picture(during, name)
+            pictures[key] = number, picture(during, name)
         order = {name: at for at, name in enumerate(named)}
-        ordered = sorted(self._pictures.items(), key=lambda one: order.get(one[0][0], -1))
-        self._pictures = dict(ordered)
-        while len(self._pictures) > MAX_STEPS:
-            del self._pictures[next(iter(self._pictures))]
+        ordered = sorted(pictures.items(), key=lambda one: order.get(one[0][0], -1))
+        self._pictures = dict(ordered[-MAX_STEPS:])
 
     def _during(self, partition: str, extent: _Extent, is_newest: bool) -> list[Event]:
         """The events while this step lasted, and those that began then."""
@@ -281,7 +317,7 @@ class History:
             yield f"peer {short(name)} left the run, or was lost, {duration(now - at)} ago"
         lost = {e.peer for e in self._events if e.kind is Kind.MISSING}
         for name in sorted(lost):
-            yield f"peer {short(name)} has overwritten events that belong to these steps"
+            yield f"peer {short(name)} overwrote events of these steps before they were fetched"
 
     def _everywhere(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"partitions": {}, "waits": [], "holders": [], "clients": []}
@@ -330,8 +366,6 @@ class History:
                     host["used_bytes"],
                     host["size_bytes"],
                     host["spilled_bytes"],
-                    host["clients"],
-                    host["rates"]["put_rows_per_s"],
                     sorted(held, key=lambda one: -one.nbytes)[:MAX_HOLDERS],
                 )
             )

@@ -7,6 +7,7 @@ events, and every few looks for its stats. A look that takes long is followed by
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from dataplane.launch.rundir import LivingPeer
 from dataplane.watch.history import History, View
 from dataplane.watch.picture import Picture
 
+log = logging.getLogger(__name__)
+
 EVERY_S = 2.0
 SLOWEST_S = 15.0
 BUSY_SHARE = 0.2
@@ -30,12 +33,12 @@ asked for at most this share of the time, until the pause is STATS_SLOWEST_S."""
 
 
 class Watcher:
-    """find: the peer to ask, anew at each look, for it may have been replaced."""
+    """find: returns the peer to ask. It is called at each look, because the peer may have been
+    replaced. One thread looks; other threads may call `picture_of` meanwhile."""
 
     def __init__(self, run: str, find: Callable[[], LivingPeer]) -> None:
-        self._find = find
+        self._run, self._find = run, find
         self._history = History(run)
-        self._lock = threading.Lock()
         self._over = threading.Event()
         self._every_s = EVERY_S
         self._stats_due = float("-inf")
@@ -48,11 +51,9 @@ class Watcher:
                 events = plane.events(self._history.since(began))
                 stats = self._stats(plane) if began >= self._stats_due else None
         except DataplaneError as error:
-            with self._lock:
-                self._history.failed(error.message)
+            self._history.failed(error.message)
         else:
-            with self._lock:
-                self._history.look(events, stats, began)
+            self._history.look(events, stats, began)
         took_s = time.monotonic() - began
         self._every_s = min(SLOWEST_S, max(EVERY_S, took_s / BUSY_SHARE))
         return self.view()
@@ -65,12 +66,11 @@ class Watcher:
         return stats
 
     def view(self) -> View:
-        with self._lock:
-            return self._history.view(time.monotonic(), self._every_s)
+        return self._history.view(time.monotonic(), self._every_s)
 
     def picture_of(self, number: int) -> Picture | None:
-        with self._lock:
-            return self._history.picture_of(number)
+        """Return the picture of a step as of the last look. Never waits for the look under way."""
+        return self._history.picture_of(number)
 
     def pause(self) -> bool:
         """Wait until the next look is due. Whether there is to be one."""
@@ -78,11 +78,20 @@ class Watcher:
 
     @contextlib.contextmanager
     def looking(self, seen: Callable[[View], None]) -> Iterator[None]:
-        """Look in a thread of its own, which tells each view."""
+        """Look in a thread of its own, which passes each view to `seen`."""
 
         def run() -> None:
             while True:
-                seen(self.look())
+                try:
+                    seen(self.look())
+                except Exception as error:
+                    log.exception("watcher of run %r: a look failed, trying again", self._run)
+                    self._history.failed(
+                        f"`dataplane watch` failed to show the run: {error!r}; "
+                        "its log has the traceback, please report it"
+                    )
+                    with contextlib.suppress(Exception):  # the log has what is wrong already
+                        seen(self.view())
                 if not self.pause():
                     return
 

@@ -104,6 +104,48 @@ def test_events_that_are_told_twice_count_once() -> None:
     assert history.view(end(events) + 1, 2.0).picture == whole
 
 
+def test_a_peer_that_misses_a_look_is_asked_again_for_what_happened_meanwhile() -> None:
+    events = step("step-1", 1_000.0, slow_reward=12.0)
+    whole = seen(events, end(events)).view(end(events), 2.0)
+    history, looks = History("run"), (1_001.0, 1_002.0, 1_004.0, 1_006.0, end(events) + 1)
+    for until in looks:
+        since = history.since(until)
+        told = [e for e in events if since - 0.1 < e.at <= until]
+        if until in looks[1:4]:
+            told = [e for e in told if e.peer != "host-0"]
+            told.append(Event(Kind.MISSING, until, "host-0", reason=Reason.SILENT))
+        history.look(told, None, until)
+    view = history.view(end(events) + 1, 2.0)
+    assert (view.trouble, view.picture) == ([], whole.picture)
+
+
+def test_events_that_were_lost_while_a_peer_was_silent_are_noted_for_good() -> None:
+    events = step("step-1", 1_000.0, slow_reward=12.0)
+    history = History("run")
+    history.look([e for e in events if e.at <= 1_002.0], None, 1_002.0)
+    silent = Event(Kind.MISSING, 1_002.0, "host-0", reason=Reason.SILENT)
+    for until in (1_004.0, 1_100.0):
+        history.look([silent], None, until)
+    assert history.since(1_100.0) > 1_004.0  # it has a limit
+    for until in (1_102.0, 1_104.0):
+        history.look([e for e in events if e.at > 1_005.0], None, until)
+    view = history.view(1_104.0, 2.0)
+    assert view.trouble == ["peer host-0 overwrote events of these steps before they were fetched"]
+    assert "events of host-0 are missing" in view.sentence
+
+
+def test_events_that_a_peer_overwrote_after_they_were_fetched_are_not_missing() -> None:
+    events = step("step-1", 1_000.0)
+    history = History("run")
+    history.look(events[:60], None, events[59].at)
+    number = max(e.number for e in events[:60] if e.peer == "host-0")
+    first = next(e for e in events if (e.peer, e.number) == ("host-0", number - 1))
+    gone = Event(Kind.MISSING, first.at, "host-0", reason=Reason.OVERWRITTEN, rows=number - 2)
+    history.look([gone, *events[events.index(first) :]], None, end(events))
+    view = history.view(end(events), 2.0)
+    assert view.trouble == [] and "missing" not in view.sentence
+
+
 def test_everything_that_is_remembered_has_a_limit() -> None:
     history, number = History("run", max_events=900), 0
     events = list[Event]()

@@ -35,6 +35,9 @@ MAX_LEFT_OUT = 100
 """Steps that are named as left out; more are only counted."""
 _DONE = (Reason.ACK, Reason.DROP)
 
+_OF_SHARD = (Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.SEAL, Kind.DROP)
+"""What the peer that has a partition's shard notes; other peers note waits."""
+
 Step = tuple[str, int]
 """A partition and its generation."""
 
@@ -128,6 +131,10 @@ class _Step:
         self.before: dict[tuple[str, str], float] = {}
         """until when that worker had worked on other steps, or waited for rows of them"""
         self.sealed = self.dropped = False
+        self.peer = ""
+        """the one that has its shard"""
+        self.before_peer: dict[str, float] = {}
+        """when another one had taken the shard over, of each peer that had it before"""
         self.wrong = ""
 
     @property
@@ -228,6 +235,7 @@ class Recorder:
             number, at = self._numbers.get(one.peer, (0, math.inf))
             if one.number <= number and one.at > at + one.uncertain + AGAIN_S:
                 number = 0  # the peer has started again and counts from 1
+                self._began_again(one.peer)
             if one.number <= number:
                 continue
             if one.number > number + 1:
@@ -247,6 +255,12 @@ class Recorder:
                 one.wrong = one.wrong or why
         self._suspect[peer] = why
 
+    def _began_again(self, peer: str) -> None:
+        """What this peer noted last, nobody knows."""
+        for one in self._steps.values():
+            if peer == one.peer or peer in one.before_peer:
+                one.wrong = one.wrong or f"peer {peer} started again"
+
     def _step(self, event: Event) -> _Step | None:
         key = event.partition, event.generation
         if key in self._over:
@@ -262,6 +276,10 @@ class Recorder:
             return
         if why := self._suspect.pop(event.peer, ""):
             step.wrong = step.wrong or why
+        if event.kind in _OF_SHARD:
+            if step.peer not in ("", event.peer):
+                step.before_peer[step.peer] = event.at + event.uncertain
+            step.peer = event.peer
         match event.kind:
             case Kind.PUT:
                 self._put(step, event)
@@ -363,6 +381,10 @@ class Recorder:
             (group.acked or group.dropped) and not group.put_rows for group in one.groups.values()
         ):
             one.wrong = "it began before the recorded events"
+        for peer, until in one.before_peer.items():
+            if self._numbers[peer][1] <= until:
+                why = f"peer {peer} had its shard and told nothing after peer {one.peer} took over"
+                one.wrong = one.wrong or why
         if one.wrong:
             self._leave_out(f"{one.name}: {one.wrong}")
             return None

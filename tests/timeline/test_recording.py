@@ -251,3 +251,31 @@ def test_a_peer_that_starts_again_is_no_gap() -> None:
     found = recorder.take(events) + recorder.take(again) + recorder.finish()
     assert [step.partition for step in found] == ["step-0", "step-1"]
     assert recorder.lost == 0
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_step_whose_shard_moves_is_left_out_if_the_first_peer_is_not_heard_of_again(
+    lives: bool,
+) -> None:
+    """What it noted between the last look and its death is missing: the numbers have no gap."""
+    first, second, third = (played(n, hosts=1) for n in range(3))
+    takeover = 1_108.0
+    moved = [msgspec.structs.replace(e, peer="b") if e.at > takeover else e for e in second]
+    moved += [msgspec.structs.replace(e, peer="b") for e in third]
+    if lives:
+        moved.append(Event(Kind.ARENA, takeover + 1.0, "a", nbytes=1))
+    recorder = Recorder()
+    found = [*recorder.take(numbered([*first, *moved])), *recorder.finish()]
+    names = ["step-0", "step-1", "step-2"]
+    assert [step.partition for step in found] == (names if lives else names[::2])
+    why = "peer a had its shard and told nothing after peer b took over"
+    assert recorder.left_out == ([] if lives else [f"step-1: {why}"])
+
+
+def test_a_step_in_which_its_peer_started_again_is_left_out() -> None:
+    before = [e for e in played(0) if e.at < 1_002.0]
+    after = [e for e in played(0) if e.at >= 1_002.0]
+    recorder = Recorder()
+    recorder.take(numbered(before))
+    assert not recorder.take(numbered(after)) + recorder.finish()
+    assert recorder.left_out == ["step-0: peer a started again"]

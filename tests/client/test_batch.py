@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ from dataplane.wire.messages import (
 from dataplane.wire.records import EXTENT, RANGE, U4, VALUE, column
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
+
+SLOW_S = 0.2
 
 
 @pytest.fixture
@@ -259,6 +262,76 @@ def test_an_ack_without_an_answer_is_asked_again_under_its_number(
     first, second = peer.requests_of(Finish)
     assert (first.op, first.body) == (second.op, second.body)
     assert batch.state == "acked"
+
+
+def answer_slowly(peer: ScriptedPeer, *answers: Body, seconds: float = SLOW_S) -> None:
+    """Answer the next finishes so, this long after each arrives, and the others at once."""
+    left = list(answers)
+
+    def finish(request: Request, body: Finish) -> Body:
+        if not left:
+            return PutDone()
+        time.sleep(seconds)
+        return left.pop(0)
+
+    peer.scripts[Finish] = finish
+
+
+def time_between(first: Request, second: Request) -> float:
+    """How much less time the second has, in seconds."""
+    return (first.deadline_ms - second.deadline_ms) / 1e3
+
+
+def test_the_messages_of_one_ack_share_its_time(peer: ScriptedPeer, batch: Batch) -> None:
+    answer_slowly(peer, PutDone(), PutDone())
+    batch.rows([0, 1]).add(reward=[1, 2])
+    batch.ack()
+    first, second = peer.requests_of(Finish)
+    assert time_between(first, second) >= SLOW_S
+
+
+def test_an_ack_in_doubt_is_settled_within_the_time_of_the_next(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    batch.add(reward=[1, 2, 3, 4])
+    with pytest.raises(dataplane.DeadlineExceeded):
+        batch.ack(timeout=0.1)
+    answer_slowly(peer, Failed("Unavailable", "hm", {"ranges": b""}))
+    batch.ack()
+    _, again, second = peer.requests_of(Finish)
+    assert time_between(again, second) >= SLOW_S
+
+
+@pytest.mark.parametrize("acked_before", [False, True])
+def test_the_time_of_a_streams_claim_begins_as_it_is_sent(
+    peer: ScriptedPeer,
+    put: Put,
+    part: Partition,
+    monkeypatch: pytest.MonkeyPatch,
+    acked_before: bool,
+) -> None:
+    """With the last message of a slow ack, or by itself after an ack that was in doubt."""
+    monkeypatch.setattr("dataplane.client.session.connection.GRACE_S", 0.0)
+    loop = iter(part.stream("s", rows=4, batches=2, timeout=2 * SLOW_S))
+    first = next(loop)
+    if acked_before:
+        peer.scripts[Finish] = lambda r, b: SILENCE
+        with pytest.raises(dataplane.DeadlineExceeded):
+            first.ack(timeout=0.1)
+    else:
+        first.rows([0, 1]).add(reward=[1, 2])
+    answer_slowly(peer, PutDone(), seconds=3 * SLOW_S)
+    claimed = peer.scripts[Claim]
+
+    def claim(request: Request, body: Claim) -> Any:
+        time.sleep(0.01)  # so that its answer does not come with the ack's
+        return claimed(request, body)
+
+    peer.scripts[Claim] = claim
+    second = next(loop)
+    assert (first.state, second.state) == ("acked", "leased")
+    second.release()
 
 
 def test_what_the_peer_did_not_look_at_is_still_the_batchs(

@@ -10,6 +10,7 @@ from typing import Any
 from dataplane.client.aio.batch import Converting
 from dataplane.client.aio.driver import Prefetch, Run
 from dataplane.client.core import DEFAULT_TIMEOUT_S
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.plan import (
     LEFT,
     Feed,
@@ -116,14 +117,14 @@ class Plan(Planned[Micro]):
         if part.state == "acked":
             return
         part.check()
-        await self._run(part.finish("ack", timeout=timeout))
+        await self._run(part.finish("ack", Deadline(timeout)))
 
     async def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """End the plan for all ranks. The rows return to their stage."""
         await self._stop()
         part = self._joined.part
         part.check()
-        await self._run(part.finish("release", timeout=timeout))
+        await self._run(part.finish("release", Deadline(timeout)))
 
     async def _take(self, mini: int, at: int) -> Micro:
         self._joined.part.check()

@@ -97,7 +97,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
         await prefetch.end()
         deadline = Deadline(self._limit_s)
         for lease in held + prefetch.left():
-            await self._run(lease.give_back(deadline.left("release")))
+            await self._run(lease.give_back(deadline))
 
     async def __aenter__(self) -> Loader:
         self._entered = True

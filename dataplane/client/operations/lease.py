@@ -17,14 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments
-from dataplane.client.core import (
-    DEFAULT_TIMEOUT_S,
-    UNKNOWN,
-    Handle,
-    Operation,
-    ask,
-    expect,
-)
+from dataplane.client.core import UNKNOWN, Handle, Operation, ask, expect
 from dataplane.client.deadline import Deadline
 from dataplane.client.operations.inlining import landed
 from dataplane.client.operations.write import write_columns
@@ -149,12 +142,11 @@ class Lease:
             )
 
     def add(
-        self, columns: Mapping[str, Any], timeout: float | None, rows: Index | None = None
+        self, columns: Mapping[str, Any], deadline: Deadline, rows: Index | None = None
     ) -> Operation[None]:
         """Copy new fields of all rows, or of those at `rows`, into the arena. They are there for
         others after the ack."""
         self.check()
-        deadline = Deadline(timeout)
         if self._doubt is not None:
             yield from self._settle_doubt(deadline)
             self.check()
@@ -210,17 +202,17 @@ class Lease:
         tally.of_stage(self.stage, added_bytes=volume(written.columns))
         tally.add("copy", bytes=written.copied_bytes)
 
-    def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
+    def fetch(self, fields: Sequence[str], deadline: Deadline) -> Operation[Fetched]:
         """More fields of the rows."""
         body = Fetch(self.id, arguments.texts(fields, "fields"))
-        return (yield from ask(body, Fetched, Deadline(timeout)))
+        return (yield from ask(body, Fetched, deadline))
 
     def finish(
         self,
         outcome: Outcome,
+        deadline: Deadline,
         rows: Index | None = None,
         tags: TagValues | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
         values: Mapping[str, Any] | None = None,
         then: Call | None = None,
     ) -> Operation[None]:
@@ -232,13 +224,13 @@ class Lease:
         """
         self.check()
         if self._doubt is not None:
-            yield from self._settle_doubt(Deadline(timeout))
+            yield from self._settle_doubt(deadline)
             if self.state != "leased":
                 if outcome == "drop" or tags or values:
                     self.check()
                 return  # that ack took effect, and nothing is left to be finished
         if self.n and rows is None and self._open is None and not (tags or values or self._added):
-            yield from self._finish_whole(outcome, timeout, then)
+            yield from self._finish_whole(outcome, deadline, then)
             return
         given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
         at = self.open_among(rows)
@@ -256,31 +248,31 @@ class Lease:
                 self._end("finished")
             return
         if outcome == "ack":
-            yield from self._ack(at, timeout, then)
+            yield from self._ack(at, deadline, then)
         elif values:
             many = self.n if rows is None else len(rows)
-            yield from self._release_with(body, values, many, order, timeout)
+            yield from self._release_with(body, values, many, order, deadline)
         elif given:
-            yield from self._send(body, timeout)
+            yield from self._send(body, deadline)
         else:
-            yield from self._send_bare(body, timeout)
+            yield from self._send_bare(body, deadline)
         self._closed_rows(outcome, rows)
 
     def _finish_whole(
-        self, outcome: Outcome, timeout: float | None, then: Call | None
+        self, outcome: Outcome, deadline: Deadline, then: Call | None
     ) -> Operation[None]:
         """Of all its rows, with nothing to be told beside."""
         if outcome == "ack":
             self._check_lost(set().union(*(names for _, names in self._lost)))
-        yield from self._send_bare(Finish(self.id, outcome), timeout, then)
+        yield from self._send_bare(Finish(self.id, outcome), deadline, then)
         self._end(_ENDED[outcome])
 
     def _send_bare(
-        self, body: Finish, timeout: float | None, then: Call | None = None
+        self, body: Finish, deadline: Deadline, then: Call | None = None
     ) -> Operation[None]:
         """Without tags or values."""
         try:
-            yield from self._send(body, timeout, then)
+            yield from self._send(body, deadline, then)
         except LeaseExpired:
             if body.outcome != "release":
                 raise  # released rows went back before
@@ -291,11 +283,11 @@ class Lease:
         values: Mapping[str, Any],
         many: int,
         order: Index | None,
-        timeout: float | None,
+        deadline: Deadline,
     ) -> Operation[None]:
         """Rows and the progress that was made with them go back in one message. order: which of
         `many` values are of its rows."""
-        session, deadline = self.handle.session, Deadline(timeout)
+        session = self.handle.session
         if session.devices is not None:
             session.devices.tell_of_host_copies(values, "values passed to release always are")
         written = yield from write_columns(self.handle, values, many, deadline)
@@ -304,7 +296,7 @@ class Lease:
             written, unused = written.take(order)
             session.keep(unused)
         self._tally(written)
-        done = yield from self._send_with(body, written, deadline.left("release"))
+        done = yield from self._send_with(body, written, deadline)
         if isinstance(done, PutDone):
             session.keep(np.frombuffer(done.extents, EXTENT))
 
@@ -312,12 +304,12 @@ class Lease:
         index = None if len(at) == self.n else at.astype(U4).tobytes()
         return Finish(self.id, outcome, index, tags=tags)
 
-    def _ack(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
+    def _ack(self, at: Index, deadline: Deadline, then: Call | None) -> Operation[None]:
         """One message for all rows to which the same was added; rows of one that failed stay."""
         self._check_lost({name for rows, names in self._lost if _meet(rows, at) for name in names})
         apart = self._alike(at)
         for rows in apart:
-            yield from self._ack_alike(rows, timeout, then if rows is apart[-1] else None)
+            yield from self._ack_alike(rows, deadline, then if rows is apart[-1] else None)
             if len(apart) > 1:
                 self._closed_rows("ack", rows)
 
@@ -344,23 +336,23 @@ class Lease:
         _, which = np.unique(has, axis=1, return_inverse=True)
         return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
 
-    def _ack_alike(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
+    def _ack_alike(self, at: Index, deadline: Deadline, then: Call | None) -> Operation[None]:
         """Values stay with the lease until the ack that carries them is answered: whatever fails
         before that, the next ack of the rows carries the same ones."""
         session = self.handle.session
-        yield from self._part_from_others(at, timeout)
+        yield from self._part_from_others(at, deadline)
         parts = [one for one in self._added if _meet(one.at, at)]
         body = self._finish_of("ack", at, {})
         try:
-            done = yield from self._send(body, timeout, then, at, parts)
+            done = yield from self._send(body, deadline, then, at, parts)
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
             for one in parts:
                 if one.written.inline:
-                    one.written = yield from self._landed(one.written, timeout)
-            done = yield from self._send(body, timeout, None, at, parts)
+                    one.written = yield from self._landed(one.written, deadline)
+            done = yield from self._send(body, deadline, None, at, parts)
         self._added = [one for one in self._added if one not in parts]
         if isinstance(done, PutDone):
             if done.extents:
@@ -374,7 +366,7 @@ class Lease:
                     done.kept,
                 )
 
-    def _part_from_others(self, at: Index, timeout: float | None) -> Operation[None]:
+    def _part_from_others(self, at: Index, deadline: Deadline) -> Operation[None]:
         """What was added to these rows and to others becomes two. Nothing has changed where there
         is no room for that."""
         if self._is_whole(at):
@@ -386,33 +378,32 @@ class Lease:
             if len(np.setdiff1d(self.open_among(one.at), at)):
                 mine, rest, copied = one.written.divide(local, session.writes.view)
                 if copied:
-                    mine = yield from self._landed(mine, timeout)
+                    mine = yield from self._landed(mine, deadline)
                 apart.append(Added(np.setdiff1d(one.at, at), rest))
             else:
                 mine, unused = one.written.take(local)
             self._added = [o for o in self._added if o is not one] + [Added(at, mine), *apart]
             session.keep(unused)
 
-    def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+    def _send_with(self, body: Finish, written: Written, deadline: Deadline) -> Operation[Body]:
         """Values that are stored without an ack. Once more where the shard has no room for what is
         inline."""
         try:
-            return (yield from self._send_once(body, written, timeout))
+            return (yield from self._send_once(body, written, deadline))
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
             pin = self.handle.session.pinned(full.details.get("pin", 0))
-            written = yield from self._landed(written, timeout, full)
-            done = yield from self._send_once(body, written, timeout)
+            written = yield from self._landed(written, deadline, full)
+            done = yield from self._send_once(body, written, deadline)
             del pin  # what it holds has another holder now
             return done
 
-    def _send_once(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+    def _send_once(self, body: Finish, written: Written, deadline: Deadline) -> Operation[Body]:
         call = None
         try:
             body = self._with(body, written)
-            deadline = Deadline(timeout)
             deadline.check(body.outcome)
             call = Call(body, deadline)
             return (yield from self._answer(call))
@@ -435,16 +426,15 @@ class Lease:
         )
 
     def _landed(
-        self, written: Written, timeout: float | None, full: ShardFull | None = None
+        self, written: Written, deadline: Deadline, full: ShardFull | None = None
     ) -> Operation[Written]:
-        deadline = Deadline(timeout)
         generation = yield from self.handle.attach(deadline)
         return (yield from landed(self.handle, generation, written, lambda: True, deadline, full))
 
     def _send(
         self,
         body: Finish,
-        timeout: float | None,
+        deadline: Deadline,
         then: Call | None = None,
         at: Index | None = None,
         parts: Sequence[Added] = (),
@@ -452,7 +442,6 @@ class Lease:
         """at: the rows, None for all. parts: the values that are stored with an ack."""
         if parts:
             body = self._with(body, beside([one.written for one in parts]))
-        deadline = Deadline(timeout)
         deadline.check(body.outcome)
         call = Call(body, deadline, then=then, keeps=body.outcome == "ack")
         try:
@@ -543,15 +532,14 @@ class Lease:
         self.handle.session.answered(doubt.request)
         return [one.written.ranges for one in self._added if one not in doubt.parts]
 
-    def give_back(self, timeout: float | None) -> Operation[None]:
+    def give_back(self, deadline: Deadline) -> Operation[None]:
         """Release what is held; the rows are back when this returns, also where `abandon` has
         only just said that they are to go."""
         if self.state == "leased":
-            yield from self.finish("release", timeout=timeout)
+            yield from self.finish("release", deadline)
         elif self._abandoned:
             self._abandoned = False
             self.handle.session.leases.discard(self.id)
-            deadline = Deadline(timeout)
             deadline.check("release")
             with contextlib.suppress(LeaseExpired):  # it was told already
                 yield Call(Finish(self.id, "release"), deadline)

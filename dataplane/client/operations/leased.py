@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.core import Handle, Operation
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.lease import Lease, Outcome, positions
 from dataplane.client.operations.reads import read_rows
 from dataplane.client.read.selection import Selection
@@ -52,7 +53,7 @@ class LeasedRows(Selection):
         self, given: Mapping[str, Any] | None, named: dict[str, Any], timeout: float | None
     ) -> Operation[None]:
         columns = {} if given is None else dict(by_name(given))
-        yield from self.lease.add({**columns, **named}, timeout, self._at)
+        yield from self.lease.add({**columns, **named}, Deadline(timeout), self._at)
 
     def _finish(
         self,
@@ -63,7 +64,7 @@ class LeasedRows(Selection):
     ) -> Operation[None]:
         self._check()
         given = None if values is None else by_name(values)
-        yield from self.lease.finish(outcome, self._at, tags, timeout, given)
+        yield from self.lease.finish(outcome, Deadline(timeout), self._at, tags, given)
         self._outcome = {"ack": "acked", "release": "released", "drop": "dropped"}[outcome]
 
     def _check(self) -> None:
@@ -92,7 +93,7 @@ class LeasedRows(Selection):
                 for name in fields:
                     self._admit(*self._of._found(name))
                 return
-            done: Fetched = yield from self.lease.fetch(fields, timeout)
+            done: Fetched = yield from self.lease.fetch(fields, Deadline(timeout))
             self._admit(done.table, self._handle.session.pinned(done.pin))
         else:
             self._admit(*(yield from read_rows(self._handle, self._rows, fields, timeout)))
@@ -108,7 +109,7 @@ class LeasedRows(Selection):
         if self._at is not None:
             at = self._at[at]
         if len(at := self.lease.open_among(at)):
-            yield from self.lease.finish("drop", at, timeout=timeout)
+            yield from self.lease.finish("drop", Deadline(timeout), at)
 
     def __repr__(self) -> str:
         lease, state = self.lease, self.state

@@ -195,7 +195,7 @@ def join(
     try:
         layout = Layout(shape, claimed.plan)
     except InvalidRows:
-        yield from part.give_back(DEFAULT_TIMEOUT_S)
+        yield from part.give_back(Deadline(DEFAULT_TIMEOUT_S))
         raise
     return Joined(part, layout, rank, needed)
 
@@ -321,12 +321,12 @@ class PlannedRows(LeasedRows):
     ) -> Operation[None]:
         """Stored at once, for the rows that are no padding."""
         columns = {} if given is None else dict(by_name(given))
-        lease, session = self.lease, self._handle.session
+        lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
         lease.check()
         columns |= named
         if session.devices is not None:
             session.devices.tell_of_host_copies(columns, "values added to a plan always are")
-        written = yield from write_columns(self._handle, columns, len(self), Deadline(timeout))
+        written = yield from write_columns(self._handle, columns, len(self), deadline)
         lease._check_size([written], written)
         real = np.flatnonzero(self.mask)
         if not len(real):
@@ -337,7 +337,7 @@ class PlannedRows(LeasedRows):
             session.keep(unused)
         lease._tally(written)
         body = Finish(lease.id, "keep", self._positions[real].astype(U4).tobytes())
-        done = yield from lease._send_with(body, written, timeout)
+        done = yield from lease._send_with(body, written, deadline)
         if isinstance(done, PutDone):
             session.keep(np.frombuffer(done.extents, EXTENT))
 

@@ -64,7 +64,7 @@ class Streaming(Generic[B]):
         deadline = Deadline(self._claiming.limit_s)
         try:
             while held:
-                yield from held[0].give_back(deadline.left("release"))
+                yield from held[0].give_back(deadline)
                 del held[0]
         except BaseException:
             for lease in held:
@@ -114,13 +114,17 @@ class Looping(Generic[B]):
             if lease is not None and lease.state == "leased" and not stream._closed:
                 if not self._is_over:
                     call = stream._claiming.call(after=lease.id)
-                yield from lease.finish("ack", timeout=stream._claiming.limit_s, then=call)
+                deadline = Deadline(stream._claiming.limit_s)
+                yield from lease.finish("ack", deadline, then=call)
             lease = self.lease = None
             yield from stream._settle([])
             if self._is_over:
                 raise StreamEnd("this loop has already ended")
             claims = stream._claiming
-            claimed = yield from (claims.claim() if call is None else claims.claimed(call))
+            if call is not None and call.sent is not None:  # it went along
+                claimed = yield from claims.claimed(call)
+            else:
+                claimed = yield from claims.claim()
         except StreamEnd as exc:
             if not self._is_over:
                 self._over = True
@@ -133,7 +137,7 @@ class Looping(Generic[B]):
         self.lease, self._given = batch.lease, self._given + 1
         if stream._closed:  # meanwhile, by another thread or task
             self.lease = None
-            yield from batch.lease.give_back(stream._claiming.limit_s)
+            yield from batch.lease.give_back(Deadline(stream._claiming.limit_s))
             raise StreamEnd("the stream was closed")
         return batch
 

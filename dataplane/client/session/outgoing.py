@@ -90,6 +90,8 @@ class Outgoing:
         try:
             self.frame = frame_of(request)
             if step.then is not None:
+                # The peer counts its time from its arrival, and it may have been made long before.
+                step.then.deadline = Deadline(step.then.deadline.timeout_s)
                 self._then = step.then, Outgoing(session, step.then, along=True)
                 self.frame += self._then[1].frame
                 self.later = self._then[1].rid

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
+from dataplane.client.deadline import Deadline
 from dataplane.client.operations.plan import (
     LEFT,
     Feed,
@@ -119,14 +120,14 @@ class Plan(Planned[Micro]):
         if part.state == "acked":
             return
         part.check()
-        self._run(part.finish("ack", timeout=timeout))
+        self._run(part.finish("ack", Deadline(timeout)))
 
     def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """End the plan for all ranks. The rows return to their stage."""
         self._stop()
         part = self._joined.part
         part.check()
-        self._run(part.finish("release", timeout=timeout))
+        self._run(part.finish("release", Deadline(timeout)))
 
     def _take(self, mini: int, at: int) -> Micro:
         self._joined.part.check()

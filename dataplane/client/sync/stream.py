@@ -100,7 +100,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
         prefetch.end()
         deadline = Deadline(self._limit_s)
         for lease in held + prefetch.left():
-            self._run(lease.give_back(deadline.left("release")))
+            self._run(lease.give_back(deadline))
 
     def __enter__(self) -> Loader:
         self._entered = True

@@ -1,4 +1,4 @@
-"""Ref: what rows are, as a small value that may be pickled and sent to another process."""
+"""Ref: names the rows of one put. It is small, and can be pickled and sent to another process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from dataplane.wire.tables import Name
 class Ref(msgspec.Struct, frozen=True):
     """The rows of one put. `plane.get(ref)` reads them, in any process of the plane.
 
-    A ref does not keep rows alive: reading freed rows raises RowsGone, and PartitionGone once their
-    partition was dropped. `peer` is where the bytes were put, as a hint. `kept`: how many rows the
-    put skipped, because they existed with the same fields or had been consumed.
+    A ref does not keep rows alive. Reading freed rows raises RowsGone, or PartitionGone if their
+    partition was dropped.
+
+    - `peer`: the address of the peer where the bytes were put. Only a hint.
+    - `kept`: how many rows the put skipped, because they had these fields or had been freed.
     """
 
     plane: str

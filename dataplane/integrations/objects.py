@@ -20,8 +20,8 @@ _ARRAY, _TEXTS, _IMAGE = "\0array", "\0texts", "\0image"
 
 
 def check_even(fields: TensorDict) -> None:
-    """ValueError for a stack of rows with different fields, of which a TensorDict shows only those
-    that all rows have."""
+    """Raise ValueError if the rows of a TensorDict have different fields. The TensorDict itself
+    shows only the fields that all rows have."""
     if (odd := uneven_keys(fields)) is not None:
         raise ValueError(
             f"row {odd[2]} has field {odd[0]!r} but row {odd[1]} does not: all rows of a put need "
@@ -30,7 +30,8 @@ def check_even(fields: TensorDict) -> None:
 
 
 def packed_object(value: Any) -> Any:
-    """As the plane takes it; what it does not know it names with its path in the value."""
+    """Convert a value to types that the plane stores. An error names the path of a value that
+    cannot be stored."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, NonTensorData):

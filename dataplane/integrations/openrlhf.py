@@ -2,9 +2,9 @@
 
     from dataplane.integrations.openrlhf import Queue    # instead of ray.util.queue
 
-It replaces `ray.util.queue.Queue` without an actor that every batch passes through: an item is
-stored on the host that put it, and moves directly to the host that gets it. An item is whatever
-OpenRLHF puts: a list of `Experience` with the state of its data loader, None, a text or a tuple.
+It replaces `ray.util.queue.Queue`, whose actor every batch passes through. Here an item is stored
+on the host that put it, and moves directly to the host that gets it. Items are what OpenRLHF puts:
+a list of `Experience` with the state of its data loader, None, a text or a tuple.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""verl's DataProto as rows and back, for code that uses the plane directly instead of
-TransferQueue's surface (docs/verl.md).
+"""Convert verl's DataProto to rows and back (docs/verl.md).
+
+For code that calls the plane directly, without TransferQueue's interface.
 
     verl.put(part, data, key=uids)
     with part.claim("train", groups=4) as batch:
         data = verl.dataproto(batch)
 
-Each row has the `meta_info` of its put. verl is imported only when a DataProto is made.
+Each row keeps the `meta_info` of its put. Only `dataproto` imports verl.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ async def hosts(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Run the event loop until something that must happen has happened."""
+    """Wait until `condition()` is true. Raises TimeoutError after 30 s."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)

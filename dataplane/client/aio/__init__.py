@@ -1,3 +1,4 @@
-"""The public classes with `await`, written here once: `sync` is made of these modules, save for
-`driver`, by `make sync`.
+"""The public classes with `await`.
+
+`make sync` generates the blocking classes in `sync` from these modules, except `driver`.
 """

@@ -174,8 +174,9 @@ class Batch(LeasedRows, Converting):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value per row: by name, as a mapping, or as a TensorDict. The call
-        copies the values, the ack stores them.
+        """Add fields, one value per row: by name, as a mapping, or as a TensorDict.
+
+        The call copies the values. The ack stores them.
 
         Raises FieldExists for a field that was added before, and LeaseExpired once the lease has
         ended.
@@ -183,11 +184,11 @@ class Batch(LeasedRows, Converting):
         await self._run(self._add(columns, named, timeout))
 
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Ack: the stage is done with these rows. Added values and the ack are stored together, or
-        neither is.
+        """Ack: the stage is done with these rows.
 
-        After a failure, call it again: it carries the same values. Raises FieldExists if another
-        writer has set one of the fields: add the value under another name, or release the rows.
+        Added values and the ack are stored together, or neither is. Safe to repeat after a failure:
+        the retry sends the same values. Raises FieldExists if another writer has set one of the
+        fields: add the value under another name, or release the rows.
         """
         await self._run(self._finish("ack", timeout))
 
@@ -201,10 +202,11 @@ class Batch(LeasedRows, Converting):
         """Return the rows to their stage as they were claimed. Added fields are discarded.
 
         - `tags`: set on the rows, for example to count attempts.
-        - `values`: progress, one value per row, stored together with the release. The next claim of
-          these rows for this stage gets it, whatever its `fields=`, as `batch["so_far"]` or
-          `batch.get("so_far")`. Other stages and `get` do not see it, and it makes no row ready.
-          The next release replaces it; the stage's ack removes it.
+        - `values`: progress for the next worker, one value per row, stored together with the
+          release. After `batch.release(values={"so_far": tokens})`, the next claim of these rows by
+          this stage reads `batch["so_far"]`, whatever its `fields=`. `batch.get("so_far")` has None
+          for rows without progress. Other stages and `plane.get` do not see progress, and it makes
+          no row ready. The next release replaces it. The stage's ack removes it.
 
         Raises LeaseExpired if there is something to store and the lease has ended, and FieldExists
         if a row already has a field of that name.

@@ -149,7 +149,7 @@ class Prefetch(Generic[B]):
         self._task = self._loop.create_task(self._work(), name="dataplane-loader")
 
     async def next(self) -> tuple[B, Any]:
-        """The next batch and what was made of it. Raises what the task ended with."""
+        """Return the next batch and its collated value. Raises the error that ended the task."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._ready or self._failure)
             if self._ready:
@@ -160,18 +160,18 @@ class Prefetch(Generic[B]):
         raise failure
 
     def stop(self) -> None:
-        """A claim that waits is taken back."""
+        """Cancel the task. A claim that waits is withdrawn."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def end(self) -> None:
-        """It has stopped when this returns."""
+        """Cancel the task and wait until it has stopped."""
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._loop.run_in_executor(None, self._session.settle)
 
     def left(self) -> list[Lease]:
-        """Of what was prefetched and is taken by nobody."""
+        """Take the leases of batches that were prefetched and not used."""
         left, self._ready = [batch for batch, _ in self._ready], deque()
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 
@@ -209,7 +209,7 @@ class Prefetch(Generic[B]):
 
 
 async def further(session: Session, deadline: Deadline) -> Connection:
-    """One more connection; if nobody waits for it any more, it is kept for later calls."""
+    """Open one more connection. If the caller is cancelled, later calls use it."""
     opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, deadline)
     try:
         return await asyncio.shield(opening)
@@ -224,8 +224,8 @@ async def further(session: Session, deadline: Deadline) -> Connection:
 
 
 async def offload(step: Offload) -> Any:
-    """Run the work, off the loop where it is much. A cancelled task still waits for its end: the
-    thread writes into memory that must not be given away meanwhile."""
+    """Run the work; large work runs in a thread. A cancelled task still waits until the thread has
+    ended, because the thread writes into memory that must not be reused meanwhile."""
     if step.nbytes < OFFLOAD_BYTES:
         return step.work()
     working = asyncio.get_running_loop().run_in_executor(None, step.work)
@@ -241,7 +241,7 @@ async def offload(step: Offload) -> Any:
 
 
 async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
-    """As `Connection.exchange`."""
+    """Send a request and return its reply, as `Connection.exchange` does."""
     try:
         body = answer(await _converse(connection, frame, deadline), rid)
     except BaseException as exc:

@@ -1,5 +1,6 @@
-"""What a plan is to its caller: mini-batches of micro-batches. `client/operations/plan.py` has its
-rules."""
+"""Plans as the caller sees them: mini-batches of micro-batches.
+
+`client/operations/plan.py` has the rules."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Micro(PlannedRows, Converting):
-    """The rows of one forward and backward pass. `mask`, bool[n], is False for padding
-    rows, which keep the ranks in step. They repeat the values of another row: leave them out of
-    the loss.
+    """The rows of one forward and backward pass.
+
+    `mask`, bool[n], is False for padding rows. Padding gives every rank the same number of passes.
+    A padding row repeats the values of another row: leave it out of the loss.
     """
 
     def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
@@ -43,8 +45,10 @@ class Micro(PlannedRows, Converting):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value per row, and store them at once. Values for padding are ignored.
-        An existing value of this stage stays. Raises LeaseExpired once the plan has ended.
+        """Add fields, one value per row, and store them at once.
+
+        Values for padding are ignored. If this stage has already set the field for a row, the old
+        value is kept. Raises LeaseExpired once the plan has ended.
         """
         await self._run(self._add(columns, named, timeout))
 
@@ -72,8 +76,11 @@ class Micros(AsyncIterator[Micro]):
 
 
 class Minis(AsyncIterator[Mini]):
-    """An iterator over the minibatches of a plan. Reaching the end acks the plan; leaving the loop
-    earlier releases it. Inside a `with`, the end of the `with` does both."""
+    """An iterator over the mini-batches of a plan.
+
+    The end of the loop acks the plan. `break`, `return` or an exception releases it. Inside `with
+    plan:`, the end of the `with` acks or releases instead.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._number = plan, 0

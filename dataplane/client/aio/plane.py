@@ -35,15 +35,16 @@ def connect(
     """Attach to this host's peer, or start one: `async with connect() as plane: …`, or
     `plane = await connect()`.
 
-    - `name`: which peer, if this host has several of the run. Default: `DATAPLANE_PEER`.
+    - `name`: the peer to attach to, if several peers of the run are on this host. Default:
+      `DATAPLANE_PEER`.
     - `run`: the name of the run. Default: `DATAPLANE_RUN`, else the launcher's id, else an unnamed
       run of this process. Processes that this one starts later join the same run. Programs that are
       started separately, in several terminals or by several lines of a script, share a run only
       if you give them the same name. An unnamed run ends with its last process.
-    - `fresh`: True ends the run that an earlier launch left behind, with all its rows, and starts
-      it empty. This happens once per launch, so all its processes may pass True. In a run of
-      several hosts all of them must pass it, and the launcher must give each launch an id. A run
-      with clients is not ended: RunInUse names them. "force" ends the run even if it has clients.
+    - `fresh`: True starts the run empty. If an earlier launch left the run behind, it is ended with
+      all its rows. This happens once per launch, so every process of the launch may pass True. In a
+      run of several hosts every process must pass it, and the launcher must give each launch an id.
+      If the old run has clients, it is not ended, and RunInUse names them. "force" ends it anyway.
     - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
       GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
       are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
@@ -153,12 +154,13 @@ class Plane(Calls):
     async def events(
         self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Event]:
-        """Return the recent events of the plane, oldest first: puts, rows that became ready,
-        leases, waits, pulls. docs/observe.md lists the kinds.
+        """Return the recent events of the plane, oldest first.
 
-        Every peer keeps its last 16,384 events, one per call and group. `since`: only events after
-        this time, as in `Event.at`. An event of kind `missing` names a peer whose events are
-        incomplete.
+        Events are puts, leases, waits, pulls and rows that became ready. docs/observe.md lists the
+        kinds. Every peer keeps its last 16,384 events. A call records one event for each group that
+        it touches. An event of kind `missing` names a peer whose events are incomplete.
+
+        `since`: return only events after this time, which is on the clock of `Event.at`.
         """
         return await self.run(core.events(since, timeout))
 
@@ -188,8 +190,11 @@ class Plane(Calls):
         return await self.run(restore.restore(self._session, directory, timeout))
 
     async def close(self) -> None:
-        """Release all leases and disconnect. Views stay readable. Calls of other threads or tasks
-        end at once with ClientClosed, whether they took effect or not."""
+        """Release all leases and disconnect.
+
+        Values that were read stay readable. Calls that other threads or tasks are making raise
+        ClientClosed at once; they may have taken effect.
+        """
         why = "this client was closed; call dataplane.aio.connect() for another"
         await leave(self._keeper, why)
 

@@ -28,9 +28,10 @@ from dataplane.wire.tables import Name, Scalar
 
 
 class Partition:
-    """A named set of rows. `timeout` is in seconds: 30 by default, except for calls that wait for
-    rows (`claim`, `stream`, `plan`, `wait`, `admit`): their default, None, waits as long as rows
-    can arrive.
+    """A named set of rows.
+
+    `timeout` is in seconds. Default: 30. Calls that wait for rows (`claim`, `stream`, `plan`,
+    `wait`, `admit`) default to None, which waits as long as rows can arrive.
     """
 
     def __init__(self, run: Run, handle: Handle) -> None:
@@ -185,9 +186,13 @@ class Partition:
     ) -> Stream:
         """Claim batches until the partition is sealed and the stage has received every row.
 
-        Asking for the next batch acks the current one. Leaving the loop in any other way releases
-        it. `batches`: end after this many batches, and ack the last. `timeout`: per batch; it also
-        limits the ack or release, to between 1 and 30 s. The other arguments are those of `claim`.
+        The next iteration acks the current batch. `break`, `return` or an exception releases it.
+
+        - `batches`: end after this many batches, and ack the last.
+        - `timeout`: how long to wait for each batch. It also limits each ack or release, to between
+          1 and 30 s.
+
+        The other arguments are those of `claim`.
         """
         return Stream(
             self._run,
@@ -352,10 +357,12 @@ class Partition:
     def lost(self, timeout: float | None = None) -> Lost:
         """Iterate over lists of keys of rows whose bytes were lost with a peer, to put them again.
 
-        It begins with the first loss; a new list comes within seconds of a loss. If a group lost
-        one row, all its rows are included. Ends when the partition was dropped, or is sealed and
-        every stage has received every row. `timeout`: how long to wait for each list before
-        raising DeadlineExceeded. None waits as long as rows can be lost.
+        The first list has the losses so far. A new list comes within seconds of each loss. If a
+        group lost a row, the list has all rows of the group. The loop ends when the partition was
+        dropped, or is sealed and every stage has received every row.
+
+        `timeout`: how long to wait for each list before raising DeadlineExceeded. None waits as
+        long as rows can be lost.
         """
         return Lost(self._run, self._handle, timeout)
 

@@ -111,7 +111,7 @@ class Loader(Loading[Batch, "LoaderLoop"]):
 
 
 class LoaderLoop(Iterator[Any]):
-    """One loop over a loader. When it goes, what it has is released."""
+    """One loop over a loader. Its end releases the batches that it has."""
 
     def __init__(self, loader: Loader) -> None:
         self.batch: Batch | None = None

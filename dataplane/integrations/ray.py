@@ -25,7 +25,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import dataplane
-from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig
+from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig, counted
 from dataplane.launch import discovery, embedded, ending, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
@@ -46,8 +46,9 @@ class Setup:
     """What all peers of a plane have in common.
 
     - `given`: the settings that `start` was called with.
-    - `variables`: the driver's variables. Those of a node's workers win over them.
-    - `token`: the secret; None if a file on every host has it, or if no token is needed.
+    - `variables`: the driver's environment variables. A variable that is set for a node's workers
+      takes precedence.
+    - `token`: the secret. None if every host has it in a file, or if no token is needed.
     """
 
     plane: str
@@ -195,10 +196,10 @@ class Peers:
         except BaseException:
             _let_go([self._attendants.pop(node) for node in made])
             raise
-        log.info("plane %r: %d peers started", self.plane, len(made))
+        log.info("plane %r: %s started", self.plane, counted(len(made), "peer"))
 
     def stop(self) -> None:
-        """End the peers at once, with all rows. Nodes that have left are skipped."""
+        """Stop all peers. Their rows are lost. Nodes that have left the Ray cluster are skipped."""
         attendants = list(self._attendants.values())
         self._attendants.clear()
         if ray.is_initialized():  # else the job is over, and so are they

@@ -369,4 +369,6 @@ def _integer(environ: Environ, name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError:
-        raise InvalidConfig(f"{name}={text!r} is not a number") from None
+        raise InvalidConfig(
+            f"{name}={text!r}: expected a whole number; correct or unset it"
+        ) from None

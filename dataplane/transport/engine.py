@@ -21,6 +21,8 @@ from dataplane.errors import (
     InvalidConfig,
     TransferFailed,
     Unavailable,
+    counted,
+    sized,
 )
 from dataplane.transport.bulk_frames import COPY, MAX_HOLD_BYTES, Configure
 from dataplane.transport.limiter import ResourceLimiter
@@ -284,7 +286,11 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
         async with asyncio.timeout_at(deadline):
             await limit.acquire(nbytes)
     except TimeoutError:
-        raise DeadlineExceeded(f"timed out because other transfers used all of {limit!r}") from None
+        raise DeadlineExceeded(
+            f"timed out waiting for other transfers: {sized(limit.used_bytes)} of "
+            f"{sized(limit.limit_bytes)} in flight, {counted(limit.waiting, 'transfer')} waiting; "
+            "repeat the call"
+        ) from None
     try:
         yield
     finally:

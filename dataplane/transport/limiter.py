@@ -17,9 +17,13 @@ class ResourceLimiter:
 
     def __repr__(self) -> str:
         return (
-            f"<ResourceLimiter {self.used_bytes}/{self.limit_bytes} bytes, "
-            f"{len(self._queue)} waiting>"
+            f"<ResourceLimiter {self.used_bytes}/{self.limit_bytes} bytes, {self.waiting} waiting>"
         )
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._queue)
 
     async def acquire(self, nbytes: int) -> None:
         """Waits for room in order of arrival; `release` frees it, as a cancelled wait does."""

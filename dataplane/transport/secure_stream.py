@@ -9,6 +9,7 @@ are gathered first.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hmac
 import mmap
@@ -200,8 +201,11 @@ class _Staging:
         while len(vectors):
             moved = call(self._fd, vectors.ctypes.data, min(len(vectors), IOV_MAX), at)
             if moved <= 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"could not stage the ranges: {os.strerror(code)}")
+                code = ctypes.get_errno() if moved else errno.EIO  # a call that moves 0 sets none
+                raise OSError(
+                    code,
+                    f"could not copy values through the TLS staging buffer: {os.strerror(code)}",
+                )
             at += moved
             vectors = advance(vectors, moved)
 

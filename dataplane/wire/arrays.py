@@ -287,4 +287,6 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
         plain: Array = tensor.numpy()
         return plain
     except (TypeError, RuntimeError) as exc:
-        raise InvalidValue(f"a torch tensor of {name} cannot be converted to numpy: {exc}") from exc
+        raise InvalidValue(
+            f"a torch tensor of dtype {name} cannot be converted to numpy: {exc}"
+        ) from exc

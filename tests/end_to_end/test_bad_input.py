@@ -48,12 +48,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "columns of different lengths": (
         lambda p: p.put({"x": [1, 2], "y": [1]}),
         dataplane.InvalidRows,
-        "x: 2, y: 1; pass one entry per row for each field",
+        r"x: 2, y: 1\): pass one entry per row for each field",
     ),
     "keys of another length": (
         lambda p: p.put({"x": [1, 2]}, key=["c"]),
         dataplane.InvalidRows,
-        "x: 2; key= names 1 row; pass one entry per row for each field",
+        "columns must have 1 entry each, got x: 2; key= names 1 row",
     ),
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),

@@ -98,7 +98,7 @@ def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> N
     s = holding("a")
     taken = claim(s, 1)
     with pytest.raises(
-        FieldExists, match="already has a field 'prompt'.*another name for the progress"
+        FieldExists, match="field 'prompt' was already set.*pass the progress under another"
     ):
         finish(s, taken, "release", columns=so_far(1, 70, "prompt"))
     with pytest.raises(InvalidRows, match="a drop cannot add fields"):

@@ -143,6 +143,20 @@ def test_what_is_no_filter_is_a_protocol_error(wire: Any) -> None:
         checked(wire)
 
 
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        (["import", "os"], "unknown filter operator 'import'"),
+        (["in", "t", 1], "filter operator 'in': the second operand must be a list, not int"),
+        (["eq", "t"], "filter operator 'eq' takes 2 operands, got 1"),
+        (["and"], "filter operator 'and' takes at least 1 operand, got 0"),
+    ],
+)
+def test_a_wrong_use_of_an_operator_is_named(wire: Any, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        checked(wire)
+
+
 @given(st.lists(SCALARS, min_size=1, max_size=12))
 def test_tags_come_back_with_their_very_type(values: list[Any]) -> None:
     tags, half = Tags(len(values)), len(values) // 2

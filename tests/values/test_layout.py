@@ -127,8 +127,10 @@ def test_a_large_group_is_one_parcel_alone() -> None:
 
 def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
     n = MAX_ROWS_PER_MESSAGE + 1
-    with pytest.raises(LimitExceeded, match="put the group in several calls"):
-        plan(prepare({"x": np.zeros(n, np.int8)}), np.zeros(n, U4))
+    group = np.append(np.zeros(1, U4), np.ones(n, U4))
+    large = [prepare({"x": np.zeros(n + 1, np.int8)})]
+    with pytest.raises(LimitExceeded, match=rf"group 'b' has {n} rows.*put the group in several"):
+        plan_beside(large, group, group_names=["a", "b"])
 
 
 def test_fields_that_all_go_elsewhere_leave_parcels_without_ranges() -> None:

@@ -105,13 +105,21 @@ class _Batch:
         self.fields, self.field = _coded(values["field"])
         self.specs, self.spec = _specs(values)
         ends = self.offset + self.nbytes
-        rising = (self.row[1:] >= self.row[:-1]).all()
-        if not rising or (ends > nbytes).any() or (self.row >= self.n).any():
-            raise ValueError("the values are out of order or beyond the end of the file")
+        if not (self.row[1:] >= self.row[:-1]).all():
+            raise ValueError("the values are not sorted by row")
+        if len(ends) and (end := ends.max()) > nbytes:
+            raise ValueError(
+                f"a value ends at byte {end}, but the file has {nbytes} bytes of values"
+            )
+        if len(self.row) and (row := self.row[-1]) >= self.n:
+            raise ValueError(f"a value has row number {row}, but its batch has {self.n} rows")
         grouped = self.group[self.group != NO_GROUP]
-        in_order = (self.group[1:] >= self.group[:-1]).all()  # NO_GROUP is the largest
-        if not in_order or (grouped >= self.n_groups).any():
-            raise ValueError("the rows are not in the order of their groups")
+        if not (self.group[1:] >= self.group[:-1]).all():  # NO_GROUP is the largest
+            raise ValueError("the rows are not sorted by group")
+        if len(grouped) and (number := grouped[-1]) >= self.n_groups:
+            raise ValueError(
+                f"a row has group number {number}, but its batch has {self.n_groups} groups"
+            )
 
     def portions(self, most_bytes: int) -> Iterator[Portion]:
         counts = np.bincount(self.group[self.group != NO_GROUP], minlength=self.n_groups)

@@ -226,7 +226,7 @@ class Losing:
     def _next(self) -> Operation[list[Name]]:
         """What was lost beyond those told already; StreamEnd when no more can be."""
         if self._ended:
-            raise StreamEnd("no more rows can be lost")
+            raise self._over()
         timeout = arguments.seconds(self._timeout, "timeout")
         generation = yield from self._handle.attach_to_wait(timeout)
         body = Losses(self._handle.name, generation, self._after, milliseconds(timeout))
@@ -239,8 +239,14 @@ class Losing:
         self._after, self._ended = done.after, done.ended
         self.missed += done.missed
         if done.ended:
-            raise StreamEnd("no more rows can be lost")
+            raise self._over()
         return done.names
+
+    def _over(self) -> StreamEnd:
+        return StreamEnd(
+            f"partition {self._handle.name!r} is over: it was dropped, or it is sealed and every "
+            "stage has its rows, so no more rows can be lost"
+        )
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"{self._after} so far"

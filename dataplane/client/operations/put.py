@@ -92,7 +92,7 @@ def put(
     if few is None:
         everything = [prepared, *(one.prepared for one in on_devices)]
         parts = yield Offload(
-            lambda: plan_beside(everything, identity.group_index, inline),
+            lambda: plan_beside(everything, identity.group_index, inline, identity.group_names),
             (n << 6) + (AHEAD_BYTES if dedup else 0),
         )
     generation = yield from handle.attach(deadline)

@@ -113,7 +113,10 @@ def _times(array: Array) -> Array:
         raise InvalidValue(f"a {dtype.name} is not a fixed number of seconds")
     made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
     if (made[~np.isnat(array)].astype(dtype) != known).any():
-        raise InvalidValue(f"Arrow's {made.dtype.name} cannot hold every {dtype.name} exactly")
+        raise InvalidValue(
+            f"converting {dtype.name} to Arrow's {made.dtype.name} would lose precision: store the "
+            "field in s, ms, us or ns"
+        )
     return made
 
 

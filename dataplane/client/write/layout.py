@@ -32,6 +32,7 @@ from dataplane.wire.limits import (
     PACK_LIMIT_BYTES,
 )
 from dataplane.wire.records import U8, VALUE
+from dataplane.wire.tables import Name
 
 __all__ = ["Parcel", "fill", "join", "plan", "plan_beside"]
 
@@ -58,10 +59,13 @@ def plan(
 
 
 def plan_beside(
-    parts: Sequence[Prepared], group_index: np.ndarray | None = None, inline: bool = False
+    parts: Sequence[Prepared],
+    group_index: np.ndarray | None = None,
+    inline: bool = False,
+    group_names: Sequence[Name] | None = None,
 ) -> list[list[Parcel]]:
-    """As `plan`, for fields of the same rows that go to different memories: parcels of each part,
-    which are cut alike. Only of the first one anything is inline."""
+    """Plan fields of the same rows that go to different memories. Each part is cut into parcels at
+    the same rows. Only the first part has inline values. `group_names`: for messages."""
     n = parts[0].n
     row_bytes = _row_bytes(parts[0])
     for other in parts[1:]:
@@ -77,6 +81,16 @@ def plan_beside(
         if order is not None:
             row_ends = np.cumsum(row_bytes[order])
         bounds = _cut(row_ends, unit_ends)
+        rows = np.diff(bounds)
+        if (most := int(rows.max())) > MAX_ROWS_PER_MESSAGE:
+            row = int(bounds[rows.argmax()])
+            number = int(group_index[row if order is None else order[row]])
+            which = f"group {group_names[number]!r}" if group_names else "one group"
+            raise LimitExceeded(
+                f"{which} has {most} rows in this put, over the limit of {MAX_ROWS_PER_MESSAGE}: "
+                "put the group in several calls",
+                limit=MAX_ROWS_PER_MESSAGE,
+            )
     return [_parcels(part, order, bounds, inline and part is parts[0]) for part in parts]
 
 
@@ -140,12 +154,6 @@ def _cut(row_ends: Ints, unit_ends: Ints) -> Ints:
         unit = max(unit + 1, bisect_right(bytes_to, before + PARCEL_BYTES, unit))
         before = bytes_to[unit - 1]
         bounds.append(rows_to[unit - 1])
-        if bounds[-1] - bounds[-2] > MAX_ROWS_PER_MESSAGE:
-            raise LimitExceeded(
-                f"one group has {bounds[-1] - bounds[-2]} rows in this put, over the limit of "
-                f"{MAX_ROWS_PER_MESSAGE}: put the group in several calls",
-                limit=MAX_ROWS_PER_MESSAGE,
-            )
     return np.array(bounds)
 
 

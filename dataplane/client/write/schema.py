@@ -98,7 +98,9 @@ def parsed(text: str) -> Form:
     if dimensions.strip() == "...":
         return Form(dtype, None)
     parts = [part.strip() for part in dimensions.split(",")]
-    if len(parts) > MAX_RANK or not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
+    if len(parts) > MAX_RANK:
+        raise InvalidCall(f"it has {len(parts)} dimensions, over the limit of {MAX_RANK}")
+    if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
         raise InvalidCall("its dimensions must be numbers, or * for any length")
     return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))
 

@@ -271,12 +271,13 @@ def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, who
     if found != {expected}:
         lengths = {name: len(column) for name, column in columns.items()}
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
-        what = "columns of different lengths" if n is None else "columns of another length"
-        raise InvalidRows(
-            f"{what}: {told}{wanted}; pass one entry per row for each field",
-            lengths=lengths,
-        )
+        if n is None:
+            what = f"the columns have different lengths ({told}): pass one entry per row for each "
+            what += "field"
+        else:
+            what = f"columns must have {counted(n, 'entry', 'entries')} each, got {told}; {whose} "
+            what += counted(n, "row")
+        raise InvalidRows(what, lengths=lengths)
     if expected == 0:
         raise InvalidRows("the columns have no rows to write: pass at least one")
     return expected

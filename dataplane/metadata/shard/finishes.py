@@ -6,6 +6,7 @@ are passed over.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError, counted
@@ -14,6 +15,7 @@ from dataplane.metadata.shard.leases import Lease, Part
 from dataplane.metadata.shard.puts import add_fields, check_added, let_go
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
@@ -125,9 +127,14 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
     positions = positions_of(lease, index)
     if len(set(positions)) != len(positions):
-        raise InvalidRows(f"the call names a row of lease {lease.number} twice")
-    if any(part.bits & ~lease.left[part.number] for part in lease.at(positions)):
-        raise InvalidRows(f"a row of lease {lease.number} was already acked, released or dropped")
+        twice = next(p for p, count in Counter(positions).items() if count > 1)
+        raise InvalidRows(f"the call names row {twice} of lease {lease.number} twice")
+    for part in lease.at(positions):
+        if over := part.bits & ~lease.left[part.number]:
+            name = part.block.name(rows_of(over)[0])
+            raise InvalidRows(
+                f"row {name!r} of lease {lease.number} was already acked, released or dropped"
+            )
     return positions
 
 

@@ -241,16 +241,11 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> No
                 taken += [block.name(row) for row in hit]
         if not taken:
             continue
-        said = (
-            f"{counted(len(taken), 'row already has', 'rows already have')} a field {name!r}, "
-            "for example "
-        )
-        said += repr(taken[0])
-        if stage is not None:
-            said += f", which a writer other than stage {stage.name!r} set"
+        others = f" by a writer other than stage {stage.name!r}" if stage is not None else ""
+        what = "add the values" if stage is not None else "pass the progress"
         raise FieldExists(
-            f"{said}; this call stored nothing: use another name for "
-            f"{('the added field' if stage is not None else 'the progress')}",
+            f"field {name!r} was already set{others} on {counted(len(taken), 'row')} (for example "
+            f"{taken[0]!r}). Nothing was stored; {what} under another field name",
             field=name,
             keys=taken[:SHOWN_NAMES],
         )
@@ -332,8 +327,8 @@ def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
             f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} but "
-            f"not all fields of this put, for example row {keys[0]!r}: this call stored nothing. "
-            "Fields are written once; pass replace=True to write a new value",
+            f"not all fields of this put (for example row {keys[0]!r}). Nothing was stored. Fields "
+            "are written once; pass replace=True to write a new value",
             field=name,
             keys=keys,
         )

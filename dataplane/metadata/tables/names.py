@@ -35,8 +35,8 @@ def hash_name(name: Name) -> bytes:
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"a name has {len(text)} bytes, over the limit of {MAX_NAME_BYTES}: use a shorter "
-                "one",
+                f"the name {name!r:.40}… has {len(text)} bytes, over the limit of "
+                f"{MAX_NAME_BYTES}: use a shorter one",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
             )

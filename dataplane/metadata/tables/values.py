@@ -664,8 +664,16 @@ def _leaves_in(
                 limit=MAX_LEAVES_PER_ROW,
             )
         without = holes.get(one.field, 0) & of_mask(counts > 0)
-        if int(counts.sum()) != len(leaves) or without:
-            raise ProtocolError(f"the arrays inside field {one.field!r} do not match their counts")
+        if (total := int(counts.sum())) != len(leaves):
+            raise ProtocolError(
+                f"field {one.field!r} has {len(leaves)} inner arrays, but its leaf counts add up "
+                f"to {total}"
+            )
+        if without:
+            raise ProtocolError(
+                f"field {one.field!r} has inner arrays for {counted(without.bit_count(), 'row')} "
+                "without a value"
+            )
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
             raise ProtocolError(f"an array inside field {one.field!r} has no location")
@@ -701,7 +709,12 @@ def _check_inline(values: Values) -> None:
     if starts[0] or not _follow(starts, ends):
         end, named = int(np.maximum.reduce(ends)), int(np.add.reduce(ends - starts))
         astray = int(np.bitwise_or.reduce(starts)) % _STEP
-    if end > len(inline) or astray:
-        raise ProtocolError("a value is outside the message, or is not aligned to 8 bytes")
+    if end > len(inline):
+        raise ProtocolError(f"a value ends at byte {end}, but the message has {len(inline)} bytes")
+    if astray:
+        raise ProtocolError(f"a value in the message is not aligned to {_STEP} bytes")
     if named > len(inline):  # rows that part would take a copy each
-        raise ProtocolError("two values of the message have the same offset")
+        raise ProtocolError(
+            f"values in the message overlap: {named} bytes of values in a buffer of {len(inline)} "
+            "bytes"
+        )

@@ -184,7 +184,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     elif how in _COMPARISONS and len(rest) == 2:
         values = rest[1:]
     else:
-        raise ProtocolError(f"the operator {how!r} of a filter does not take {len(rest)} operands")
+        raise ProtocolError(_misused(how, rest))
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
             f"the tag of a filter must be a str of at most {MAX_NAME_BYTES} characters"
@@ -194,6 +194,21 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
             raise ProtocolError(
                 f"a filter can compare only with a scalar, not {type(value).__name__}"
             )
+
+
+def _misused(how: str, rest: list[Any]) -> str:
+    """Why these operands do not belong to this operator."""
+    takes = {
+        **dict.fromkeys(_JOINTS, "at least 1 operand"),
+        **dict.fromkeys(("not", "exists"), "1 operand"),
+        **dict.fromkeys(("in", *_COMPARISONS), "2 operands"),
+    }
+    if how not in takes:
+        return f"unknown filter operator {how!r:.40}"
+    if how == "in" and len(rest) == 2:
+        kind = type(rest[1]).__name__
+        return f"filter operator 'in': the second operand must be a list, not {kind}"
+    return f"filter operator {how!r} takes {takes[how]}, got {len(rest)}"
 
 
 def tags_of(where: WireWhere, exists: bool = True) -> set[str]:

@@ -299,7 +299,7 @@ class Membership:
         if not new.has(self.host.owner) or not new.follows(old.epoch):
             if self._admitted:
                 if not self._leaving or len(old.shards_of(self.host.address)):
-                    log.error("peer %s: was declared lost", self.host.address)
+                    log.error("peer %s: declared lost by the roster keeper", self.host.address)
                 self.deposed.set()
             return
         self._admitted |= self.host.owner in new.owners

@@ -94,8 +94,9 @@ class Acquaintances:
         mine = self.introduction()
         if max(hello.versions[0], mine.versions[0]) > min(hello.versions[1], mine.versions[1]):
             raise VersionMismatch(
-                f"peer {hello.name!r} speaks protocol versions {hello.versions}, but this peer "
-                f"speaks {mine.versions}: install the same release on both"
+                f"peer {hello.name!r} speaks protocol versions {hello.versions[0]} to "
+                f"{hello.versions[1]}, but this peer speaks {mine.versions[0]} to "
+                f"{mine.versions[1]}: install the same release on both"
             )
         for what in ("plane", "shards", "epoch"):
             theirs, ours = getattr(hello, what), getattr(mine, what)

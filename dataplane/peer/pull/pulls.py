@@ -424,7 +424,10 @@ class Pulls:
 
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
-            raise Unavailable("this plane has no other peers to fetch values from")
+            raise Unavailable(
+                f"cannot fetch values from the peer at {owner.peer}: this peer serves one host "
+                "only; to join several hosts, start their peers with --listen and --seeds"
+            )
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
             raise _went(owner)

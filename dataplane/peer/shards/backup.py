@@ -260,7 +260,8 @@ class Replicas:
                 origin.valued += values is not None
             elif copy is None:
                 raise ProtocolError(
-                    f"operations arrived for partition {key}, which was not declared"
+                    f"partition {name!r} (generation {generation}): operations arrived before its "
+                    "declaration"
                 )
             else:
                 apply(copy.store, op, self.host.now())

@@ -169,7 +169,7 @@ def _transfers(placements: list[list[Run]]) -> str:
     first = placements[0][0]
     link = f"with {links.rated(first['link'])} links" if first["link"] else "over loopback"
     dedup = "" if first["dedup"] else ", dedup off"
-    said = f"{first['trace'].capitalize()} on {first['hosts']} hosts {link}{dedup}."
+    said = f"One {first['trace']} step on {first['hosts']} hosts {link}{dedup}."
     named: list[str] = []
     for same in placements:
         timed = [run for run in same if _steady(run)]

@@ -41,9 +41,9 @@ APART = [
 def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
     transfers, shares, computed, faster = sentences([*TOGETHER, *APART])
     assert transfers == (
-        "Video on 6 hosts with 400 Mbit/s links. If rollout has its own hosts, a step's data takes "
-        "5 s through dataplane, 6 s through a streaming controller and 7 s through a controller "
-        "with barriers. If every host runs every stage: 0.4 s, 10 s and 22 s."
+        "One video step on 6 hosts with 400 Mbit/s links. If rollout has its own hosts, a step's "
+        "data takes 5 s through dataplane, 6 s through a streaming controller and 7 s through a "
+        "controller with barriers. If every host runs every stage: 0.4 s, 10 s and 22 s."
     )
     assert shares == (
         "Recorded rollout and training of the step took 30 s. Moving data is 14%, 17% and 19% of "
@@ -65,8 +65,8 @@ def test_small_transfers_hardly_matter() -> None:
 def test_other_traces_follow_the_first_and_memory() -> None:
     math = [{**one, "trace": "math"} for one in TOGETHER]
     told = sentences([*TOGETHER, *math])
-    moved = [said.split()[0] for said in told if "a step's data takes" in said]
-    assert moved == ["Video", "Math"]
+    moved = [said.split()[1] for said in told if "a step's data takes" in said]
+    assert moved == ["video", "math"]
 
 
 def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
@@ -77,8 +77,8 @@ def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
     told = sentences([*TOGETHER, *queued])
     assert told[:2] == sentences(TOGETHER)[:2]
     assert told[-2] == (
-        "Video on 4 hosts with 400 Mbit/s links, dedup off. If rollout has its own hosts, a step's "
-        "data takes 2 s through dataplane and 20 s through TransferQueue."
+        "One video step on 4 hosts with 400 Mbit/s links, dedup off. If rollout has its own "
+        "hosts, a step's data takes 2 s through dataplane and 20 s through TransferQueue."
     )
 
 

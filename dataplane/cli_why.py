@@ -9,13 +9,14 @@ import msgspec
 
 from dataplane.cli_events import gathered
 from dataplane.launch.rundir import LivingPeer
+from dataplane.timeline.step import Step
 from dataplane.timeline.why import Why, explain
 
 
 def why(peer: LivingPeer, step: str | None, last: int) -> list[Why]:
     """What is known of one step, or of the last ones, the earliest first. InvalidCall."""
     events, names = gathered(peer, step, last)
-    return [explain(events, name) for name in names]
+    return [explain(Step(events, name)) for name in names]
 
 
 def show(found: Sequence[Why], as_json: bool) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -20,8 +22,10 @@ from dataplane.timeline.step import Lease, Step
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
+NameT = TypeVar("NameT")
+
 SLOW = 0.7
-"""A worker below this share of its peers' rate is slow."""
+"""A worker below this share of the other workers' rate is slow."""
 SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
 """A link below this share of other links' rate is slow, and one below 1 Gbit/s."""
 SKEWED = 1.0
@@ -45,7 +49,7 @@ class Cause(enum.StrEnum):
     STRAGGLER = "straggler"
     STARVED_PEER = "starved_peer"
     STAGE = "stage"
-    """A stage worked, no slower than its peers, and nothing queued: nothing is wrong."""
+    """A stage worked, no worker slower than the others, and nothing queued: nothing is wrong."""
     GENERATION = "generation"
     """Rollout was at work: nothing is wrong."""
     TRANSFER = "transfer"
@@ -165,14 +169,12 @@ class _Causes:
             return Cause.UNACKED_LEASE, text
         for kind in ("host", "worker"):
             most = _most(same, kind)
-            rates = self._rates(leases, kind)
-            others = [rate for name, rate in rates.items() if name != most]
-            if others and most in rates and rates[most] < SLOW * median(others):
+            ratio = compared(rates(step, leases, kind), most)
+            if ratio is not None and ratio < SLOW:
                 mine = [one.groups for one in leases if getattr(one, kind) == most]
                 because = _because(late & set[Name]().union(*mine), field)
                 where = f"on {kind} {most}" if kind == "host" else f"in {most}"
-                ran = _ran(rates[most] / median(others))
-                return Cause.SLOW_WORKER, f"{because}{stage} {where} {ran}"
+                return Cause.SLOW_WORKER, f"{because}{stage} {where} {_ran(ratio, stage)}"
         workers = {one.worker for one in leases}
         queued = _seconds(one for one in same if one.queued)
         if 2 * queued >= _seconds(same):
@@ -192,17 +194,6 @@ class _Causes:
             if (one.stage, one.worker) == (lease.stage, lease.worker) and not one.is_open
         )
 
-    def _rates(self, leases: Iterable[Lease], kind: str) -> dict[str, float]:
-        """Rows a second of work under lease, by host or worker. Leases that go on count as if they
-        ended now, so a host that has just begun is not slow."""
-        rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
-        for lease in leases:
-            of = getattr(lease, kind)
-            rows[of] += lease.rows
-            done = busy(self.step, lease, lease.began, lease.ended)
-            took[of] += _seconds(one for one in done if one.what == "work")
-        return {name: rows[name] / took[name] for name in rows if took[name]}
-
     # rollout
 
     def _of_rollout(self, same: Sequence[Spent]) -> tuple[Cause, str]:
@@ -215,11 +206,12 @@ class _Causes:
             came[put.group] = since_s
         pace = {host: median(each) for host, each in took.items() if len(each) > 2}
         most = _most(same, "host")
-        others = [pace[host] for host in pace if host != most]
-        if most in pace and others:
-            ratio = median(others) / max(pace[most], 1e-9)
-            if ratio < SLOW:
-                return Cause.SLOW_WORKER, f"because rollout on host {most} {_ran(ratio)}"
+        longer = compared(pace, most)
+        if longer is not None and longer * SLOW > 1:
+            return (
+                Cause.SLOW_WORKER,
+                f"because rollout on host {most} {_ran(1 / longer, 'rollout')}",
+            )
         if (held_back := self._held_back(same)) >= HELD_BACK:
             text = f"because admit held {held_back:.0%} of the other rollout workers back"
             return Cause.ADMIT, f"{text}: its max_lag is too small"
@@ -261,28 +253,65 @@ class _Causes:
 
     # a link
 
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.step)
+
     def _of_link(self, longest: Spent) -> tuple[Cause, str]:
         """Of bytes that came: whether they came slowly."""
-        pulls = defaultdict[tuple[str, str], list[Event]](list)
-        for e in self.step.other:
-            if e.kind is Kind.PULL and e.seconds and self.step.overlaps(e):
-                pulls[e.by, e.peer].append(e)
         link = longest.by, longest.host
-        nbytes = {of: sum(e.nbytes for e in mine) for of, mine in pulls.items()}
-        speeds = {of: nbytes[of] / _seconds(_moving(mine)) for of, mine in pulls.items()}
-        text = f"{sized(nbytes[link])} came from {link[0]} to {link[1]} at "
-        text += f"{sized(int(speeds[link]))}/s"
-        others = [
-            speed
-            for of, speed in speeds.items()
-            if of != link and 10 * nbytes[of] >= nbytes[link]  # few bytes say little of a link
-        ]
-        if others and speeds[link] < SLOW_LINK * median(others):
-            times = _times(speeds[link] / median(others))
-            return Cause.SLOW_LINK, f"because {text}, {times} the speed of other links"
-        if speeds[link] < SLOW_LINK_BYTES_PER_S:
+        nbytes, speed = self._links.nbytes[link], self._links.per_s[link]
+        text = f"{sized(nbytes)} came from {link[0]} to {link[1]} at {sized(int(speed))}/s"
+        ratio = self._links.compared(link)
+        if ratio is not None and ratio < SLOW_LINK:
+            return Cause.SLOW_LINK, f"because {text}, {_times(ratio)} the speed of other links"
+        if speed < SLOW_LINK_BYTES_PER_S:
             return Cause.SLOW_LINK, f"because {text}"
         return Cause.TRANSFER, f"while {text}"
+
+
+class Links:
+    """The bytes that each host pulled from each other one in pulls of a step's time, by (from, to):
+    how many, and how many a second while at least one pull was under way."""
+
+    def __init__(self, step: Step) -> None:
+        pulls = defaultdict[tuple[str, str], list[Event]](list)
+        for e in step.other:
+            if e.kind is Kind.PULL and e.seconds and step.overlaps(e):
+                pulls[e.by, e.peer].append(e)
+        self.nbytes = {link: sum(e.nbytes for e in mine) for link, mine in pulls.items()}
+        self.per_s = {
+            link: self.nbytes[link] / _seconds(_moving(mine)) for link, mine in pulls.items()
+        }
+
+    def compared(self, link: tuple[str, str]) -> float | None:
+        """Return its speed in terms of the median of the links that it can be compared with, None
+        if there are none: few bytes say little of a link."""
+        enough = {of: speed for of, speed in self.per_s.items() if self._tells(of, link)}
+        return compared(enough, link)
+
+    def _tells(self, of: tuple[str, str], link: tuple[str, str]) -> bool:
+        return of == link or 10 * self.nbytes[of] >= self.nbytes[link]
+
+
+def rates(step: Step, leases: Iterable[Lease], kind: str) -> dict[str, float]:
+    """Rows a second of work under these leases, by "host" or "worker". Leases that go on count as
+    if they ended now, so a host that has just begun is not slow."""
+    rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
+    for lease in leases:
+        of = getattr(lease, kind)
+        rows[of] += lease.rows
+        done = busy(step, lease, lease.began, lease.ended)
+        took[of] += _seconds(one for one in done if one.what == "work")
+    return {name: rows[name] / took[name] for name in rows if took[name]}
+
+
+def compared(rates: Mapping[NameT, float], name: NameT) -> float | None:
+    """Return a rate in terms of the median of the others, None where nothing can be compared."""
+    others = [rate for other, rate in rates.items() if other != name]
+    if name not in rates or not others or not (usual := median(others)):
+        return None
+    return rates[name] / usual
 
 
 def _moving(pulls: Iterable[Event]) -> list[Spent]:
@@ -327,8 +356,8 @@ def _groups(many: int, rows: int) -> str:
     return counted(rows, "row") if rows else "rows"
 
 
-def _ran(ratio: float) -> str:
-    return f"ran at {_times(ratio)} its peers"
+def _ran(ratio: float, stage: str) -> str:
+    return f"ran at {_times(ratio)} the speed of the other {stage} workers"
 
 
 def _times(ratio: float) -> str:

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import msgspec
 
@@ -29,7 +28,6 @@ class Lease(msgspec.Struct, eq=False):
     stage: str
     worker: str
     host: str
-    number: int
     began: float
     ended: float
     rows: int = 0
@@ -120,46 +118,67 @@ class Step:
         """Whether rows became ready for a stage in this time."""
         return any(r.stage == stage and begin < r.at <= end for r in self.ready)
 
-    def staleness(self) -> dict[int, int] | None:
-        """How many groups the last stage acked so many versions after they were begun, by how many.
-        None where no version is known."""
-        known = [(e.at, e.version) for e in self.events if e.kind in (Kind.ADVANCE, Kind.PUT)]
-        times = [at for at, _ in known]
-        versions = list(accumulate((version for _, version in known), max))
-        if not versions or not versions[-1]:
-            return None
+    @cached_property
+    def versions(self) -> list[tuple[float, int]]:
+        """When the trainer's version was seen to increase, and to what: by `advance`, or by a put
+        under the new version."""
+        found = list[tuple[float, int]]()
+        for e in self.events:
+            known = e.kind in (Kind.ADVANCE, Kind.PUT)
+            if known and e.version > (found[-1][1] if found else 0):
+                found.append((e.at, e.version))
+        return found
+
+    @cached_property
+    def lags(self) -> list[tuple[float, int]]:
+        """When the last stage acked each group for good, and by how many versions the trainer had
+        advanced since the group was begun. Empty if no version is known."""
         begun, acked = dict[Name, int](), dict[Name, float]()
         for e in self.events:
+            if e.group == "":
+                continue
             if e.kind is Kind.PUT:
                 begun.setdefault(e.group, e.version)
             elif e.kind is Kind.LEASE_END and e.stage == self.last and e.reason is Reason.ACK:
                 acked[e.group] = e.at
-        found = Counter[int]()
-        for group in acked.keys() & begun.keys() - {""}:  # so there is a version before its ack
-            trained = versions[bisect_right(times, acked[group]) - 1]
-            found[max(0, trained - begun[group])] += 1
-        return dict(sorted(found.items()))
+        if not self.versions:
+            return []
+        times, found = [at for at, _ in self.versions], list[tuple[float, int]]()
+        for group, at in sorted(acked.items(), key=lambda one: one[1]):
+            if group in begun:
+                nth = bisect_right(times, at)
+                trained = self.versions[nth - 1][1] if nth else 0
+                found.append((at, max(0, trained - begun[group])))
+        return found
+
+    def staleness(self) -> dict[int, int] | None:
+        """How many groups the last stage acked so many versions after they were begun, by how many.
+        None where no version is known."""
+        if not self.versions:
+            return None
+        return dict(sorted(Counter(lag for _, lag in self.lags).items()))
 
     def missing(self) -> list[str]:
-        """Peers that did not answer, or whose events begin after the step did."""
+        """Peers that did not answer, or whose oldest event is not clearly older than the step's
+        first one: events of the step may have come before it."""
+        first = min([self.begin, *(e.began for e in self.events)])
         return sorted(
             {
                 e.peer
                 for e in self.everything
-                if e.kind is Kind.MISSING and (e.reason is Reason.SILENT or e.at > self.begin)
+                if e.kind is Kind.MISSING
+                and (e.reason is Reason.SILENT or e.at > first - self.near_s)
             }
         )
 
 
 def leases(events: Iterable[Event], now: float) -> list[Lease]:
     """The leases of which these events say that they began."""
-    found = dict[tuple[str, int, str], Lease]()
+    found = dict[tuple[str, int, str, int], Lease]()
     for e in events:
-        key = e.stage, e.lease, e.partition
+        key = e.stage, e.lease, e.partition, e.generation
         if e.kind is Kind.LEASE_BEGIN and not e.going_on:
-            lease = found.setdefault(
-                key, Lease(e.stage, e.worker, e.host, e.lease, e.at, now, groups=set())
-            )
+            lease = found.setdefault(key, Lease(e.stage, e.worker, e.host, e.at, now, groups=set()))
             lease.groups.add(e.group)
             lease.rows += e.rows
             lease.left += e.rows

@@ -85,7 +85,8 @@ def encode(events: Sequence[Event], names: Sequence[str], unix_s: float | None =
     events: of the whole plane, as `merged` gives them. names: of partitions, each in its latest
     generation. unix_s: what to add to a time of these events to get Unix time.
     """
-    steps = [(Step(events, name), explain(events, name)) for name in names]
+    found = [Step(events, name) for name in names]
+    steps = [(step, explain(step)) for step in found]
     return _Trace(_chosen(events, names), steps, unix_s).encode()
 
 
@@ -358,10 +359,9 @@ class _Trace:
             says = f"Rows that are ready for stage {stage} and not leased, in the steps shown."
             self._counter(f"{stage}: rows ready", says, values)
         for step, _ in self.steps:
-            versions, lags = _lags(self.events, step.partition, step.last)
-            self._counter(f"{step.partition}: version", "The trainer's version.", versions)
+            self._counter(f"{step.partition}: version", "The trainer's version.", step.versions)
             says = f"Versions between the start of a group and its ack by {step.last}, at each ack."
-            self._counter(f"{step.partition}: lag", says, lags)
+            self._counter(f"{step.partition}: lag", says, step.lags)
 
     def _counter(
         self,
@@ -545,23 +545,3 @@ def _queue(events: Iterable[Event]) -> list[tuple[float, str, int]] | None:
         elif e.kind is Kind.LOST:
             return None
     return changes
-
-
-def _lags(
-    events: Iterable[Event], partition: str, stage: str
-) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """(the trainer's versions, how many versions after a group was begun its last stage acked it).
-    Nothing where no trainer says its version."""
-    begun = dict[Name, int]()
-    versions, lags = list[tuple[float, int]](), list[tuple[float, int]]()
-    for e in events:
-        if e.partition != partition:
-            continue
-        acked = e.kind is Kind.LEASE_END and e.reason is Reason.ACK and e.stage == stage
-        if e.kind is Kind.PUT and e.group != "":
-            begun.setdefault(e.group, e.version)
-        elif e.kind is Kind.ADVANCE:
-            versions.append((e.at, e.version))
-        elif acked and versions and e.group in begun:
-            lags.append((e.at, versions[-1][1] - begun[e.group]))
-    return versions, lags

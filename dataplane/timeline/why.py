@@ -67,9 +67,8 @@ def steps(events: Iterable[Event]) -> list[str]:
     return list(dict.fromkeys(e.partition for e in events if e.kind is Kind.PUT))
 
 
-def explain(events: Sequence[Event], partition: str) -> Why:
-    """Why this step took as long as it did. events: of the whole plane, as `merged` gives them."""
-    step = Step(events, partition)
+def explain(step: Step) -> Why:
+    """Why this step took as long as it did."""
     seconds = max(0.0, step.end - step.begin)
     spent, workers = idle(step)
     idle_s = sum(one.seconds for one in spent) / max(1, workers)
@@ -77,21 +76,22 @@ def explain(events: Sequence[Event], partition: str) -> Why:
         found = [Share(Cause.LAST_STAGE, seconds - idle_s, f"because {step.last} was busy")]
     else:
         found = shares(step, spent, max(1, workers))
-    of = partition, seconds, step.last, idle_s, step.finished
+    of = step.partition, seconds, step.last, idle_s, step.finished
     return Why(*of, tuple(found), tuple(step.missing()))
 
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
     """The same in figures for `plane.metrics()`, with percentiles of staleness where versions are
     known."""
-    why = explain(events, partition)
+    step = Step(events, partition)
+    why = explain(step)
     found: dict[str, float | str] = {
         "step/why": why.sentence,
         "step/seconds": why.seconds,
         "step/idle_s": why.idle_s,
         "step/idle_share": why.idle_s / why.seconds if why.seconds else 0.0,
     }
-    if stale := Step(events, partition).staleness():
+    if stale := step.staleness():
         counts = list(accumulate(stale.values()))
         for percent in (50, 90, 99):
             at = bisect_left(counts, counts[-1] * percent / 100)

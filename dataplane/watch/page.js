@@ -273,8 +273,8 @@ function showFlow() {
 }
 
 function showLinks() {
-  const rows = picture.links.map(one => [`${one.source} → ${one.target}`, bytes(one.nbytes), `${bytes(one.per_s)}/s`, one.share ? percent(one.share) : "–"]);
-  put("links", ...rows.length ? [table("While the step lasted. The share is of the fastest pull seen on any link.", ["from → to", "bytes", "while moving", "share"], rows), ...more(picture.left_out.links, "host pairs")] : [none("No bytes moved between hosts.")]);
+  const rows = picture.links.map(one => [`${one.source} → ${one.target}`, bytes(one.nbytes), `${bytes(one.per_s)}/s`, one.ratio ? `${one.ratio.toPrecision(2)} ×` : "–"]);
+  put("links", ...rows.length ? [table("While the step lasted", ["from → to", "bytes", "while moving", "of other links' median"], rows), ...more(picture.left_out.links, "host pairs")] : [none("No bytes moved between hosts.")]);
 }
 
 function showSlow() {
@@ -282,7 +282,7 @@ function showSlow() {
   const late = picture.late.map(one => [one.group, after(one.put), after(one.ready), after(one.acked)]);
   put("late", late.length ? table("Groups that ended last, after the step began", ["group", "put", "ready for the last stage", "acked"], late) : none("No groups."));
   const paces = picture.paces.map(one => [`${stageName(one.stage)} on ${one.host}`, `${+one.per_s.toPrecision(3)} rows/s`, `${one.ratio.toPrecision(2)} ×`]);
-  put("paces", paces.length ? table("Slowest hosts of each stage, under lease", ["stage and host", "pace", "of the others' median"], paces) : none("No stage ran on two hosts."));
+  put("paces", paces.length ? table("Slowest hosts of each stage, while they worked", ["stage and host", "pace", "of the others' median"], paces) : none("No stage ran on two hosts."));
 }
 
 function showStaleness() {

@@ -1,7 +1,8 @@
 """What is shown of one step: who worked and who waited for what, made of events alone. No I/O.
 
 Lanes and waits are of everything that happened while the step lasted, also for other steps: a
-worker that is busy with the next step is busy. Flow, groups and staleness are of the step's rows.
+worker that is busy with the next step is busy. Flow, groups, paces and staleness are of the step's
+rows. Paces and links are compared as in the sentence.
 Every list has a limit, so a picture of 64 hosts has some 50 KB.
 """
 
@@ -10,12 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
 
 import msgspec
 import numpy as np
 
-from dataplane.timeline.causes import HEALTHY, Cause
+from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
 from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
@@ -30,11 +30,10 @@ bytes, a peer without processor time. A space: nothing is known."""
 MAX_LANES = 512
 MAX_LINKS = 16
 MAX_SLOW = 8
-MAX_REASONS = 12
+MAX_WAITS = 96
+MAX_STAGES = 12
 MAX_LETTERS = 96
 """of a name that a user chose"""
-LEAST_PULL = 1 << 20
-"""A smaller pull says nothing about a link's capacity."""
 PRODUCER = ""
 """The stage of lanes and waits of who puts rows."""
 
@@ -77,14 +76,14 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Bytes that one host pulled from another. share: of the fastest pull that is known of any
-    link, 0 where none was large enough to tell."""
+    """Bytes that one host pulled from another. per_s: while bytes moved. ratio: its speed in terms
+    of the median of the other links, 0 if it cannot be compared with any."""
 
     source: str
     target: str
     nbytes: int
     per_s: float
-    share: float
+    ratio: float
 
 
 class Late(msgspec.Struct, frozen=True):
@@ -97,7 +96,7 @@ class Late(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Rows a second of a stage's leases at a host, and in terms of the median of the others."""
+    """Rows a second of a stage's work at a host, and in terms of the median of the others."""
 
     stage: str
     host: str
@@ -117,7 +116,6 @@ class Picture(msgspec.Struct, frozen=True):
     finished: bool
     seconds: float
     idle_s: float
-    missing: tuple[str, ...]
     lanes: list[Lane]
     waits: list[Wait]
     begun: int
@@ -147,10 +145,6 @@ class _Lease(msgspec.Struct):
     begun: int = 0
     ended: int = 0
 
-    @property
-    def rows(self) -> int:
-        return max(self.begun, self.ended)
-
 
 def short(name: Name) -> str:
     """A name that a user chose, cut to what is shown of it."""
@@ -160,7 +154,8 @@ def short(name: Name) -> str:
 
 def picture(events: Sequence[Event], partition: str) -> Picture:
     """What is shown of this step. events: of the plane, the earliest first."""
-    why, step = explain(events, partition), Step(events, partition)
+    step = Step(events, partition)
+    why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
     during = [e for e in events if e.at > begin and e.began < end]
     stage_of = {e.worker: e.stage for e in during if e.kind is Kind.LEASE_BEGIN and e.worker}
@@ -168,7 +163,7 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
     spans = list(_spans(during, leases, stage_of, begin))
     lanes = _lanes(spans, begin, end)
     waits = sorted(_waits(during, stage_of, begin, end), key=lambda one: -one.seconds)
-    links = _links(events, begin, end)
+    links = Links(step)
     groups = _Groups(mine, why.stage)
     return Picture(
         short(partition),
@@ -178,18 +173,17 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
         why.finished,
         why.seconds,
         why.idle_s,
-        tuple(map(short, why.missing)),
         lanes[:MAX_LANES],
-        waits[: 8 * MAX_REASONS],
+        waits[:MAX_WAITS],
         len(groups.put),
         groups.unready,
         groups.complete,
         _flow(mine),
-        links[:MAX_LINKS],
+        _links(links),
         groups.late(begin),
-        _paces(leases),
+        _paces(step),
         step.staleness(),
-        {"lanes": max(0, len(lanes) - MAX_LANES), "links": max(0, len(links) - MAX_LINKS)},
+        {"lanes": max(0, len(lanes) - MAX_LANES), "links": max(0, len(links.nbytes) - MAX_LINKS)},
     )
 
 
@@ -353,7 +347,7 @@ def _flow(events: Iterable[Event]) -> list[Flow]:
             queues[e.stage].begins(e.group, e.at, e.rows)
         elif e.kind is Kind.LEASE_END:
             queues[e.stage].ends(e)
-    return [queue.flow(stage) for stage, queue in queues.items()][:MAX_REASONS]
+    return [queue.flow(stage) for stage, queue in queues.items()][:MAX_STAGES]
 
 
 class _Groups:
@@ -363,7 +357,7 @@ class _Groups:
         self.put, self.ready = dict[Name, float](), dict[Name, float]()
         self.first, self.acked = dict[Name, float](), dict[Name, float]()
         for e in events:
-            if not e.group:
+            if e.group == "":  # a group may be called 0
                 continue
             if e.kind is Kind.PUT:
                 self.put.setdefault(e.group, e.at)
@@ -398,37 +392,28 @@ class _Groups:
         ]
 
 
-def _links(events: Iterable[Event], begin: float, end: float) -> list[Link]:
-    sums = defaultdict[tuple[str, str], list[float]](lambda: [0.0, 0.0])
-    fastest = 0.0
-    for e in events:
-        if e.kind is not Kind.PULL or not e.seconds:
-            continue
-        if e.nbytes >= LEAST_PULL:
-            fastest = max(fastest, e.nbytes / e.seconds)
-        if begin < e.at and e.began < end:
-            both = sums[e.by, e.peer]
-            both[0] += e.nbytes
-            both[1] += e.seconds
-    found = [
-        Link(short(source), short(target), int(n), n / s, n / s / fastest if fastest else 0.0)
-        for (source, target), (n, s) in sums.items()
+def _links(links: Links) -> list[Link]:
+    """The links that moved most."""
+    most = sorted(links.nbytes, key=lambda link: -links.nbytes[link])[:MAX_LINKS]
+    return [
+        Link(
+            short(source),
+            short(target),
+            links.nbytes[source, target],
+            links.per_s[source, target],
+            links.compared((source, target)) or 0.0,
+        )
+        for source, target in most
     ]
-    return sorted(found, key=lambda one: -one.nbytes)
 
 
-def _paces(leases: Iterable[_Lease]) -> list[Pace]:
-    """The slowest hosts of each stage beside the others of it."""
-    sums = defaultdict[str, dict[str, list[float]]](dict)
-    for lease in leases:
-        both = sums[lease.stage].setdefault(lease.host, [0.0, 0.0])
-        both[0] += lease.rows
-        both[1] += lease.end - lease.begin
+def _paces(step: Step) -> list[Pace]:
+    """The slowest hosts of each stage, compared with the others of it."""
     found = []
-    for stage, hosts in sums.items():
-        rates = {host: rows / took for host, (rows, took) in hosts.items() if took}
-        for host, rate in rates.items():
-            others = [other for name, other in rates.items() if name != host]
-            if others and (usual := median(others)):
-                found.append(Pace(short(stage), short(host), rate, rate / usual))
+    for stage in dict.fromkeys(lease.stage for lease in step.leases):
+        hosts = rates(step, (lease for lease in step.leases if lease.stage == stage), "host")
+        for host, rate in hosts.items():
+            ratio = compared(hosts, host)
+            if ratio is not None:
+                found.append(Pace(short(stage), short(host), rate, ratio))
     return sorted(found, key=lambda one: one.ratio)[:MAX_SLOW]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dataplane.errors import counted, duration, sized
+from dataplane.timeline.causes import SLOW
 from dataplane.watch.history import View
 from dataplane.watch.picture import PRODUCER, Picture
 
@@ -36,9 +37,9 @@ def lines(view: View, width: int, is_colour: bool) -> Iterator[str]:
         yield from _lanes(view.picture, width, is_colour)
         yield from _waits(view.picture)
         for pace in view.picture.paces[:3]:
-            if pace.ratio < 0.7:
-                where = printable(f"{pace.stage or 'rollout'} on {pace.host}")
-                yield f"slow: {where}, {pace.per_s:.3g} rows/s, {pace.ratio:.2g} x its peers"
+            if pace.ratio < SLOW:
+                rate = f"{pace.per_s:.3g} rows/s, {pace.ratio:.2g} × the speed of the others"
+                yield f"slow: {printable(f'{pace.stage} on {pace.host}')}, {rate}"
     yield ""
     for queue in view.queues[:SHOWN]:
         waits = f", {counted(queue.calls, 'call waits', 'calls wait')}" if queue.calls else ""

@@ -15,6 +15,7 @@ import numpy as np
 import dataplane
 from dataplane.timeline.causes import Cause
 from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
 from tests.end_to_end.conftest import Cluster, until
 
@@ -130,7 +131,7 @@ def test_why_names_a_reward_host_that_is_slow(cluster: Cluster) -> None:
             part.put({"x": [1, 2]}, group=group)
         for thread in threads:
             thread.join()
-        found = explain(planes[1].events(), "step-1")
+        found = explain(Step(planes[1].events(), "step-1"))
         assert found.cause is Cause.SLOW_WORKER, found.sentence
         assert "lacked `reward`: reward on host c ran at 0." in found.sentence
         assert found.finished
@@ -152,7 +153,7 @@ def test_why_names_a_lease_that_is_never_acked() -> None:
         try:
 
             def named() -> bool:
-                return explain(plane.events(), "step-1").cause is Cause.UNACKED_LEASE
+                return explain(Step(plane.events(), "step-1")).cause is Cause.UNACKED_LEASE
 
             until(named, "it is named")
             asked = [sys.executable, "-m", "dataplane", "why", "--run", plane.name]

@@ -22,6 +22,7 @@ import numpy as np
 import dataplane
 from bench.processes import die_with, run_folder
 from dataplane.timeline.causes import HEALTHY, Cause
+from dataplane.timeline.step import Step
 from dataplane.timeline.why import Why, explain
 from tests.chaos.hosts import Hosts
 from tests.chaos.network import FAIR, Weather
@@ -222,11 +223,11 @@ class Plane:
                     busy.append(pipe)
             if not job.goes_on:
                 self._await(busy)
-                return explain(plane.events(), name)
+                return explain(Step(plane.events(), name))
             rollouts = [self.workers["rollout", host][1] for host in HOSTS]
             self._await(rollouts)
             time.sleep(GONE_ON_S)
-            found = explain(plane.events(), name)
+            found = explain(Step(plane.events(), name))
             part.drop()
             self._await([pipe for pipe in busy if pipe not in rollouts])
             return found

@@ -9,6 +9,7 @@ import pytest
 
 from dataplane.timeline.causes import HEALTHY, Cause
 from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Step, leases
 from dataplane.timeline.why import Why, explain, steps
 from dataplane.wire.events import Kind, Reason
 from tests.timeline.steps import STEP, Steps
@@ -43,7 +44,7 @@ SOUND = {
 
 
 def why(seed: int, **how: object) -> Why:
-    return explain(Steps(seed, **how).play(), STEP)  # type: ignore[arg-type]
+    return explain(Step(Steps(seed, **how).play(), STEP))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -65,7 +66,7 @@ def test_the_sentence_says_how_long_for_what_and_where() -> None:
     said = why(0, slow_reward=12.0).sentence
     assert said.startswith("step-41 took ")
     assert "train was idle " in said
-    assert " lacked `reward`: reward on host d ran at 0.08 × its peers" in said
+    assert " lacked `reward`: reward on host d ran at 0.08 × the speed of the other reward" in said
     assert "holds" not in said
     assert why(0, train_s=5.0).sentence.endswith("so train itself bounds the step")
 
@@ -80,13 +81,37 @@ def test_two_causes_at_once_are_both_named() -> None:
 def test_what_is_missing_is_said() -> None:
     events = Steps().play()
     gone = Event(Kind.MISSING, events[-1].at, "b", reason=Reason.SILENT)
-    assert "events of b are missing" in explain([*events, gone], STEP).sentence
+    assert "events of b are missing" in explain(Step([*events, gone], STEP)).sentence
+
+
+def test_a_step_whose_first_events_were_overwritten_says_so() -> None:
+    """The oldest event that a peer still has is the first that is known of the step."""
+    events = [e for e in Steps().play() if e.kind is not Kind.CLAIM_WAIT]
+    for nth, kept in enumerate(events[:6], 1):
+        gone = Event(Kind.MISSING, kept.at, kept.peer, reason=Reason.OVERWRITTEN, rows=nth)
+        found = explain(Step([gone, *events[nth - 1 :]], STEP))
+        assert found.missing == (kept.peer,), nth
+    early = msgspec.structs.replace(gone, at=events[0].at - 1.0)
+    assert explain(Step([early, *events], STEP)).missing == ()
+
+
+def test_leases_of_two_generations_are_not_mixed() -> None:
+    """A partition that was dropped and declared again counts its leases from 1 again."""
+    of = {"stage": "train", "worker": "trainer", "lease": 1, "rows": 8}
+    events = [
+        happened(Kind.LEASE_BEGIN, 1.0, **of),
+        happened(Kind.LEASE_BEGIN, 5.0, **of, generation=2),
+        happened(Kind.LEASE_END, 6.0, **of, generation=2, reason=Reason.ACK),
+    ]
+    first, second = leases(events, 9.0)
+    assert (first.began, first.rows, first.is_open) == (1.0, 8, True)
+    assert (second.began, second.ended, second.is_open) == (5.0, 6.0, False)
 
 
 def test_without_evidence_nothing_is_named() -> None:
     """Of a step of which only the trainer's waits are known."""
     known = [e for e in Steps().play() if e.stage == "train" and e.kind is not Kind.READY]
-    found = explain(known, STEP)
+    found = explain(Step(known, STEP))
     assert found.cause is Cause.UNKNOWN
     assert "the events do not show" in found.sentence
 
@@ -94,8 +119,8 @@ def test_without_evidence_nothing_is_named() -> None:
 @pytest.mark.parametrize("many", range(0, 80, 7))
 def test_any_beginning_of_a_step_is_explained_somehow(many: int) -> None:
     for events in (Steps(slow_reward=5.0).play(), Steps(forgotten=True).play()):
-        assert explain(events[:many], STEP).sentence
-        assert explain(events[many:], STEP).sentence
+        assert explain(Step(events[:many], STEP)).sentence
+        assert explain(Step(events[many:], STEP)).sentence
 
 
 def test_steps_are_named_in_the_order_in_which_they_begin() -> None:
@@ -130,7 +155,7 @@ def test_a_plan_that_waits_for_the_seal_says_so() -> None:
         events.append(happened(Kind.LEASE_BEGIN, 105.0, **of))
         events.append(happened(Kind.LEASE_END, 106.0, **of, reason=Reason.ACK))
     events.append(happened(Kind.LEASE_END, 106.0, rows=16, reason=Reason.ACK, **plan))
-    found = explain(sorted(events, key=lambda event: event.at), STEP)
+    found = explain(Step(sorted(events, key=lambda event: event.at), STEP))
     assert found.cause is Cause.NOT_SEALED, found.sentence
     said = "train was idle 5 s of it, 4 s because the partition was sealed 4 s after its last row"
     assert said in found.sentence
@@ -142,8 +167,8 @@ def test_bytes_that_come_at_full_speed_are_no_slow_link() -> None:
     fast = [
         msgspec.structs.replace(e, nbytes=60_000_000) if e.kind is Kind.PULL else e for e in events
     ]
-    assert Cause.SLOW_LINK in {share.cause for share in explain(events, STEP).shares}
-    found = {share.cause for share in explain(fast, STEP).shares}
+    assert Cause.SLOW_LINK in {share.cause for share in explain(Step(events, STEP)).shares}
+    found = {share.cause for share in explain(Step(fast, STEP)).shares}
     assert Cause.TRANSFER in found and Cause.SLOW_LINK not in found
 
 
@@ -162,6 +187,6 @@ def test_admit_is_named_where_it_holds_back_the_workers_that_do_not_generate() -
         train |= {"group": f"g{nth}", "rows": 8, "lease": nth + 1}
         events.append(happened(Kind.LEASE_BEGIN, at, **train))
         events.append(happened(Kind.LEASE_END, at + 0.01, **train, reason=Reason.ACK))
-    found = explain(sorted(events, key=lambda event: event.at), STEP)
+    found = explain(Step(sorted(events, key=lambda event: event.at), STEP))
     assert found.cause is Cause.ADMIT, found.sentence
     assert "admit held " in found.sentence

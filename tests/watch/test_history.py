@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dataplane.timeline.causes import Cause
+from dataplane.timeline.causes import SLOW, Cause
 from dataplane.timeline.merge import Event
+from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
 from dataplane.watch import terminal
 from dataplane.watch.history import MAX_STEPS, History
@@ -28,7 +29,7 @@ def end(events: list[Event]) -> float:
 def test_the_first_line_is_the_sentence_of_why() -> None:
     events = step("step-1", 1_000.0, slow_reward=12.0)
     view = seen(events, end(events)).view(end(events) + 1.5, 2.0)
-    assert view.sentence == explain(events, "step-1").sentence
+    assert view.sentence == explain(Step(events, "step-1")).sentence
     assert view.age_s == 1.5
     (listed,) = view.steps
     assert (listed.cause, listed.healthy, listed.finished) == ("slow worker", False, True)
@@ -67,11 +68,31 @@ def test_the_slow_host_and_the_slow_link_stand_beside_their_peers() -> None:
     shown = picture(step("s", 1_000.0, slow_reward=8.0, slow_link=50.0, groups=32), "s")
     slowest = shown.paces[0]
     assert (slowest.stage, slowest.host) == ("reward", "host-3") and slowest.ratio < 0.2
-    share = {link.source: link.share for link in shown.links}
-    assert share["host-1"] < 0.05 < share["host-2"]
+    ratio = {link.source: link.ratio for link in shown.links}
+    assert ratio["host-1"] < 0.05 < ratio["host-2"]
     assert [late.acked for late in shown.late] == sorted(
         (x.acked for x in shown.late), reverse=True
     )
+
+
+def test_the_page_compares_hosts_as_the_sentence_does() -> None:
+    events = step("s", 1_000.0, slow_reward=8.0, groups=32)
+    (slow,) = [pace for pace in picture(events, "s").paces if pace.ratio < SLOW]
+    assert f"reward on host host-3 ran at {slow.ratio:.1f} × the" in picture(events, "s").sentence
+    ends = [e for e in events if (e.kind, e.host) == (Kind.LEASE_END, "host-3")]
+    pull = {"peer": "host-3", "stage": "reward", "by": "host-0", "nbytes": 1 << 20}
+    pulls = [Event(Kind.PULL, e.at, seconds=0.9 * e.seconds, **pull) for e in ends]  # type: ignore[arg-type]
+    shown = picture(sorted([*events, *pulls], key=lambda e: e.at), "s")
+    assert "reward on host" not in shown.sentence  # its bytes are late, it is not slow
+    assert [pace for pace in shown.paces if pace.ratio < SLOW] == []
+
+
+def test_a_group_may_be_called_0() -> None:
+    events = step("s", 1_000.0, groups=4)
+    as_number = [msgspec.structs.replace(e, group=0) if e.group == "g0" else e for e in events]
+    shown, named = picture(as_number, "s"), picture(events, "s")
+    assert (shown.begun, shown.unready, len(shown.late)) == (4, 0, 4)
+    assert shown.complete == named.complete
 
 
 def test_staleness_is_the_versions_between_put_and_ack() -> None:

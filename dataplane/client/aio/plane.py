@@ -146,10 +146,11 @@ class Plane(Calls):
         """
         deadline = Deadline(timeout)
         stats = await self.run(core.stats(None, timeout))
-        found: dict[str, Any] = dict(self._session.tally.take(stats))
+        of_step: dict[str, Any] = {}
         if step is not None:
-            found |= figures(await self.events(timeout=deadline.left("metrics")), step)
-        return found
+            of_step = figures(await self.events(timeout=deadline.left("metrics")), step)
+        # Taken last: if a request fails, the next call still reports these sums.
+        return {**self._session.tally.take(stats), **of_step}
 
     async def events(
         self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S

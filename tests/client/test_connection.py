@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -128,6 +129,29 @@ def test_an_answer_that_arrived_before_the_wait_began_is_taken_after_the_deadlin
 
 def awaited(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
     return asyncio.run(driver.exchange(connection, frame, rid, deadline))
+
+
+def test_a_frame_that_was_sent_in_part_is_finished_before_the_next() -> None:
+    """As the housekeeper's, to a peer that reads nothing for a while."""
+    first, second, third = (bytes([letter]) * (1 << 20) for letter in b"abc")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours)
+        for frame in (first, second):  # nothing is sent of the second
+            with pytest.raises(dataplane.DeadlineExceeded):
+                connection.send(frame, connection.turns(Deadline(0.02)))
+        read = bytearray()
+
+        def reads() -> None:
+            while data := theirs.recv(1 << 20):
+                read.extend(data)
+
+        reader = threading.Thread(target=reads)
+        reader.start()
+        connection.send(third, connection.turns(Deadline(10.0)))
+        ours.shutdown(socket.SHUT_WR)
+        reader.join(10)
+    assert read == first + third
 
 
 def test_an_interrupt_while_waiting_closes_the_connection(

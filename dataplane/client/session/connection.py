@@ -103,6 +103,7 @@ class Connection:
         "later",
         "early",
         "frame_sent",
+        "_begun",
         "_complaint",
         "_readable",
         "_rid",
@@ -122,6 +123,8 @@ class Connection:
         """its answer, which came before that"""
         self.frame_sent = False
         """The frame of this call may have left this process to its last byte."""
+        self._begun = b""
+        """the rest of a frame that `send` sent only a part of"""
         self._rid = 0
         self._complaint: DataplaneError | None = None
 
@@ -255,14 +258,26 @@ class Connection:
         return self._complaint or peer_lost(self.peer)
 
     def send(self, frame: bytes, turns: Iterator[float]) -> None:
-        """All of it, waiting as `turns` say."""
+        """Send all of it, waiting as `turns` say. If the time ends in the middle of the frame, the
+        next send finishes that frame first, because the peer reads the bytes as its rest."""
+        if self._begun:
+            self._send(self._begun, turns)
+        self._send(frame, turns)
+
+    def _send(self, frame: bytes, turns: Iterator[float]) -> None:
+        """The same of one frame, or of the rest of one."""
         if (sent := self.send_some(frame)) == len(frame):
+            self._begun = b""
             return
         rest, writable = memoryview(frame)[sent:], select.poll()
         writable.register(self.sock, select.POLLOUT)
-        while rest:
-            writable.poll(next(turns) * 1e3)
-            rest = rest[self.send_some(rest) :]
+        try:
+            while rest:
+                writable.poll(next(turns) * 1e3)
+                rest = rest[self.send_some(rest) :]
+        finally:
+            if len(rest) < len(frame):
+                self._begun = bytes(rest)
 
     def send_some(self, rest: bytes | memoryview) -> int:
         """Send as much of the rest of a frame as the socket takes without waiting."""

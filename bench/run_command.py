@@ -170,8 +170,13 @@ def told(recording: Recording) -> list[str]:
     ]
     if recording.folded:
         lines.append(f"Replayed as one stage, `reference`: {', '.join(recording.folded)}")
-    if not recording.ended:
+    if recording.lost_peers:
+        lost = ", ".join(recording.lost_peers)
+        lines.append(f"Its recorder lost peer {lost} and asked another: steps may be missing.")
+    if recording.ended is None:
         lines.append("Its recorder still runs or was killed: these are the complete steps.")
+    else:
+        lines.append(f"Its recording ended: {recording.ended}.")
     return lines
 
 

@@ -30,7 +30,7 @@ from dataplane.errors import (
     duration,
     sized,
 )
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import LivingPeer, living_runs
 from dataplane.timeline.recording import Recorded, Recorder
 from dataplane.wire.events import Kind, Reason
 
@@ -50,12 +50,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class Index(msgspec.Struct):
     """`recording.json`. ended: why the recording ended; None while it goes on, or where the
-    recorder was killed. lost_events: overwritten before they were read. steps: without groups."""
+    recorder was killed. lost_events: overwritten before they were read. lost_peers: those that
+    were asked until they were lost, and then another one was asked. steps: without groups."""
 
     format: int
     run: str
     ended: str | None = None
     lost_events: int = 0
+    lost_peers: list[str] = []
     left_out: list[str] = []
     hosts: int = 1
     steps: list[Recorded] = []
@@ -65,10 +67,10 @@ def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -
     """Record until `most_steps` steps are complete, the run ends or a signal comes. InvalidCall."""
     recorder = Recorder()
     with _Stop() as stop:
-        with Plane(visit(peer)) as plane:
+        with _Access(peer, run) as access:
             folder = _Folder(Path(directory), run)
             print(f"recording run {run} to {directory}; Ctrl-C ends the recording", flush=True)
-            why = _follow(plane, recorder, folder, most_steps, stop)
+            why = _follow(access, recorder, folder, most_steps, stop)
         folder.add(recorder, recorder.finish(), most_steps)
         folder.end(recorder, why)
         return _summary(recorder, folder, why)
@@ -94,24 +96,48 @@ class _Stop:
         self.asked = True
 
 
+class _Access:
+    """A client of a peer of this host, and of another one of the run if that is lost."""
+
+    def __init__(self, peer: LivingPeer, run: str) -> None:
+        self.plane = Plane(visit(peer))
+        self._run = run
+
+    def __enter__(self) -> _Access:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.plane.close()
+
+    def another(self, alone: bool) -> str:
+        """Connect to another peer. Returns why the recording ends if there is none. alone: no other
+        peer of the run was ever seen."""
+        self.plane.close()
+        lost, silent = f"lost peer {self.plane.peer}", ""
+        for peer in [one for run in living_runs() if run.name == self._run for one in run.peers]:
+            try:
+                self.plane = Plane(visit(peer))
+            except ConnectError:  # it has just ended
+                continue
+            except (DeadlineExceeded, Unavailable) as error:
+                silent = f"{lost}, and peer {peer.name} did not answer: {error.message}"
+                continue
+            return ""
+        return silent or (
+            "the run ended" if alone else f"{lost}, and no other peer of the run is on this host"
+        )
+
+
 def _follow(
-    plane: Plane, recorder: Recorder, folder: _Folder, most_steps: int | None, stop: _Stop
+    access: _Access, recorder: Recorder, folder: _Folder, most_steps: int | None, stop: _Stop
 ) -> str:
     """Ask all peers again and again. Returns why that ended."""
-    answered, since = time.monotonic(), None
+    answered, since, peers = time.monotonic(), None, set[str]()
     while True:
         asked, stopped = time.monotonic(), stop.asked
         try:
-            events = plane.events(since)
-        except ConnectError:
-            return "the run ended"
-        except (DeadlineExceeded, Unavailable) as error:
-            if stopped:
-                return "stopped"
-            if asked - answered > SILENT_S:
-                return f"the peer did not answer: {error.message}"
-            events = None
-        if events is not None:
+            events = access.plane.events(since)
+            peers |= {e.peer for e in events}
             if not any(e.kind is Kind.MISSING and e.reason is Reason.SILENT for e in events):
                 answered = asked
             until = max(answered, asked - SILENT_S) - max([e.uncertain for e in events], default=0)
@@ -120,12 +146,27 @@ def _follow(
             if most_steps is not None and len(folder.index.steps) >= most_steps:
                 return f"--steps {most_steps}"
             quiet = recorder.begun and asked - recorder.latest > QUIET_S
-            if quiet and not any(e.going_on for e in events) and plane.stats()["clients"] <= 1:
+            if quiet and not any(e.going_on for e in events) and _is_last(access.plane):
                 return "no client is left"
+        except ConnectError:
+            lost = access.plane.peer
+            if why := access.another(alone=len(peers) <= 1):
+                return why
+            folder.lost(lost, access.plane.peer)
+            stopped = False  # it has not been asked yet
+        except (DeadlineExceeded, Unavailable) as error:
+            if not stopped and asked - answered > SILENT_S:
+                return f"the peer did not answer: {error.message}"
         if stopped:
             return "stopped"
         if not stop.asked:
             time.sleep(PERIOD_S)
+
+
+def _is_last(plane: Plane) -> bool:
+    """Whether the run has no other client. A peer that does not answer may have some."""
+    clients: int = sum(one.get("clients", 1) for one in plane.stats()["peers"].values())
+    return clients <= 1
 
 
 class _Folder:
@@ -161,6 +202,13 @@ class _Folder:
             )
         if steps:
             self._write_index(recorder)
+
+    def lost(self, peer: str, other: str) -> None:
+        """Say in the index that this peer was lost while it was asked."""
+        print(f"lost peer {peer}: asking peer {other} now", flush=True)
+        if peer not in self.index.lost_peers:
+            self.index.lost_peers.append(peer)
+        self._write_index()
 
     def end(self, recorder: Recorder, why: str) -> None:
         """Say in the index that the recording is over."""

@@ -57,6 +57,7 @@ class _Index(msgspec.Struct, frozen=True):
     ended: str | None
     hosts: Some
     steps: list[_Step]
+    lost_peers: list[str] = []
 
 
 class _Worked(msgspec.Struct, frozen=True):
@@ -76,8 +77,9 @@ class _Group(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Recording:
     """hosts, staleness, phased: as recorded. step_seconds: from the end of the step before to its
-    own. ended: whether the recorder ended in order. folded: stages that are replayed as
-    `reference`. untrained: groups that the last stage did not ack."""
+    own. ended: why the recording ended; None if the recorder still runs or was killed. folded:
+    stages that are replayed as `reference`. untrained: groups that the last stage did not ack.
+    lost_peers: the peers that the recorder lost while it asked them."""
 
     run: str
     hosts: int
@@ -85,9 +87,10 @@ class Recording:
     phased: bool
     steps: list[list[Prompt]]
     step_seconds: list[float] = field(default_factory=list)
-    ended: bool = True
+    ended: str | None = None
     folded: list[str] = field(default_factory=list)
     untrained: int = 0
+    lost_peers: list[str] = field(default_factory=list)
 
 
 def is_recording(path: Path) -> bool:
@@ -137,9 +140,10 @@ def read(folder: Path) -> Recording:
         and all(step.first_lease >= step.last_put for step in steps),
         made,
         seconds,
-        index.ended is not None,
+        index.ended,
         list(folded),
         untrained,
+        index.lost_peers,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from bench.cli import main
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
+from bench.run_command import told
 from bench.traces import parquet, recording
 from bench.traces.load import load
 from bench.traces.parquet import TraceError
@@ -78,6 +79,7 @@ def test_a_step_takes_as_long_as_it_took(tmp_path: Path) -> None:
     """From the end of the optimiser to its next end."""
     found = recording.read(write(tmp_path / "r", [step(n) for n in range(4)]))
     assert (found.hosts, found.staleness, found.phased) == (2, 0, False)
+    assert "Its recording ended: stopped." in told(found)
     assert found.step_seconds == [9.0, 10.0, 10.0, 10.0]
     path = tmp_path / "t.parquet"
     parquet.write(path, "math", 0, [prompt for prompts in found.steps for prompt in prompts])
@@ -190,12 +192,14 @@ def test_a_task_with_media_is_refused(tmp_path: Path) -> None:
 def test_a_recording_is_replayed_with_its_hosts_and_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, report = write(tmp_path / "r", [step(0), step(1)], ended=None), tmp_path / "out.json"
+    lost, report = {"ended": None, "lost_peers": ["a"]}, tmp_path / "out.json"
+    folder = write(tmp_path / "r", [step(0), step(1)], **lost)
     options = ["--planes", "dataplane", "--link", "none", "--pace", "20", "--json", str(report)]
     assert main(["run", "--trace", "math", "--trace-file", str(folder), *options]) == 0
     (run,) = json.loads(report.read_text())["runs"]
     assert (run["hosts"], run["steps"], run["rows"]) == (2, 2, 2 * 4 * 4)
     said = " ".join(capsys.readouterr().out.split())
     assert "Recorded run mine: 2 steps of 9.50 s (median), 2 hosts" in said
+    assert "Its recorder lost peer a and asked another" in said
     assert "Its recorder still runs or was killed" in said
     assert main(["trace-info", str(folder)]) == 0

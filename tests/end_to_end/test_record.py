@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,8 @@ import pyarrow.parquet
 import pytest
 
 import dataplane
-from dataplane import cli
-from tests.end_to_end.conftest import until
+from dataplane import cli, cli_record
+from tests.end_to_end.conftest import Cluster, until
 
 
 def work(plane: dataplane.Plane, name: str) -> None:
@@ -92,6 +96,50 @@ def test_a_recorder_that_is_ended_leaves_what_is_complete(
     else:
         assert (recorder.returncode, found["ended"]) == (0, "stopped")
         assert "1 step recorded (stopped), " in rest
+
+
+def test_recording_goes_on_while_other_hosts_work_and_when_its_peer_is_lost(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_record, "QUIET_S", 0.2)
+    cluster.start("b", "a")  # b keeps the roster
+    folder = tmp_path / "rec"
+    with cluster.connect("b") as plane, ThreadPoolExecutor(1) as other:
+
+        def job() -> None:
+            try:
+                work(plane, "step-0")
+                until(lambda: (folder / "step-000000.parquet").exists(), "step-0 is recorded")
+                time.sleep(1.0)  # peer a has no client but the recorder, and nothing happens
+                cluster.kill("a")
+                until(lambda: index(folder)["lost_peers"] == ["a"], "the index names the lost peer")
+            finally:
+                if not ended.is_set():
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        ended, working = threading.Event(), other.submit(job)
+        assert record(plane, folder, "--peer", "a") == 0
+        ended.set()
+        working.result()
+    found = index(folder)
+    assert (found["ended"], found["lost_peers"]) == ("stopped", ["a"])
+    assert [step["partition"] for step in found["steps"]] == ["step-0"]
+
+
+def test_a_recording_whose_run_ended_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane, ThreadPoolExecutor(1) as other:
+        work(plane, "step-0")
+
+        def kill() -> None:
+            until((tmp_path / "rec" / "step-000000.parquet").exists, "step-0 is recorded")
+            cluster.kill("a")
+
+        killed = other.submit(kill)
+        assert record(plane, tmp_path / "rec") == 0
+        killed.result()
+    found = index(tmp_path / "rec")
+    assert (found["ended"], found["lost_peers"]) == ("the run ended", [])
 
 
 def test_what_cannot_be_recorded_is_said(

@@ -1,2 +1,5 @@
-"""What happened in a plane, and when: each peer's ring of records, and one list made of all rings.
-No I/O."""
+"""The events of a plane: the ring of records that each peer keeps, and the list merged from all
+rings.
+
+No I/O.
+"""

@@ -1,8 +1,8 @@
-"""What the idle time of a step's last stage was spent on.
+"""Find out what the last stage of a step spent its idle time on.
 
-From each interval in which a worker of that stage waited, the search goes back to the input that
-arrived last, to who made it, and from there to what that one waited for, until somebody was busy
-instead of waiting. What the events do not show stays unknown.
+For each interval in which a worker of that stage waited, the search goes back to the input that
+arrived last, and to the worker that made it. It continues with what that worker waited for, until
+it finds a worker that was busy. Time that the events do not explain is reported as unknown.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ from dataplane.timeline.step import Lease, Step
 from dataplane.wire.events import Kind, Reason
 
 UNACKED = 5.0
-"""A lease that lasts so many times longer than any other of its stage is taken to be forgotten."""
+"""A lease counts as forgotten if it lasts this many times longer than any other of its stage."""
 FEW = 3
-"""With fewer leases of its own, a step is compared with the other steps."""
+"""A step with fewer ended leases than this is compared with the other steps."""
 QUIET = 3.0
-"""A producer that was silent for so many times its longest pause is taken to have finished."""
+"""A producer counts as finished after a silence this many times as long as its longest pause."""
 LEAST_S = 1.0
-"""For either of the two, and not less than this."""
+"""UNACKED and QUIET apply only after this many seconds."""
 MAX_WALK = 10_000
 
 What = Literal["", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter"]
-"""work: a stage worked. put: rollout did. held: rows were leased, and came back or never will.
-seal: nothing more came, and the partition was not sealed. "": unknown."""
+"""What time was spent on.
+
+- `work`: a stage worked. `put`: rollout worked.
+- `held`: rows were leased, and came back or never will.
+- `seal`: no more rows came, and the partition was not sealed.
+- "": unknown.
+"""
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """A part of the idle time and what it was spent on, by whom. by: the peer that bytes came from,
-    or who holds the room. queued: other rows waited for that worker meanwhile."""
+    """A part of the idle time, and what it was spent on.
+
+    `by`: the peer that bytes came from, or the holder of the arena's space. `queued`: other rows
+    waited for that worker meanwhile.
+    """
 
     begin: float
     end: float
@@ -50,7 +58,8 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 def idle(step: Step) -> tuple[list[Spent], int]:
-    """(what idle time of the last stage's workers was spent on, how many workers they are)."""
+    """Return what the idle time of the last stage's workers was spent on, and how many workers
+    there are."""
     return _Backtrack(step).idle()
 
 
@@ -82,14 +91,14 @@ class _Backtrack:
         return spent, len(workers)
 
     def _was_the_last(self, wait: Event, begin: float, end: float) -> bool:
-        """Whether a claim asked for more than there was, after the end."""
+        """Return whether a claim waited for rows after the stage had received its last ones."""
         step = self.step
         return not wait.going_on and step.finished and not step.arrived(step.last, begin, end)
 
     # back from a wait
 
     def _lease_at(self, stage: str, worker: str, at: float) -> Lease | None:
-        """The lease with which a wait of this worker ended then."""
+        """Return the lease that ended a wait of this worker at this time."""
         found = [
             one
             for one in self.step.by_worker[stage, worker]
@@ -98,7 +107,8 @@ class _Backtrack:
         return min(found, key=lambda one: abs(one.began - at), default=None)
 
     def _before(self, lease: Lease, begin: float, end: float) -> list[Spent]:
-        """What [begin, end] was spent on, at the end of which a waiting worker got this lease."""
+        """Return what was done in [begin, end], at the end of which a waiting worker got this
+        lease."""
         step, spent = self.step, list[Spent]()
         if lease.plan and (late := self._sealed_late(lease, begin, end)) is not None:
             spent, end = [late], late.begin
@@ -126,7 +136,7 @@ class _Backtrack:
         return spent
 
     def _sealed_late(self, lease: Lease, begin: float, end: float) -> Spent | None:
-        """How long a plan waited for nothing but the seal."""
+        """Return the time in which a plan waited for the seal and for nothing else."""
         source = self._input(lease, end)
         if source is None or not self.step.seals:
             return None
@@ -134,14 +144,15 @@ class _Backtrack:
         return Spent(since, end, "seal", lease.stage) if sealed > since else None
 
     def _input(self, lease: Lease, end: float) -> Event | None:
-        """What arrived last of what the lease has: rows that became ready, or that came back."""
+        """Return the event that came last for the rows of a lease: they became ready, or a lease
+        returned them."""
         step = self.step
         until = min(end, lease.began) + step.near_s
         came = [e for group in lease.groups for e in step.came[lease.stage, group] if e.at <= until]
         return max(came, key=lambda e: e.at, default=None)
 
     def _maker(self, ready: Event) -> Lease | None:
-        """The lease under which a stage added the field that came last."""
+        """Return the lease under which a stage added the field that arrived last."""
         found = [
             one
             for one in self.step.by_worker[ready.by, ready.worker]
@@ -150,8 +161,8 @@ class _Backtrack:
         return max(found, key=lambda one: one.began, default=None)
 
     def _made(self, lease: Lease, begin: float, end: float) -> tuple[list[Spent], float, Lease]:
-        """(spent, since when, lease): what a stage's worker did back to when it last waited, or to
-        `begin`, and the lease that it got then."""
+        """Return (spent, since when, lease): what a stage's worker did, back to `begin` or to
+        the end of its last wait, and the lease that ended this wait."""
         step, spent, queued = self.step, list[Spent](), False
         for _ in range(MAX_WALK):
             since = max(begin, lease.began)
@@ -178,7 +189,7 @@ class _Backtrack:
         return spent, end, lease
 
     def _waited(self, lease: Lease) -> bool:
-        """Whether its worker waited for it."""
+        """Return whether the worker waited for this lease."""
         return any(
             wait.stage == lease.stage
             and wait.worker == lease.worker
@@ -188,14 +199,14 @@ class _Backtrack:
         )
 
     def _made_by_rollout(self, ready: Event, begin: float, end: float) -> list[Spent]:
-        """What the producer of a group did until it was put."""
+        """Return what the producer of a group did until it put the group."""
         rest = Spent(begin, end, "put", worker=ready.worker, host=ready.host)
         return carved(rest, [*admitted(self.step, rest), *hindered(self.step, rest)])
 
     # a wait that goes on
 
     def _going_on(self, wait: Event, begin: float, end: float) -> list[Spent]:
-        """What can be said of a wait that has not ended."""
+        """Return what a wait that has not ended is for, as far as it is known."""
         if wait.reason is Reason.FILTER:
             return [Spent(begin, end, "filter", wait.stage, wait.worker)]
         for e in self.step.other:
@@ -221,7 +232,7 @@ class _Backtrack:
         return [Spent(begin, end)]
 
     def _is_forgotten(self, lease: Lease, wait: Event) -> bool:
-        """Whether an open lease has lasted far longer than any that ended."""
+        """Return whether an open lease has lasted far longer than any that ended."""
         if not lease.is_open or (lease.stage, lease.worker) == (wait.stage, wait.worker):
             return False
         others = self._ended(self.step.leases, lease.stage)
@@ -237,8 +248,8 @@ class _Backtrack:
         return [one for one in leases if one.stage == stage and not one.is_open]
 
     def _nothing_comes(self, wait: Event) -> bool:
-        """Whether all that was put is done or claimable, no producer has come back for long, and
-        the partition is not sealed."""
+        """Return whether no more rows will come: every group that was put is ready, the
+        producers have been silent for long, and the partition is not sealed."""
         step = self.step
         if step.seals or not step.puts or any(one.is_open for one in step.leases):
             return False
@@ -253,7 +264,8 @@ class _Backtrack:
 
 
 def busy(step: Step, lease: Lease, begin: float, end: float, queued: bool = False) -> list[Spent]:
-    """What a worker did under a lease: bytes came to it, it waited for room, or it worked."""
+    """Return how a worker spent time under a lease: bytes came to it, it waited for space, or it
+    worked."""
     rest = Spent(begin, end, "work", lease.stage, lease.worker, lease.host, queued=queued)
     pulled = [
         Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
@@ -264,7 +276,8 @@ def busy(step: Step, lease: Lease, begin: float, end: float, queued: bool = Fals
 
 
 def hindered(step: Step, of: Spent) -> list[Spent]:
-    """When its worker waited for room, or the peer of its host or of the partition did not run."""
+    """Return when the worker waited for space, or when the peer of its host or of the partition
+    did not run."""
     rooms = step.within(Kind.ROOM_WAIT, of.worker, of.begin, of.end)
     stalls = [
         e
@@ -278,7 +291,7 @@ def hindered(step: Step, of: Spent) -> list[Spent]:
 
 
 def admitted(step: Step, of: Spent) -> list[Spent]:
-    """When its worker waited for `admit`, and was admitted before the end."""
+    """Return the waits of this worker for `admit` that ended before `of` did."""
     return [
         Spent(e.began, e.at, "admit", worker=e.worker)
         for e in step.within(Kind.ADMIT_WAIT, of.worker, of.begin, of.end)
@@ -287,7 +300,8 @@ def admitted(step: Step, of: Spent) -> list[Spent]:
 
 
 def carved(rest: Spent, taken: Iterable[Spent]) -> list[Spent]:
-    """A time without what others take of it, and those parts of the others, without overlap."""
+    """Cut `taken` out of `rest`. Return what is left of it and the parts of `taken` inside it,
+    without overlap."""
     parts, at = list[Spent](), rest.begin
     for one in sorted(taken, key=lambda one: one.begin):
         begin, end = max(at, one.begin), min(one.end, rest.end)
@@ -303,5 +317,5 @@ def carved(rest: Spent, taken: Iterable[Spent]) -> list[Spent]:
 
 
 def _after(one: Spent, begin: float) -> list[Spent]:
-    """It, and what nothing is known of from `begin` until then."""
+    """Return `one`, after an unknown part from `begin` until it starts."""
     return [*([Spent(begin, one.begin)] if one.begin > begin else []), one]

@@ -1,7 +1,7 @@
-"""What a step's idle time comes to: causes, the largest first, each with its seconds and in words.
+"""The causes of a step's idle time, in seconds and in words, the largest first.
 
-A cause is named only where the events show it: that a worker, host or link is slow by comparison
-with others, that workers are too few by rows that queue for them.
+A cause is named only if the events show it. A worker, host or link is slow in comparison with
+others. A stage has too few workers if rows queue for them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SLOW = 0.7
 SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
 """A link below this share of other links' rate is slow, and one below 1 Gbit/s."""
 SKEWED = 1.0
-"""The last group is a straggler if it needs so many times longer after three quarters of the groups
-than those needed."""
+"""The last group is a straggler if it comes late: after three quarters of the groups, it takes
+this many times longer than they took."""
 HELD_BACK = 0.5
-"""`admit` is the cause while it holds back this share of the other producers."""
+"""`admit` is the cause if it holds back this share of the other producers."""
 NAMED_SHARE = 0.2
-"""A cause of less of the idle time is not named."""
+"""A cause is named if it explains this share of the idle time."""
 
 
 class Cause(enum.StrEnum):
@@ -51,9 +51,9 @@ class Cause(enum.StrEnum):
     STAGE = "stage"
     """A stage worked, no worker slower than the others, and nothing queued: nothing is wrong."""
     GENERATION = "generation"
-    """Rollout was at work: nothing is wrong."""
+    """Rollout worked: nothing is wrong."""
     TRANSFER = "transfer"
-    """Bytes came from another host, no slower than links usually are: nothing is wrong."""
+    """Bytes came from another host, at the usual speed of a link: nothing is wrong."""
     LAST_STAGE = "last_stage"
     """The last stage was busy: nothing is wrong."""
     UNKNOWN = "unknown"
@@ -63,7 +63,7 @@ HEALTHY = {Cause.STAGE, Cause.GENERATION, Cause.TRANSFER, Cause.LAST_STAGE}
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A cause, how many seconds of the last stage's idle time it explains, and in words."""
+    """A cause, in words, and how many seconds of the last stage's idle time it explains."""
 
     cause: Cause
     seconds: float
@@ -71,7 +71,8 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def shares(step: Step, spent: Iterable[Spent], workers: int) -> list[Share]:
-    """First what is wrong and explains much of the idle time, then the rest, each by size."""
+    """Return the causes. Those that are wrong and explain much of the idle time come first, then
+    the others, each sorted by size."""
     by = defaultdict[tuple[str, str, str], list[Spent]](list)
     for one in spent:
         key = {
@@ -102,7 +103,7 @@ class _Causes:
         self.step = step
 
     def named(self, same: Sequence[Spent]) -> tuple[Cause, str]:
-        """The cause of times that were spent on the same, and in words."""
+        """Return the cause, in words, of times that were spent on the same activity."""
         longest = max(same, key=lambda one: one.seconds)
         match longest.what:
             case "work":
@@ -154,7 +155,7 @@ class _Causes:
     # a stage
 
     def _of_stage(self, same: Sequence[Spent]) -> tuple[Cause, str]:
-        """Of a stage that worked: whether one of its workers is slow, or they are too few."""
+        """Explain the work of a stage: one of its workers is slow, or there are too few."""
         step, stage = self.step, same[0].stage
         lacked = {e.group for e in step.ready if e.stage == step.last and e.by == stage}
         since = min(one.begin for one in same)
@@ -186,8 +187,8 @@ class _Causes:
         return Cause.STAGE, f"while {stage} worked (nothing queued for it)"
 
     def _is_usually_faster(self, lease: Lease) -> bool:
-        """Whether its worker had other leases of the stage, in any step, that took far less a row:
-        else the worker may be slow."""
+        """Return whether the worker had another lease of the stage, in any step, that took far
+        less time per row. If not, the worker itself may be slow."""
         return any(
             UNACKED * one.seconds * lease.rows < lease.seconds * one.rows
             for one in self.step.all_leases
@@ -197,7 +198,7 @@ class _Causes:
     # rollout
 
     def _of_rollout(self, same: Sequence[Spent]) -> tuple[Cause, str]:
-        """Of producers that worked: whether one is slow, `admit` let too few of them work, or a
+        """Explain the work of producers: one is slow, `admit` let too few of them work, or a
         single group came late."""
         took = defaultdict[str, list[float]](list)
         came = dict[Name, float]()
@@ -225,8 +226,8 @@ class _Causes:
         return Cause.GENERATION, "while rollout generated"
 
     def _puts(self) -> Iterator[tuple[Event, float, float]]:
-        """(put, seconds that its producer worked for it, and has worked in this step until then):
-        without what the producer waited."""
+        """Return (put, seconds that its producer worked for it, seconds that the producer has
+        worked in this step so far). Waits are not counted."""
         before, worked = dict[str, float](), defaultdict[str, float](float)
         for put in self.step.puts:
             begin = before.get(put.worker, self.step.begin)
@@ -238,8 +239,8 @@ class _Causes:
             yield put, worked_s, worked[put.worker]
 
     def _held_back(self, same: Sequence[Spent]) -> float:
-        """Which share of the producers that did not make the late rows waited for `admit`
-        meanwhile."""
+        """Return the share of the other producers that waited for `admit` while the late rows
+        were made."""
         step = self.step
         waits = [e for e in step.events if e.kind is Kind.ADMIT_WAIT]
         producers = {put.worker for put in step.puts} | {e.worker for e in waits}
@@ -258,7 +259,7 @@ class _Causes:
         return Links(self.step)
 
     def _of_link(self, longest: Spent) -> tuple[Cause, str]:
-        """Of bytes that came: whether they came slowly."""
+        """Explain a transfer: whether the bytes came slowly."""
         link = longest.by, longest.host
         nbytes, speed = self._links.nbytes[link], self._links.per_s[link]
         text = f"{sized(nbytes)} came from {link[0]} to {link[1]} at {sized(int(speed))}/s"
@@ -315,7 +316,7 @@ def compared(rates: Mapping[NameT, float], name: NameT) -> float | None:
 
 
 def _moving(pulls: Iterable[Event]) -> list[Spent]:
-    """When at least one of them was under way."""
+    """Return the times in which at least one pull was in flight."""
     pulls = list(pulls)
     whole = Spent(min(e.began for e in pulls), max(e.at for e in pulls))
     parts = carved(whole, [Spent(e.began, e.at, "pull") for e in pulls])
@@ -323,7 +324,7 @@ def _moving(pulls: Iterable[Event]) -> list[Spent]:
 
 
 def _outlier(leases: Iterable[Lease], spent: Iterable[Spent]) -> Lease | None:
-    """A lease under which most of this was spent and that took far longer a row than all others."""
+    """Return a lease that took most of this time and far longer per row than all others."""
     total_s = _seconds(spent)
     ended = [one for one in leases if not one.is_open and one.rows]
     longest = max(ended, key=lambda one: one.seconds / one.rows, default=None)
@@ -335,7 +336,7 @@ def _outlier(leases: Iterable[Lease], spent: Iterable[Spent]) -> Lease | None:
 
 
 def _most(spent: Iterable[Spent], kind: str) -> str:
-    """The host or worker that spent most of it."""
+    """Return the host or worker that spent most of this time."""
     took = defaultdict[str, float](float)
     for one in spent:
         took[getattr(one, kind)] += one.seconds

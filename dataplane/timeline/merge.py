@@ -1,6 +1,7 @@
-"""The records of several peers as one list of events, on the clock of the peer that was asked.
+"""Merge the records of several peers into one list of events, on the clock of the peer that was
+asked.
 
-Records come from other processes, so what decides about order or length is checked.
+Records come from other processes, so every value that decides order or length is checked.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def began(self) -> float:
-        """When it began, on the same clock as `at`."""
+        """When the event began, on the same clock as `at`."""
         return self.at - self.seconds
 
 
 def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Event]:
-    """All events of these pages, the earliest first. silent: addresses of peers that did not
-    answer. What is missing is an event of its own, `Kind.MISSING`. ProtocolError."""
+    """Return all events of these pages, the earliest first. `silent`: addresses of peers that
+    did not answer. Missing records become an event of kind `Kind.MISSING`. Raises ProtocolError."""
     names = _names(pages)
     workers = {worker: name for page in pages for worker, name in page.workers.items()}
     hosts = _hosts(pages, names)
@@ -87,14 +88,16 @@ def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Even
 
 
 def _names(pages: Sequence[EventsDone]) -> dict[str, str]:
-    """What each peer is called, by address: embedded peers of one host have one name."""
+    """Return the name of each peer by address. Embedded peers of one host share a name, so
+    theirs gets the address too."""
     names = {page.address: page.name for page in pages}
     many = Counter(names.values())
     return {a: name if many[name] == 1 else f"{name} at {a}" for a, name in names.items()}
 
 
 def _hosts(pages: Sequence[EventsDone], names: Mapping[str, str]) -> dict[int, str]:
-    """The peer of each client that a record names, as its session's number says."""
+    """Return the peer of each client that a record names, which the client's session number
+    tells."""
     peers = {Owner(page.address, page.incarnation): names[page.address] for page in pages}
     workers = {one.worker for page in pages for one in (*page.records, *page.going_on)} - {0}
     return {w: name for w in workers for peer, name in peers.items() if peer.has_session(w)}

@@ -1,5 +1,6 @@
-"""The records that a peer keeps of what happened: the last MAX_RECORDS, in the order in which they
-came. Always on, so a record must cost about a microsecond.
+"""The last MAX_RECORDS records of a peer, in the order in which they were added.
+
+Recording is always on, so adding a record must cost about a microsecond.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from itertools import islice
 from dataplane.wire.events import Kind, Reason, Record
 
 MAX_RECORDS = 16_384
-"""At some 250 bytes each."""
+"""About 250 bytes each."""
 LEAST_WAIT_S = 1e-3
-"""A shorter wait makes no record."""
+"""Shorter waits are not recorded."""
 
 
 class Ring:
@@ -28,13 +29,13 @@ class Ring:
         self.last = 0
         """the number of the newest record; the first one is 1"""
         self.waits: dict[tuple[Kind, Reason], list[float]] = {}
-        """how many waits have ended and how many seconds they took, by what waited and why"""
+        """how many waits have ended, and their sum in seconds, by kind and reason"""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def add(self, record: Record, since: float | None = None) -> None:
-        """Keep a record. since: when what it is about began (monotonic)."""
+        """Keep a record. `since`: when the recorded activity began (monotonic)."""
         record.at = at = self._clock()
         if since is not None and at > since:
             record.seconds = at - since
@@ -42,11 +43,11 @@ class Ring:
         self.last += 1
 
     def keeps_wait(self, since: float) -> bool:
-        """Whether a wait that began then and ends now has lasted long enough for a record."""
+        """Return whether a wait that began at `since` and ends now is long enough for a record."""
         return self._clock() - since >= LEAST_WAIT_S
 
     def waited(self, record: Record, since: float) -> None:
-        """A wait has ended that began then. Too short ones make no record."""
+        """Record a wait that began at `since` and ends now. Too short waits are not recorded."""
         if not self.keeps_wait(since):
             return
         self.add(record, since)
@@ -56,12 +57,12 @@ class Ring:
 
     @property
     def kept(self) -> int:
-        """The number of the oldest record that is there, or will be."""
+        """The number of the oldest record, or of the next one if there is none."""
         return self.last - len(self._records) + 1
 
     def after(self, number: int, since: float, limit: int) -> tuple[int, list[Record]]:
-        """(number of the first, records): at most `limit` of those above `number` that happened
-        after `since`, the oldest first."""
+        """Return (number of the first record, records): at most `limit` records with a number
+        above `number` that happened after `since`, the oldest first."""
         kept = self.kept
         skip = max(0, number + 1 - kept)
         if since > -math.inf:

@@ -1,6 +1,8 @@
-"""One step in the events of a plane: who put, leased and waited when, and what arrived when.
+"""One step, as the events of a plane show it: who put, leased and waited when, and what arrived
+when.
 
-A step is a partition. Its end is the last ack of its last stage. Nothing is interpreted here.
+A step is a partition. It ends with the last ack of its last stage. This module only collects; it
+draws no conclusions.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
 NEAR_S = 0.05
-"""Events of one call are so close together; clocks of peers add their uncertainty."""
+"""Events of one call are at most this many seconds apart. The uncertainty of the peers' clocks
+comes on top."""
 _OTHER = {Kind.PULL, Kind.ROOM_WAIT, Kind.ADMIT_WAIT, Kind.STALL}
 
 
 class Lease(msgspec.Struct, eq=False):
-    """Rows that a worker had from `began` to `ended`, or has still if it `is_open`. plan: it is a
-    rank's part of a plan, with the groups of the whole plan and an even share of its rows."""
+    """Rows that a worker had from `began` to `ended`, or still has if the lease `is_open`.
+    `plan`: the lease is a rank's part of a plan. It has the groups of the whole plan and an even
+    share of its rows."""
 
     stage: str
     worker: str
@@ -44,7 +48,7 @@ class Lease(msgspec.Struct, eq=False):
 
 class Step:
     def __init__(self, events: Sequence[Event], partition: str) -> None:
-        """events: of the whole plane, as `merged` gives them."""
+        """`events`: all events of the plane, as `merged` returns them."""
         self.partition = partition
         self.everything = events
         generation = max((e.generation for e in events if e.partition == partition), default=0)
@@ -63,13 +67,13 @@ class Step:
         for one in self.leases:
             self.by_worker[one.stage, one.worker].append(one)
         self.other = [e for e in events if e.kind in _OTHER]
-        """pulls, stalls, and waits for room and `admit`"""
+        """pulls, stalls, and waits for space and for `admit`"""
         self._other = defaultdict[tuple[Kind, str], list[Event]](list)
         for e in self.other:
             of = e.peer if e.kind in (Kind.PULL, Kind.STALL) else e.worker
             self._other[e.kind, of].append(e)
         self.came = defaultdict[tuple[str, Name], list[Event]](list)
-        """by stage and group: rows that became ready, or that a lease gave back"""
+        """by stage and group: events in which rows became ready or came back from a lease"""
         for e in self.events:
             given_back = e.kind is Kind.LEASE_END and e.reason not in (Reason.ACK, Reason.DROP)
             if e.kind is Kind.READY or given_back:
@@ -87,7 +91,8 @@ class Step:
         return [event for event in self.events if event.kind is kind]
 
     def _last_stage(self) -> str:
-        """The stage whose fields no stage waits for; of several the one that is busy last."""
+        """Return the stage whose fields no other stage needs. If there are several, return the
+        one that is busy last."""
         adders = {e.by for e in self.everything if e.kind is Kind.READY}
         lacks = {w.stage for w in self.waits if w.going_on and w.reason is Reason.FIELD}
         latest = dict[str, float]()
@@ -102,20 +107,20 @@ class Step:
 
     @cached_property
     def all_leases(self) -> list[Lease]:
-        """Those of other steps too."""
+        """The leases of all steps."""
         return leases(self.everything, self.now)
 
     def within(self, kind: Kind, of: str, begin: float, end: float) -> list[Event]:
-        """Of `other`: what took some of this time. of: the peer of a pull or stall, the worker
-        of a wait."""
+        """Return the events of `other` that overlap [begin, end]. `of`: the peer of a pull or
+        stall, or the worker of a wait."""
         return [e for e in self._other[kind, of] if e.at > begin and e.began < end]
 
     def overlaps(self, event: Event) -> bool:
-        """Whether what took a while took some of the step's time."""
+        """Return whether an event overlaps the step."""
         return event.at > self.begin and event.began < self.end
 
     def arrived(self, stage: str, begin: float, end: float) -> bool:
-        """Whether rows became ready for a stage in this time."""
+        """Return whether rows became ready for a stage in this time."""
         return any(r.stage == stage and begin < r.at <= end for r in self.ready)
 
     @cached_property
@@ -152,15 +157,14 @@ class Step:
         return found
 
     def staleness(self) -> dict[int, int] | None:
-        """How many groups the last stage acked so many versions after they were begun, by how many.
-        None where no version is known."""
+        """Return how many groups the last stage acked, by the number of versions between their
+        start and that ack. None if no version is known."""
         if not self.versions:
             return None
         return dict(sorted(Counter(lag for _, lag in self.lags).items()))
 
     def missing(self) -> list[str]:
-        """Peers that did not answer, or whose oldest event is not clearly older than the step's
-        first one: events of the step may have come before it."""
+        """Return the peers that did not answer, or whose events begin after the step did."""
         first = min([self.begin, *(e.began for e in self.events)])
         return sorted(
             {
@@ -173,7 +177,7 @@ class Step:
 
 
 def leases(events: Iterable[Event], now: float) -> list[Lease]:
-    """The leases of which these events say that they began."""
+    """Return the leases whose begin is among these events."""
     found = dict[tuple[str, int, str, int], Lease]()
     for e in events:
         key = e.stage, e.lease, e.partition, e.generation
@@ -192,7 +196,7 @@ def leases(events: Iterable[Event], now: float) -> list[Lease]:
 
 
 def _of_plans(found: Sequence[Lease]) -> list[Lease]:
-    """The same with each plan's lease, which no worker holds, told by those of its ranks."""
+    """Replace each plan's lease, which no worker holds, by the leases of its ranks."""
     ranks = [one for one in found if not one.rows]
     plans = list[Lease]()
     for plan in [one for one in found if one.rows and not one.worker]:

@@ -1,8 +1,8 @@
-"""Events of a plane as a trace in Perfetto's format, for ui.perfetto.dev. No I/O.
+"""Write the events of a plane as a trace in Perfetto's format, for ui.perfetto.dev. No I/O.
 
-One process per host; in it one thread for what each worker puts, for what becomes ready for a
-stage, for each worker of a stage, for the pulls from each other host, for waits for room, and one
-for the peer itself. Needs the package `perfetto`.
+Each host is a process. Its threads are: the puts of each worker, the rows that became ready for
+each stage, each worker of a stage, the pulls from each other host, the waits for space, and the
+peer itself. Needs the package `perfetto`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
 UNKNOWN_HOST = "unknown host"
-"""of a worker whose peer did not answer"""
+"""host of a worker whose peer did not answer"""
 SEQUENCE = 1
 BOOTTIME, MONOTONIC, REALTIME = 6, 3, 1
-"""Perfetto's numbers of clocks"""
+"""Perfetto's clock numbers"""
 _ORDER = ("put", "ready", "stage", "link", "room", "peer")
-"""Kinds of threads, as shown; of events at one time, those of earlier kinds come first."""
+"""The kinds of threads in the order shown. Of events at the same time, those of earlier kinds
+come first."""
 _AT_PEER = {Kind.SEAL, Kind.DROP, Kind.LOST, Kind.ADVANCE, Kind.MISSING}
 _QUEUED = {Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.DROP, Kind.LOST}
 _BACK = {Reason.RELEASE, Reason.DIED, Reason.EXPIRED}
-"""Reasons with which rows leave a lease to be claimed again."""
+"""Reasons for which rows leave a lease to be claimed again."""
 _SHOWN = (
     *("partition", "stage", "rows", "nbytes", "seconds", "worker", "lease", "field"),
     *("by", "transport", "version", "uncertain"),
 )
-"""Fields of an event that its slice shows where they are set."""
+"""Fields of an event that its slice shows if they are set."""
 
 
 @dataclass(slots=True)
 class _Slice:
-    """end: None if it goes on. Flows pass through it, or end in it. inside: instants, in order."""
+    """`end`: None if the slice has not ended. `passing`, `ending`: flows that pass through it,
+    or end in it. `inside`: instants, in order."""
 
     name: str
     category: str
@@ -71,7 +73,7 @@ class _Lease:
     slice: _Slice
     groups: set[Name] = field(default_factory=set)
     ends: defaultdict[Name, list[_Slice]] = field(default_factory=lambda: defaultdict(list))
-    """when rows of each group left it"""
+    """when rows of each group left the lease"""
 
 
 Threads = defaultdict[tuple[str, str, str], list[_Slice]]
@@ -80,10 +82,10 @@ _Group = tuple[str, Name]
 
 
 def encode(events: Sequence[Event], names: Sequence[str], unix_s: float | None = None) -> bytes:
-    """Return the trace of these steps as Perfetto reads it.
+    """Return the trace of these steps in Perfetto's format.
 
-    events: of the whole plane, as `merged` gives them. names: of partitions, each in its latest
-    generation. unix_s: what to add to a time of these events to get Unix time.
+    `events`: all events of the plane, as `merged` returns them. `names`: names of partitions, each
+    in its latest generation. `unix_s`: seconds to add to a time of these events to get Unix time.
     """
     found = [Step(events, name) for name in names]
     steps = [(step, explain(step)) for step in found]
@@ -91,7 +93,8 @@ def encode(events: Sequence[Event], names: Sequence[str], unix_s: float | None =
 
 
 def _chosen(events: Sequence[Event], names: Sequence[str]) -> list[Event]:
-    """Events of these partitions, and what happened meanwhile that belongs to no partition."""
+    """Return the events of these partitions, and those that belong to no partition and happened
+    meanwhile."""
     latest = dict[str, int]()
     for e in events:
         latest[e.partition] = max(e.generation, latest.get(e.partition, 0))
@@ -118,12 +121,12 @@ class _Trace:
     ) -> None:
         self.events = events
         self.of = defaultdict[str, list[Event]](list)
-        """by the peer that recorded them"""
+        """events by the peer that recorded them"""
         self.steps = steps
         self.plans = {
             (e.partition, e.stage) for e in events if e.kind is Kind.LEASE_BEGIN and not e.rows
         }
-        """stages with plans: only a rank of one has a lease without rows"""
+        """stages with plans. Only a rank of a plan has a lease without rows"""
         self.queues, self.incomplete = _queues(events)
         self.unix_s = unix_s
         self.zero = min([0.0, *(e.began for e in events)])
@@ -132,7 +135,7 @@ class _Trace:
         self.puts = defaultdict[_Group, list[tuple[float, _Slice]]](list)
         self.ready = defaultdict[tuple[_Group, str], list[tuple[Event, _Slice]]](list)
         self.numbers = count(1)
-        """of tracks and flows, none of which may be 0"""
+        """numbers of tracks and flows. None may be 0"""
         self.trace = Trace()
         self.timed = list[tuple[int, TracePacket]]()
 
@@ -186,9 +189,10 @@ class _Trace:
         return slice
 
     def _lease(self, e: Event, worker: str, host: str) -> None:
-        """A lease is one slice. Rows leave it group by group: each is an instant inside. Of one
-        whose begin is not known, or that goes on, the events say how long it has lasted. A plan's
-        lease has no worker, so the peer that serves it shows it."""
+        """Draw a lease as one slice. Rows leave it group by group: each group is an instant
+        inside it. If the begin of the lease is not known, or it has not ended, the events say
+        how long it has lasted. A plan's lease has no worker, so it is drawn on the peer that
+        serves it."""
         key = e.partition, e.stage, e.lease
         if e.rows and not e.worker and key[:2] in self.plans:
             worker, host = "plan", e.peer
@@ -210,9 +214,9 @@ class _Trace:
             lease.slice.end = e.at
 
     def _fit(self) -> None:
-        """Let what a worker did one after another not overlap by a moment. A stream claims its next
-        batch together with the ack of the last one, and a wait is recorded after the lease with
-        which it ended. What overlaps for longer stays as it was."""
+        """Remove overlaps of a moment between what a worker did one after another. A stream
+        claims its next batch together with the ack of the last one, and a wait is recorded after
+        the lease that ended it. Longer overlaps stay."""
         for (kind, _, _), slices in self.threads.items():
             if kind == "stage":
                 leases = [one for one in slices if one.category == "lease"]
@@ -228,8 +232,8 @@ class _Trace:
     # arrows
 
     def _tie(self) -> None:
-        """One flow for each group and stage: from the put, or the lease under which another stage
-        added the last field, to what became ready, to the claim, to the ack."""
+        """Draw one flow for each group and stage. It goes from the put, or from the lease under
+        which another stage added the last field, to the ready event, the claim and the ack."""
         of = defaultdict[tuple[_Group, str], list[_Lease]](list)
         for (partition, stage, _), lease in self.leases.items():
             for name in lease.groups - {""}:
@@ -255,7 +259,7 @@ class _Trace:
     def _made(
         self, e: Event, group: _Group, of: dict[tuple[_Group, str], list[_Lease]]
     ) -> Iterator[_Slice]:
-        """Where the last field of what became ready came from."""
+        """Return the slice that the last field of ready rows came from."""
         if not e.by:
             yield from [slice for at, slice in self.puts.get(group, ()) if at <= e.at]
             return
@@ -270,7 +274,7 @@ class _Trace:
     # tracks
 
     def _clocks(self) -> None:
-        """Say what the times of the trace are in Unix time."""
+        """Write what the times of the trace are in Unix time."""
         packet = self.trace.packet.add()
         packet.trusted_packet_sequence_id = SEQUENCE
         packet.sequence_flags = TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
@@ -285,7 +289,7 @@ class _Trace:
             one.clock_id, one.timestamp = clock, self._ns(at)
 
     def _steps(self) -> None:
-        """The steps above all hosts, with what is known of why they took so long."""
+        """Draw the steps above all hosts, each with the reason why it took so long."""
         slices = []
         for step, why in self.steps:
             about: dict[str, Name | float] = {"why": why.sentence, "idle_s": why.idle_s}
@@ -317,7 +321,7 @@ class _Trace:
                 self._slices(track.uuid, lane)
 
     def _clock(self, host: str, track: TrackDescriptor) -> None:
-        """Write down the offset of a host's clock: in words, and for SQL as an event of its
+        """Write the offset of a host's clock, in words and, for SQL, as an event of the host's
         process."""
         mine = self.of[host]
         known = [e for e in mine if e.kind is not Kind.MISSING]
@@ -387,7 +391,7 @@ class _Trace:
     # packets
 
     def _slices(self, uuid: int, lane: Iterable[_Slice]) -> None:
-        """What happened one after another on one track."""
+        """Draw the slices of one track."""
         for one in lane:
             kind = TrackEvent.TYPE_INSTANT if one.is_instant else TrackEvent.TYPE_SLICE_BEGIN
             event = self._event(uuid, kind, one.begin)
@@ -419,14 +423,15 @@ def _instant(e: Event, name: str = "") -> _Slice:
 
 
 def _slice(e: Event, detail: str = "") -> _Slice:
-    """Something that took a while, by what it was and why or how."""
+    """Return the slice of an event, named by its kind and reason."""
     detail = detail or str(e.reason)
     name = f"{e.kind}: {detail}" if detail else str(e.kind)
     return _Slice(name, str(e.kind), e.began, None if e.going_on else e.at, _about(e))
 
 
 def _begin_after(one: _Slice, last: _Slice) -> None:
-    """Let a lease begin at the end of the worker's last one, if it began a moment before."""
+    """Move the begin of a lease to the end of the worker's last lease, if it began a moment
+    before that."""
     if last.end is None:
         return
     overlap = last.end - one.begin
@@ -437,8 +442,8 @@ def _begin_after(one: _Slice, last: _Slice) -> None:
 
 
 def _fit_wait(wait: _Slice, begins: Sequence[float], ends: Sequence[float]) -> None:
-    """Let a wait begin where a lease of its worker ended, and end where one began, if that was a
-    moment later and a moment before."""
+    """Move the begin of a wait to the end of its worker's last lease, and its end to the begin
+    of the next lease, if they are a moment apart."""
     at = bisect_left(ends, wait.begin)
     if at < len(ends) and ends[at] < wait.begin + NEAR_S:
         wait.begin = ends[at] if wait.end is None else min(ends[at], wait.end)
@@ -472,7 +477,8 @@ def _in_order(thread: tuple[tuple[str, str, str], list[_Slice]]) -> tuple[int, s
 
 
 def _lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
-    """The slices in as few rows as hold them without overlap: those of one thread must nest."""
+    """Return the slices in as few lanes as hold them without overlap, because the slices of one
+    thread must nest."""
     lanes = list[list[_Slice]]()
     for one in sorted(slices, key=lambda one: (one.begin, one.end or math.inf)):
         for lane in lanes:
@@ -488,8 +494,8 @@ def _lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
 def _queues(
     events: Sequence[Event],
 ) -> tuple[dict[str, list[tuple[float, int]]], dict[str, str]]:
-    """(how many rows were ready for each stage and not leased, in all steps together; of which
-    step the events cannot say so, and why). Such a step is left out."""
+    """Return (how many rows were ready for each stage and not leased, in all steps together;
+    steps that are left out because events are missing, and why)."""
     incomplete = dict[str, str]()
     steps = defaultdict[str, list[Event]](list)
     for e in events:
@@ -519,8 +525,8 @@ def _queues(
 
 
 def _queue(events: Iterable[Event]) -> list[tuple[float, str, int]] | None:
-    """(when, for which stage, by how many) the rows ready of one step changed. None if rows were
-    lost, or if more were leased than became ready, so that some events are not there."""
+    """Return (when, stage, change): how the number of ready rows of one step changed. None if
+    rows were lost, or if more rows were leased than became ready, so that events are missing."""
     ready = defaultdict[tuple[str, Name], int](int)
     changes = list[tuple[float, str, int]]()
 

@@ -1,4 +1,4 @@
-"""Why a step took as long as it did, found in the events alone, as one sentence."""
+"""Explain in one sentence why a step took as long as it did, from its events alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from dataplane.timeline.step import Step
 from dataplane.wire.events import Kind
 
 IDLE_SHARE = 0.1
-"""A stage that is idle for less of the step is what bounds the step."""
+"""A stage that is idle for less than this share of the step is the bottleneck of the step."""
 
 
 class Why(msgspec.Struct, frozen=True):
-    """What is known of one step. stage: its last one. shares: first what is wrong and explains much
-    of the idle time, then the rest, each by size. finished: the step is over. missing: peers of
-    which events are missing."""
+    """What the events say about one step.
+
+    - `stage`: its last stage.
+    - `shares`: the causes. Those that are wrong and explain much of the idle time come first, then
+      the others, each sorted by size.
+    - `finished`: the step is over.
+    - `missing`: peers whose events are missing.
+    """
 
     partition: str
     seconds: float
@@ -63,7 +68,7 @@ class Why(msgspec.Struct, frozen=True):
 
 
 def steps(events: Iterable[Event]) -> list[str]:
-    """The partitions of which rows were put, in the order of their first put."""
+    """Return the partitions that got rows, in the order of their first put."""
     return list(dict.fromkeys(e.partition for e in events if e.kind is Kind.PUT))
 
 
@@ -81,8 +86,8 @@ def explain(step: Step) -> Why:
 
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
-    """The same in figures for `plane.metrics()`, with percentiles of staleness where versions are
-    known."""
+    """Return the explanation as figures for `plane.metrics()`. Percentiles of staleness are
+    there if versions are known."""
     step = Step(events, partition)
     why = explain(step)
     found: dict[str, float | str] = {

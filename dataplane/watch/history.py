@@ -1,7 +1,7 @@
-"""What a watcher remembers of a plane: its last events, the last steps, and its last stats. No I/O.
+"""The events, steps and stats of a plane that a watcher keeps. No I/O.
 
-Events are fetched again and again, each time what happened since, so a peer is asked for little.
-Steps that have ended are drawn once. Everything that is kept has a limit.
+Each look fetches only what happened since the last one, so it costs a peer little. A step that has
+ended is drawn once. Everything that is kept has a limit.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from dataplane.watch.picture import Picture, picture, short
 from dataplane.wire.events import Kind, Reason
 
 MAX_EVENTS = 100_000
-"""At some 500 bytes each."""
+"""About 500 bytes each."""
 KEPT_SHARE = 0.9
-"""Of those, when there are too many."""
+"""If there are more events than that, the latest of them are kept: this share of the limit."""
 FIRST_S = 900.0
-"""At its start a watcher asks for what happened in so many seconds."""
+"""The first look asks for this many seconds of events."""
 OVERLAP_S = 1.0
-"""What happened so shortly before the last look is asked for again: clocks of peers differ."""
+"""Each look asks again for this many seconds before the last look, because clocks of peers
+differ."""
 SILENT_S = 60.0
 """After a look that a peer did not answer, the next looks ask for what happened since the last
-complete look, and at most for so many seconds."""
+complete look, up to this many seconds back."""
 HERE = "the watcher"
-"""Of which events are missing that were dropped here."""
+"""The name used as the peer of events that this watcher dropped."""
 MAX_STEPS = 100
 MAX_DRAWN = 12
-"""Steps that are drawn at each look: the newest of those of which something happened."""
+"""The most steps drawn at each look: the newest ones that have new events."""
 LOOK_AHEAD = 5_000
-"""So many events after a step are searched for waits that began in it."""
+"""This many events after a step are searched for waits that began in it."""
 LEFT_S = 600.0
-"""A peer that left is named for so long."""
+"""A peer that left is listed for this many seconds."""
 MAX_QUEUES = 24
 MAX_HOSTS = 256
 MAX_HOLDERS = 3
@@ -46,7 +47,7 @@ STUCK_S = 10.0
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A line of the list of steps. number: by which its picture is asked for."""
+    """A line in the list of steps. `number`: its number when its picture is requested."""
 
     number: int
     partition: str
@@ -58,8 +59,8 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """Rows of a partition for one of its stages, now. calls: how many wait, the oldest for
-    `for_s`."""
+    """Rows of a partition for one of its stages, now. `calls`: how many calls wait. `for_s`: how
+    long the oldest has waited."""
 
     partition: str
     stage: str
@@ -76,7 +77,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """error: why nothing is known of it now; "" otherwise."""
+    """The state of a host. `error`: why nothing is known of it now, or ""."""
 
     name: str
     error: str = ""
@@ -87,7 +88,7 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Stuck(msgspec.Struct, frozen=True):
-    """A call that has waited for long, and why, in a sentence."""
+    """A call that has waited for long, and the reason as a sentence."""
 
     what: str
     peer: str
@@ -96,8 +97,11 @@ class Stuck(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Everything that is shown. sentence: of the newest step, or why there is none. age_s: since
-    the plane was last asked with success. trouble: what is missing of what is shown, in sentences.
+    """Everything that is shown.
+
+    - `sentence`: of the newest step, or why there is none.
+    - `age_s`: seconds since the plane last answered.
+    - `trouble`: what is missing in this view, in sentences.
     """
 
     run: str
@@ -114,8 +118,8 @@ class View(msgspec.Struct, frozen=True):
 
 
 class _Extent:
-    """From when to when something happened to a partition, as it was declared last, and when rows
-    were put first."""
+    """When the first and the last event of a partition happened, in its latest generation, and
+    when it first got rows."""
 
     __slots__ = ("begin", "end", "generation", "put")
 
@@ -136,10 +140,10 @@ class History:
         self._max_events = max_events
         self._events: list[Event] = []
         self._now: list[Event] = []
-        """what goes on, and which peers are silent"""
+        """events that have not ended, and the peers that are silent"""
         self._extents: dict[str, _Extent] = {}
         self._cut: set[str] = set()
-        """Partitions of which earlier events were dropped here for want of room."""
+        """partitions that lost earlier events to the limit of events"""
         self._pictures: dict[tuple[str, int], tuple[int, Picture]] = {}
         """by partition and generation, with the step's number; the oldest first. It is replaced and
         never changed, so another thread may read it."""
@@ -186,7 +190,7 @@ class History:
             self._heard_all_at = asked
 
     def failed(self, error: str) -> None:
-        """The plane could not be asked."""
+        """Note that the plane could not be asked."""
         self._error = error
 
     def picture_of(self, number: int) -> Picture | None:
@@ -255,7 +259,7 @@ class History:
         self._stats = stats
 
     def _forget(self, over: float) -> None:
-        """Drop so many of the earliest events."""
+        """Drop this many of the earliest events."""
         dropped, self._events = self._events[: int(over)], self._events[int(over) :]
         self._extents.clear()
         there = {e.partition for e in self._events}
@@ -269,7 +273,7 @@ class History:
             known.add(event)
 
     def _draw(self, touched: set[str]) -> None:
-        """Draw anew the newest steps of which something happened or that have not ended."""
+        """Draw the newest steps again, of those that have new events or have not ended."""
         extents = self._extents
         put = [name for name, one in extents.items() if one.put < float("inf")]
         named = sorted(put, key=lambda name: extents[name].put)[-MAX_STEPS:]
@@ -291,7 +295,7 @@ class History:
         self._pictures = dict(ordered[-MAX_STEPS:])
 
     def _during(self, partition: str, extent: _Extent, is_newest: bool) -> list[Event]:
-        """The events while this step lasted, and those that began then."""
+        """Return the events while this step lasted, and those of waits that began then."""
         events, end = self._events, float("inf") if is_newest else extent.end
         first = bisect_left(events, extent.begin, key=_at)
         last = bisect_right(events, end, key=_at)
@@ -324,7 +328,7 @@ class History:
         return self._stats["everywhere"] if self._stats else nothing
 
     def _queues(self) -> list[Queue]:
-        """Of partitions that have rows or that somebody waits for, the newest first."""
+        """Return the queues of partitions that have rows or waiting calls, the newest first."""
         everywhere, found = self._everywhere(), list[Queue]()
         order = {name: at for at, (name, _) in enumerate(self._pictures)}
         partitions = everywhere["partitions"]
@@ -386,7 +390,7 @@ class History:
 
 
 def _is_lasting(event: Event) -> bool:
-    """Whether it says that events are missing for good."""
+    """Return whether this event says that events are missing for good."""
     return event.kind is Kind.MISSING and event.reason is Reason.OVERWRITTEN
 
 

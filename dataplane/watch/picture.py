@@ -1,9 +1,9 @@
-"""What is shown of one step: who worked and who waited for what, made of events alone. No I/O.
+"""The figures shown of one step, computed from events alone: who worked, and who waited for what.
+No I/O.
 
-Lanes and waits are of everything that happened while the step lasted, also for other steps: a
-worker that is busy with the next step is busy. Flow, groups, paces and staleness are of the step's
-rows. Paces and links are compared as in the sentence.
-Every list has a limit, so a picture of 64 hosts has some 50 KB.
+Lanes and waits cover everything that happened while the step lasted, including work for other
+steps: a worker that is busy with the next step is busy. Flow, groups and staleness cover the step's
+own rows. Every list has a limit, so the picture of 64 hosts has about 50 KB.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
 BINS = 96
-"""Cells of a lane."""
+"""The number of cells of a lane."""
 STATES = "wrfams"
-"""What a cell says, a letter each: working, waiting for rows, for room (full), for `admit`, moving
-bytes, a peer without processor time. A space: nothing is known."""
+"""The letters of a cell: working, waiting for rows, waiting for space (full), waiting for
+`admit`, moving bytes, stalled (a peer without processor time). A space means that nothing is
+known."""
 MAX_LANES = 512
 MAX_LINKS = 16
 MAX_SLOW = 8
 MAX_WAITS = 96
 MAX_STAGES = 12
 MAX_LETTERS = 96
-"""of a name that a user chose"""
+"""letters shown of a name that a user chose"""
 PRODUCER = ""
-"""The stage of lanes and waits of who puts rows."""
+"""The stage name under which lanes and waits of producers are listed."""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """What the workers of a stage did at a host, over the time of the step."""
+    """What the workers of a stage did on one host, over the time of the step."""
 
     stage: str
     host: str
@@ -47,7 +48,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Seconds that workers of a stage waited for a reason, summed over workers."""
+    """Seconds that workers of a stage waited for one reason, summed over workers."""
 
     stage: str
     reason: str
@@ -55,7 +56,8 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Dwell(msgspec.Struct, frozen=True):
-    """How long rows stayed in a state: percentiles in seconds, and how many rows have left it."""
+    """How long rows stayed in a state, as percentiles in seconds, and how many rows have left
+    it."""
 
     rows: int = 0
     p50: float = 0.0
@@ -64,8 +66,8 @@ class Dwell(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """Rows of a stage: ready for it, leased by it, acked. queue: from ready to leased. lease: from
-    leased to acked."""
+    """Rows of a stage: ready for it, leased by it, acked. `queue`: time from ready to leased.
+    `lease`: time from leased to acked."""
 
     stage: str
     ready: int
@@ -76,8 +78,8 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Bytes that one host pulled from another. per_s: while bytes moved. ratio: its speed in terms
-    of the median of the other links, 0 if it cannot be compared with any."""
+    """Bytes that one host pulled from another. `share`: speed as a share of the fastest known
+    pull of any link. It is 0 if no pull was large enough to measure."""
 
     source: str
     target: str
@@ -87,7 +89,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """A group that ended late, in seconds after the step began; -1: not yet."""
+    """A group that ended late. Times are seconds after the step began; -1: not yet."""
 
     group: str
     put: float
@@ -105,9 +107,13 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """begun: groups of which rows were put; unready: those that are ready for no stage. staleness:
-    how many groups were acked so many versions after their first put, None where no version is
-    known. left_out: lanes and links that are not listed."""
+    """The figures of one step.
+
+    - `begun`: groups that have rows. `unready`: groups of these that are ready for no stage.
+    - `staleness`: how many groups were acked, by the number of versions after their first put. None
+      if no version is known.
+    - `left_out`: how many lanes and links are not listed.
+    """
 
     partition: str
     sentence: str
@@ -147,13 +153,13 @@ class _Lease(msgspec.Struct):
 
 
 def short(name: Name) -> str:
-    """A name that a user chose, cut to what is shown of it."""
+    """Cut a name that a user chose to the length that is shown."""
     text = str(name)
     return text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…"
 
 
 def picture(events: Sequence[Event], partition: str) -> Picture:
-    """What is shown of this step. events: of the plane, the earliest first."""
+    """Return the picture of this step. `events`: all events of the plane, the earliest first."""
     step = Step(events, partition)
     why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
@@ -211,7 +217,7 @@ def _leases(events: Iterable[Event], now: float) -> list[_Lease]:
 def _spans(
     events: Iterable[Event], leases: Iterable[_Lease], stage_of: dict[str, str], begin: float
 ) -> Iterator[_Span]:
-    """Who did what when."""
+    """Return what each worker did and when."""
     for lease in leases:
         yield _Span(lease.stage, lease.host, "w", lease.begin, lease.end)
     before = dict[str, float]()
@@ -233,14 +239,15 @@ def _spans(
 
 
 def _waiting(event: Event, stage_of: dict[str, str]) -> str:
-    """The stage whose worker waited. stage_of: the stage that a worker leases for."""
+    """Return the stage of the worker that waited. `stage_of`: the stage that a worker leases
+    for."""
     if event.kind is Kind.ROOM_WAIT and event.reason not in (Reason.OPEN, Reason.METADATA):
         return event.stage or stage_of.get(event.worker, PRODUCER)
     return event.stage if event.kind is Kind.CLAIM_WAIT else PRODUCER
 
 
 def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
-    """A lane of each stage and host, stages in the order in which they work."""
+    """Return one lane for each stage and host. Stages are in the order in which they work."""
     cell_s = max(end - begin, 1e-9) / BINS
     times = dict[tuple[str, str], np.ndarray[tuple[int, int], np.dtype[np.float64]]]()
     first = dict[str, float]()
@@ -289,7 +296,7 @@ def _waits(
 
 
 def _dwell(times: list[tuple[float, int]]) -> Dwell:
-    """times: (seconds, rows that took them)."""
+    """Return the percentiles of `times`: pairs of seconds and the number of rows that took them."""
     rows = sum(many for _, many in times)
     if not rows:
         return Dwell()
@@ -303,7 +310,8 @@ def _dwell(times: list[tuple[float, int]]) -> Dwell:
 
 
 class _Queue:
-    """Rows of one stage on their way: those of a group leave in the order in which they came."""
+    """Rows of one stage that are ready or leased. Rows of a group leave in the order in which
+    they came."""
 
     def __init__(self) -> None:
         self.ready = defaultdict[Name, deque[list[float]]](deque)
@@ -351,7 +359,8 @@ def _flow(events: Iterable[Event]) -> list[Flow]:
 
 
 class _Groups:
-    """When each group of a step began, was ready for the last stage, and was acked by it."""
+    """When each group of a step began, when it was ready for the last stage, and when it was
+    acked by it."""
 
     def __init__(self, events: Sequence[Event], last: str) -> None:
         self.put, self.ready = dict[Name, float](), dict[Name, float]()
@@ -374,7 +383,7 @@ class _Groups:
 
     @property
     def complete(self) -> Dwell:
-        """From the first put of a group to when all of it was ready for some stage."""
+        """Times from the first put of a group until all of it was ready for some stage."""
         both = self.put.keys() & self.first.keys()
         return _dwell([(max(0.0, self.first[one] - self.put[one]), 1) for one in both])
 
@@ -408,7 +417,7 @@ def _links(links: Links) -> list[Link]:
 
 
 def _paces(step: Step) -> list[Pace]:
-    """The slowest hosts of each stage, compared with the others of it."""
+    """Return the slowest hosts of each stage, compared with its other hosts."""
     found = []
     for stage in dict.fromkeys(lease.stage for lease in step.leases):
         hosts = rates(step, (lease for lease in step.leases if lease.stage == stage), "host")

@@ -1,8 +1,8 @@
-"""The page over HTTP: read-only, for those who have its key, and no more of them than it can serve.
+"""Serves the page over HTTP. It is read-only, needs a key, and has a limit on requests.
 
 `/` is the page, `/live` a stream of views (server-sent events), `/step?number=N` one step's
-picture. Whoever opens `/?key=KEY` gets a cookie with the key; without it everything is refused.
-A viewer that reads slowly misses views: nothing queues for anybody.
+picture. A browser that opens `/?key=KEY` gets a cookie with the key. Requests without the key are
+refused. A viewer that reads slowly misses views, so nothing queues.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ MAX_STRANGERS = 32
 strangers do not shut out those who have the key."""
 MAX_HEAD_BYTES = 16 << 10
 READ_S = 5.0
-"""A connection that has sent no request by then is closed."""
+"""A connection that has sent no request after this many seconds is closed."""
 WRITE_S = 15.0
-"""A viewer that takes longer to read one view is disconnected."""
+"""A viewer that takes longer than this to read one view is disconnected."""
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 
 Answer = tuple[str, str, bytes, tuple[str, ...]]
-"""Status, content type, body, further header lines."""
+"""Status, content type, body, and further header lines."""
 
 
 def _page() -> tuple[bytes, str]:
-    """The page in one piece, and the policy that lets it run nothing but its own script."""
+    """Return the page as one document, and a policy that lets it run only its own script."""
     files = importlib.resources.files("dataplane.watch")
     page, style, script = (
         (files / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
@@ -63,7 +63,7 @@ def _page() -> tuple[bytes, str]:
 
 
 class Server:
-    """Shows views as they are told. picture_of: a step's picture, by the step's number. key: the
+    """Serves views. `picture_of`: returns a step's picture by the step's number. `key`: the
     secret without which nothing is shown."""
 
     def __init__(self, picture_of: Callable[[int], Picture | None], key: str) -> None:
@@ -79,7 +79,7 @@ class Server:
         self._newer = asyncio.Event()
 
     async def open(self, host: str, port: int) -> tuple[str, int]:
-        """Where it listens. InvalidConfig, AddressInUse."""
+        """Start listening, and return the address. Raises InvalidConfig or AddressInUse."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
@@ -105,7 +105,7 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def show(self, view: View) -> None:
-        """From now on this is what viewers see."""
+        """Send this view to all viewers, now and when they connect."""
         self._view = msgspec.json.encode(view)
         self._version += 1
         newer, self._newer = self._newer, asyncio.Event()
@@ -165,7 +165,7 @@ class Server:
             await reader.read(1)  # until the viewer has it all
 
     def _may(self, key: str, cookies: list[str]) -> bool:
-        """Whether a request has the key, in its address or in our cookie."""
+        """Return whether a request has the key, in its address or in our cookie."""
         given = [key]
         for line in cookies:
             for cookie in line.split(";"):
@@ -202,7 +202,7 @@ class Server:
         return "404 Not Found", TEXT, b"/, /live or /step?number=N\n", ()
 
     async def _live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Every view from now on, or as many as the viewer can read."""
+        """Send every view from now on, or as many as the viewer can read."""
         self._viewers += 1
         gone = asyncio.create_task(reader.read(1))
         try:

@@ -1,4 +1,4 @@
-"""A view as text, for a terminal: the same figures as on the page, in the same order. No I/O."""
+"""A view as text for a terminal. It has the figures of the page, in the same order. No I/O."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LEGEND = {
 _COLOURS = {"w": 42, "r": 43, "f": 41, "a": 45, "m": 44, "s": 47}
 _LABEL = 24
 SHOWN = 12
-"""Lanes of a stage, and lines of other lists."""
+"""The most lanes of a stage, and lines of each other list, that are shown."""
 
 
 def lines(view: View, width: int, is_colour: bool) -> Iterator[str]:
-    """Lines of at most `width` columns, but for the sentence and for what is wrong."""
+    """Return lines of at most `width` columns. The sentence and the troubles may be longer."""
     yield printable(view.sentence)
     for one in view.trouble:
         yield f"! {printable(one)}"
@@ -95,5 +95,5 @@ def _fit(name: str, room: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Without characters that a terminal would carry out."""
+    """Remove characters that a terminal would interpret."""
     return "".join(one if one.isprintable() else "�" for one in text)

@@ -1,7 +1,8 @@
-"""Asks the plane at a steady pace, for all who look: in a thread, as a client that only looks.
+"""Asks the plane at a steady pace, in a thread, as a read-only client. All viewers share the
+answers.
 
-What it costs the plane does not depend on how many look. Each look asks every peer for its newest
-events, and every few looks for its stats. A look that takes long is followed by a longer pause.
+The cost to the plane does not depend on the number of viewers. Each look asks every peer for its
+newest events. Some looks also ask for stats. A longer pause follows a look that took long.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BUSY_SHARE = 0.2
 """Looking takes at most this share of the time, until the pause is SLOWEST_S."""
 STATS_SLOWEST_S = 30.0
 STATS_SHARE = 0.05
-"""Stats cost a peer more than events, because they grow with the rows that it serves: they are
-asked for at most this share of the time, until the pause is STATS_SLOWEST_S."""
+"""Asking for stats takes at most this share of the time, until the pause is STATS_SLOWEST_S.
+Stats cost a peer more than events, because they grow with the rows that it serves."""
 
 
 class Watcher:
@@ -44,7 +45,7 @@ class Watcher:
         self._stats_due = float("-inf")
 
     def look(self) -> View:
-        """Ask once. What could not be asked is said in the view."""
+        """Ask the plane once. The view says what could not be asked."""
         began = time.monotonic()
         try:
             with Plane(visit(self._find())) as plane:
@@ -73,7 +74,7 @@ class Watcher:
         return self._history.picture_of(number)
 
     def pause(self) -> bool:
-        """Wait until the next look is due. Whether there is to be one."""
+        """Wait until the next look is due. Return whether there is to be one."""
         return not self._over.wait(self._every_s)
 
     @contextlib.contextmanager

@@ -25,7 +25,8 @@ def names() -> list[str]:
 
 
 def load(kind: str) -> type[Device]:
-    """The class of a kind. DeviceMissing where no installed package has it."""
+    """Return the class of a kind. DeviceMissing if no installed package has it, or its package
+    cannot be imported."""
     if kind == CUDA:
         from dataplane.gpu.cuda import CudaDevice
 
@@ -33,8 +34,11 @@ def load(kind: str) -> type[Device]:
     for entry in _installed().select(name=kind):
         try:
             found = entry.load()
-        except (ImportError, AttributeError, OSError) as exc:
-            raise DeviceMissing(f"devices of kind {kind!r} cannot be loaded: {exc}") from exc
+        except Exception as exc:  # other people's code runs, and may raise anything
+            raise DeviceMissing(
+                f"cannot load the device plug-in for {kind!r} ({entry.value}): "
+                f"{type(exc).__name__}: {exc}; reinstall the package that provides it"
+            ) from exc
         if not (isinstance(found, type) and issubclass(found, Device)):
             raise DeviceMissing(
                 f"devices of kind {kind!r}: {entry.value} is not a subclass of Device"

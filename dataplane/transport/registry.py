@@ -59,14 +59,19 @@ def missing(name: str) -> str:
 
 
 def load(name: str) -> type[Transport]:
-    """The class of a transport. TransportMissing says what is not there."""
+    """Return the class of a transport. TransportMissing says why there is none."""
     if why := missing(name):
         raise TransportMissing(f"transport {name}: {why}", transport=name)
     theirs = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    entry = EntryPoint(name, CLASSES[name], GROUP) if name in CLASSES else theirs[0]
     try:
-        found = (EntryPoint(name, CLASSES[name], GROUP) if name in CLASSES else theirs[0]).load()
-    except (ImportError, AttributeError, OSError) as exc:
-        raise TransportMissing(f"transport {name} cannot be loaded: {exc}", transport=name) from exc
+        found = entry.load()
+    except Exception as exc:  # other people's code runs, and may raise anything
+        raise TransportMissing(
+            f"cannot load transport {name!r} ({entry.value}): {type(exc).__name__}: {exc}; "
+            "reinstall the package that provides it",
+            transport=name,
+        ) from exc
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise TransportMissing(f"transport {name} is not a subclass of Transport", transport=name)
     return found

@@ -57,7 +57,7 @@ def test_rows_that_are_there_are_passed_over_whole_and_the_missing_ones_enter() 
     put(s, ["a", "b"])
     columns = [Column("x", values(4)), Column("y", values(4, first=4))]
     with pytest.raises(
-        FieldExists, match="field 'x' but not all fields of this put, for example row 'a'"
+        FieldExists, match=r"field 'x' but not all fields of this put \(for example row 'a'\)"
     ):
         s.put(wrote(named(["a", "b", "c", "d"]), columns, SPECS, OWNERS))
     outcome = put(s, ["c", "a", "d", "b"])

@@ -28,6 +28,8 @@ SLOW = 0.7
 """A worker below this share of the other workers' rate is slow."""
 SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
 """A link below this share of other links' rate is slow, and one below 1 Gbit/s."""
+FEW_BYTES = 1 << 18
+"""Fewer bytes in a step say nothing of a link: the hosts' own work takes as long."""
 SKEWED = 1.0
 """The last group is a straggler if it comes late: after three quarters of the groups, it takes
 this many times longer than they took."""
@@ -263,6 +265,8 @@ class _Causes:
         link = longest.by, longest.host
         nbytes, speed = self._links.nbytes[link], self._links.per_s[link]
         text = f"{sized(nbytes)} came from {link[0]} to {link[1]} at {sized(int(speed))}/s"
+        if nbytes < FEW_BYTES:
+            return Cause.TRANSFER, f"while {text}"
         ratio = self._links.compared(link)
         if ratio is not None and ratio < SLOW_LINK:
             return Cause.SLOW_LINK, f"because {text}, {_times(ratio)} the speed of other links"

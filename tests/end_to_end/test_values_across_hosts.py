@@ -90,7 +90,8 @@ def test_a_hundred_thousand_rows_with_keys_and_groups_on_two_hosts(cluster: Clus
         far = there.partition("p")
         keys = [f"row-{i}" for i in range(n)]
         groups = [i // 8 for i in range(n)]
-        part.put({"x": np.arange(n), "y": keys}, key=keys, group=groups, tags={"i": list(range(n))})
+        tags = {"i": list(range(n))}
+        part.put({"x": np.arange(n), "y": keys}, key=keys, group=groups, tags=tags, timeout=100)
         part.seal()
         total = 0
         for batch in far.stream("s", groups=1000):

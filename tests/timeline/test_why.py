@@ -161,15 +161,16 @@ def test_a_plan_that_waits_for_the_seal_says_so() -> None:
     assert said in found.sentence
 
 
-def test_bytes_that_come_at_full_speed_are_no_slow_link() -> None:
-    """A quarter of a second a batch, for 60 MB."""
+def test_many_bytes_at_full_speed_and_few_bytes_are_no_slow_link() -> None:
+    """A quarter of a second a batch, for 60 MB; and for 4 KiB, which say nothing of the link."""
     events = Steps(pull_s=0.25, train_s=0.2, generate_s=0.3).play()
-    fast = [
-        msgspec.structs.replace(e, nbytes=60_000_000) if e.kind is Kind.PULL else e for e in events
-    ]
     assert Cause.SLOW_LINK in {share.cause for share in explain(Step(events, STEP)).shares}
-    found = {share.cause for share in explain(Step(fast, STEP)).shares}
-    assert Cause.TRANSFER in found and Cause.SLOW_LINK not in found
+    for nbytes in (60_000_000, 4_096):
+        told = [
+            msgspec.structs.replace(e, nbytes=nbytes) if e.kind is Kind.PULL else e for e in events
+        ]
+        found = {share.cause for share in explain(Step(told, STEP)).shares}
+        assert Cause.TRANSFER in found and Cause.SLOW_LINK not in found
 
 
 def test_admit_is_named_where_it_holds_back_the_workers_that_do_not_generate() -> None:

@@ -46,7 +46,7 @@ def test_progress_of_a_lease_that_has_ended_is_refused(cluster: Cluster) -> None
         part = plane.partition("p", stages=STAGES)
         part.put({"prompt": ["1?", "2?"]})
         batch = part.claim("rollout", rows=2, timeout=30)
-        with pytest.raises(dataplane.FieldExists, match="use another name for the progress"):
+        with pytest.raises(dataplane.FieldExists, match="under another field name"):
             batch.release(values={"prompt": ["x", "y"]})
         with pytest.raises(dataplane.InvalidRows):
             batch.release(values={"so_far": ["x"]})

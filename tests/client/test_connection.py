@@ -116,15 +116,38 @@ def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection
     assert plane.stats() == {}
 
 
-def test_an_answer_that_arrived_before_the_wait_began_is_taken_after_the_deadline() -> None:
-    """A claim that went along with a slow ack is waited for when its own time is long over."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_answer_that_arrived_before_the_wait_began_is_taken_after_the_deadline(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that went along with a slow ack is waited for when its own time is long over. The
+    peer may have been stopped since it answered."""
+    monkeypatch.setattr(connection, "is_stopped", lambda sock: stopped)
     deadline = Deadline(0.0)
     deadline.until -= 10 * connection.GRACE_S
+    notice = encode(Reply(0, Notice("3 of 4 ready")))
+    large = StatsDone({"text": "x" * (100 << 10)})  # more than is received at once
     for rid, exchange in enumerate((Connection.exchange, awaited)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
+            theirs.sendall(notice + encode(Reply(rid, large)))
+            assert exchange(Connection(ours), b"", rid, deadline) == large
+
+
+def test_each_answer_that_has_arrived_of_a_stopped_peer_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "is_stopped", lambda sock: True)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for rid in (1, 2):
             theirs.sendall(encode(Reply(rid, Done())))
-            assert exchange(Connection(ours), b"", rid, deadline) == Done()
+        left = Connection(ours)
+        turns = left.turns(Deadline(0.0))
+        assert [left.receive(turns).rid for _ in range(2)] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(dataplane.DeadlineExceeded):
+                left.receive(turns)
 
 
 def awaited(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:

@@ -27,7 +27,7 @@ from dataplane.client.session.connection import GRACE_S, Connection, answer, unw
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
-from dataplane.errors import DataplaneError, InvalidCall, StreamEnd
+from dataplane.errors import DataplaneError, DeadlineExceeded, InvalidCall, StreamEnd
 from dataplane.wire.messages import Body, Reply
 
 __all__ = [
@@ -257,7 +257,14 @@ async def _converse(connection: Connection, frame: bytes, deadline: Deadline) ->
     while rest and (rest := rest[connection.send_some(rest) :]):
         await _ready(sock, loop.add_writer, loop.remove_writer, next(turns))
     while (reply := connection.arrived_reply()) is None:
-        await _ready(sock, loop.add_reader, loop.remove_reader, next(turns))
+        try:
+            wait_s = next(turns)
+        except DeadlineExceeded:
+            reply = connection.take_reply()
+            if reply is None:
+                raise
+            return reply
+        await _ready(sock, loop.add_reader, loop.remove_reader, wait_s)
         # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
         # much, and with it the answer that the housekeeper must undo.
         with contextlib.suppress(BlockingIOError):

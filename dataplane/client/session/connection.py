@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -160,43 +161,38 @@ class Connection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def receive(self, turns: Iterator[float]) -> Reply:
-        """The next reply, waiting as `turns` say."""
+    def receive(self, turns: Turns) -> Reply:
+        """The next reply, waiting as `turns` say. A reply that arrived before they end is used."""
         reply = self.arrived_reply() if self.inbox.filled or self.early else None
         while reply is None:
-            if self._readable.poll(next(turns) * 1e3):
-                self.take()
-                reply = self.arrived_reply()
+            try:
+                arrives = self._readable.poll(next(turns) * 1e3)
+            except DeadlineExceeded:
+                reply = self.take_reply()
+                if reply is None:
+                    raise
+            else:
+                if arrives:
+                    self.take()
+                    reply = self.arrived_reply()
         return reply
+
+    def take_reply(self) -> Reply | None:
+        """The next whole reply of what has arrived, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.take()
+                if (reply := self.arrived_reply()) is not None:
+                    return reply
+        return None
 
     def take(self) -> None:
         """Receive what has arrived, without waiting; BlockingIOError where nothing has."""
         self.count(self.sock.recv_into(self.inbox.room(), 0, _AT_ONCE))
 
-    def turns(self, deadline: Deadline, grace_s: float = 0.0) -> Iterator[float]:
-        """For how many seconds to wait for the peer, again and again. DeadlineExceeded after the
-        deadline. A peer that runs has `grace_s` more, counted from the beginning of the wait if the
-        deadline had passed before: its answer may have arrived already. Logs that the peer is
-        stopped."""
-        began = now = time.monotonic()
-        look_at = began + LOOK_S
-        while True:
-            until = deadline.until
-            if now >= until and not is_stopped(self.sock):
-                until = max(until, began) + grace_s
-            if now >= until:
-                raise no_answer(self.peer, deadline)
-            yield min(until, look_at) - now
-            now = time.monotonic()
-            if now >= look_at:
-                look_at = now + (now - began)
-                if is_stopped(self.sock):
-                    log.warning(
-                        "peer %r: stopped (by SIGSTOP or a debugger) while a call has been "
-                        "waiting for %s",
-                        self.peer,
-                        duration(now - began),
-                    )
+    def turns(self, deadline: Deadline, grace_s: float = 0.0) -> Turns:
+        """How to wait for the peer until a deadline."""
+        return Turns(self, deadline, grace_s)
 
     def count(self, arrived: int) -> None:
         """Bytes arrived in the inbox; none means that the peer closed the connection."""
@@ -257,14 +253,14 @@ class Connection:
                 self.arrived_reply()
         return self._complaint or peer_lost(self.peer)
 
-    def send(self, frame: bytes, turns: Iterator[float]) -> None:
+    def send(self, frame: bytes, turns: Turns) -> None:
         """Send all of it, waiting as `turns` say. If the time ends in the middle of the frame, the
         next send finishes that frame first, because the peer reads the bytes as its rest."""
         if self._begun:
             self._send(self._begun, turns)
         self._send(frame, turns)
 
-    def _send(self, frame: bytes, turns: Iterator[float]) -> None:
+    def _send(self, frame: bytes, turns: Turns) -> None:
         """The same of one frame, or of the rest of one."""
         if (sent := self.send_some(frame)) == len(frame):
             self._begun = b""
@@ -289,6 +285,42 @@ class Connection:
             sent = 0
         self.frame_sent = sent == len(rest)
         return sent
+
+
+class Turns:
+    """How many seconds to wait for the peer next, as often as it is asked. Raises DeadlineExceeded
+    after the deadline. A peer that runs has `grace_s` more, counted from the beginning of the wait
+    if the deadline had passed before: its answer may be on its way. Logs that the peer is stopped.
+    """
+
+    __slots__ = ("_began", "_connection", "_deadline", "_grace_s", "_look_at")
+
+    def __init__(self, connection: Connection, deadline: Deadline, grace_s: float) -> None:
+        self._connection, self._deadline, self._grace_s = connection, deadline, grace_s
+        self._began = 0.0
+        self._look_at = math.inf
+
+    def __next__(self) -> float:
+        now, connection = time.monotonic(), self._connection
+        if not self._began:
+            self._began = now
+            self._look_at = now + LOOK_S
+        elif now >= self._look_at:
+            waited_s = now - self._began
+            self._look_at = now + waited_s
+            if is_stopped(connection.sock):
+                log.warning(
+                    "peer %r: stopped (by SIGSTOP or a debugger) while a call has been "
+                    "waiting for %s",
+                    connection.peer,
+                    duration(waited_s),
+                )
+        until = self._deadline.until
+        if now >= until and not is_stopped(connection.sock):
+            until = max(until, self._began) + self._grace_s
+        if now >= until:
+            raise no_answer(connection.peer, self._deadline)
+        return min(until, self._look_at) - now
 
 
 def answer(reply: Reply, rid: int) -> Body:

@@ -52,6 +52,8 @@ class ScriptedPeer:
         self.requests: list[Request] = []
         self.connections: list[socket.socket] = []
         self.closed = 0
+        self.silent = 0
+        """so many connections that come next are not admitted"""
         self.pins = 0
         self.free = 0
         self.welcome = self._welcome()
@@ -86,6 +88,9 @@ class ScriptedPeer:
                 raise ConnectionRefusedError("the scripted peer is closed")
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             self.connections.append(ours)
+            if self.silent:
+                self.silent -= 1
+                return theirs
             thread = threading.Thread(target=self._serve, args=(ours,), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -143,6 +148,8 @@ class ScriptedPeer:
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)
+        for sock in self.connections:  # those that were not admitted have no thread
+            sock.close()
         os.close(self.fd)
 
     # the arena

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.client.session import extents, housekeeping
+from dataplane.client.session import extents, handshake, housekeeping
 from dataplane.client.session.extents import Leftovers
 from dataplane.client.session.housekeeping import undo
 from dataplane.client.session.session import Bell
@@ -102,6 +104,26 @@ def test_pins_that_a_call_took_along_which_was_given_up_are_told_again(
     with pytest.raises(dataplane.DeadlineExceeded):
         plane.stats(timeout=0.05)
     assert [1] in [one.unpin for one in peer.requests] or peer.bodies(Unpin)
+    assert peer.await_body(Unpin).pins == [1]
+
+
+def test_a_peer_that_is_slow_to_admit_is_told_as_soon_as_it_does(
+    peer: ScriptedPeer, put: Put, part: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "IDLE_S", 0.05)
+    monkeypatch.setattr(housekeeping, "_SEND_S", 0.05)
+    monkeypatch.setattr(handshake, "LEAST_S", 0.05)
+    batch = part.claim("s", rows=2)
+    batch.ack()
+    view = batch["a"][1]
+    peer.silent = 3
+    peer.connections[0].shutdown(socket.SHUT_RDWR)
+    until = time.monotonic() + 10
+    while peer.silent and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not peer.silent
+    del batch, view
+    gc.collect()
     assert peer.await_body(Unpin).pins == [1]
 
 

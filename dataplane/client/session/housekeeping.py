@@ -22,7 +22,7 @@ from dataplane.client.session.extents import IDLE_S
 from dataplane.client.session.handshake import further
 from dataplane.client.session.outgoing import REPEATS
 from dataplane.client.session.session import Session
-from dataplane.errors import DataplaneError, DeadlineExceeded
+from dataplane.errors import ClientClosed, DataplaneError, DeadlineExceeded
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
@@ -62,6 +62,9 @@ class Housekeeper:
     def __init__(self, session: Session, anchor: Connection) -> None:
         self.session = session
         self._anchor: Connection | None = anchor
+        """None where it broke and no other could be opened yet"""
+        self._ended = False
+        """nothing is told any more: this client has closed, or the peer or its session has ended"""
         self._untold: list[Request] = []
         """what the peer has not said yet that it heard"""
         self._sending = threading.Lock()
@@ -86,7 +89,7 @@ class Housekeeper:
 
     def _run(self) -> None:
         session = self.session
-        while self._anchor is not None and not self._over():
+        while not self._ended and not self._over():
             # The driver tells nobody when a copy from the arena is done: it is asked.
             soon = session.direct.pending or session.orphaned
             woken = session.bell.wait(GATHER_S if soon else IDLE_S)
@@ -119,7 +122,9 @@ class Housekeeper:
         with self._sending:
             if self._anchor is not None and self._anchor.ended():
                 self._anchor.close()
-                self._anchor = self._another()
+                self._anchor = None
+            if self._anchor is None and not self._over():
+                self._anchor = self._another(_SEND_S)
 
     def settle(self) -> None:
         """What calls that nobody waits for any more were given is back when this returns."""
@@ -157,14 +162,18 @@ class Housekeeper:
         return self._closing.is_set() and not self.session.pins
 
     def tell(self, bodies: list[Body], limit_s: float = _SEND_S) -> None:
-        """Tell the peer, and hear that it was heard; on another anchor where the connection broke.
-        A peer that is gone needs no telling."""
+        """Tell the peer, and hear that it was heard; on another anchor where the connection broke,
+        and later where none can be opened now. A peer that is gone needs no telling."""
         with self._sending:
             for request in self.session.undelivered():
                 self._untold.append(msgspec.structs.replace(request, rid=request.op))
             self._untold += [self.session.request(body, parting=True) for body in bodies]
             for _ in range(1 + REPEATS):
-                if not self._untold or self._anchor is None:
+                if not self._untold or self._ended:
+                    return
+                if self._anchor is None:
+                    self._anchor = self._another(limit_s)
+                if self._anchor is None:
                     return
                 try:
                     self._tell_all(self._anchor, limit_s)
@@ -182,7 +191,7 @@ class Housekeeper:
                         exc,
                     )
                     self._anchor.close()
-                    self._anchor = self._another()
+                    self._anchor = None
 
     def _tell_all(self, anchor: Connection, limit_s: float) -> None:
         """The peer carries out once what it is told twice."""
@@ -196,14 +205,14 @@ class Housekeeper:
             self.session.answered(request)
         self._untold.clear()
 
-    def _another(self) -> Connection | None:
-        """Another anchor, where the peer is still the same."""
+    def _another(self, limit_s: float) -> Connection | None:
+        """Open another anchor. None where the peer has ended, or cannot be reached now."""
         try:
-            return further(self.session, Deadline(None))
-        except DataplaneError as exc:
-            log.info(
-                "peer %r: could not reconnect, dropped unacknowledged messages: %s", self._peer, exc
-            )
+            return further(self.session, Deadline(limit_s))
+        except (DataplaneError, OSError) as exc:
+            self._ended = self.session.is_gone or isinstance(exc, ClientClosed)
+            then = "dropped unacknowledged messages" if self._ended else "trying again"
+            log.info("peer %r: could not reconnect, %s: %s", self._peer, then, exc)
             return None
 
     @property
@@ -258,7 +267,7 @@ class Housekeeper:
 
     def _drop_anchor(self) -> None:
         with self._sending:
-            anchor, self._anchor = self._anchor, None
+            anchor, self._anchor, self._ended = self._anchor, None, True
         if anchor is not None:
             anchor.close()
         self.session.direct.close()

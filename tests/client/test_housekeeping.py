@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -39,7 +40,7 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import Laid, Rows, Table
-from tests.client.scripted_peer import ScriptedPeer
+from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 
 @pytest.fixture
@@ -125,6 +126,28 @@ def test_a_peer_that_is_slow_to_admit_is_told_as_soon_as_it_does(
     del batch, view
     gc.collect()
     assert peer.await_body(Unpin).pins == [1]
+
+
+def test_a_client_without_file_descriptors_keeps_its_session(
+    peer: ScriptedPeer, put: Put, part: Partition, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took its peer for dead, and let go of the arena."""
+    opener, full = plane._session.connections.opener, [True]
+
+    def opens() -> socket.socket:
+        if full:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opener()
+
+    monkeypatch.setattr(plane._session.connections, "opener", opens)
+    peer.scripts[Stats] = lambda r, b: SILENCE
+    with pytest.raises(dataplane.DeadlineExceeded):
+        plane.stats(timeout=0.01)  # its connection is not used again
+    with pytest.raises(dataplane.LimitExceeded, match="file descriptors.*ulimit -n"):
+        part.claim("s", rows=2)
+    full.clear()
+    batch = part.claim("s", rows=2)
+    assert batch["a"][1].tolist() == list(range(400))
 
 
 def test_grants_that_nobody_uses_go_back(

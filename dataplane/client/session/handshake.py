@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from dataplane.client.session.session import Session
 from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
+    LimitExceeded,
     PeerLost,
     ProtocolError,
     VersionMismatch,
@@ -32,6 +35,8 @@ from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
 HANDSHAKE_S, LEAST_S = 20.0, 1.0
+_GONE = ConnectionRefusedError, FileNotFoundError
+"""Nobody listens any more."""
 _LOOKS, _LOOK_S = 10, 0.02
 
 
@@ -66,10 +71,14 @@ def open_connection(
     try:
         connection = Connection(opener(), peer)
     except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise _no_descriptors() from exc
         if session is None:
             raise _not_let_in(exc, "of this run", limit_s) from exc
+        if not isinstance(exc, _GONE):
+            raise peer_lost(session.peer) from exc
         session.peer_is_gone()
-        raise peer_gone(session, exc) from exc
+        raise peer_gone(session) from exc
     where = f"at {connection.sock.getpeername()}"
     try:
         connection.sock.settimeout(limit_s)
@@ -114,7 +123,7 @@ def _is_gone(opener: Opener) -> bool:
     for _ in range(_LOOKS):
         try:
             opener().close()
-        except (ConnectionRefusedError, FileNotFoundError):
+        except _GONE:
             return True
         except OSError:
             return False
@@ -122,13 +131,10 @@ def _is_gone(opener: Opener) -> bool:
     return False
 
 
-def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
-    """The peer of a session ended: what is gone with it, and where its log is. exc: why it cannot
-    be reached; one that does not say so much is `peer_lost`."""
+def peer_gone(session: Session) -> PeerLost:
+    """The peer of a session ended: what is gone with it, and where its log is."""
     if session.farewell is not None:
         return type(session.farewell)(session.farewell.message, **session.farewell.details)
-    if exc is not None and not isinstance(exc, ConnectionRefusedError | FileNotFoundError):
-        return peer_lost(session.peer)
     welcome = session.welcome
     gone = (
         (
@@ -154,6 +160,15 @@ def peer_gone(session: Session, exc: OSError | None = None) -> PeerLost:
         run=session.plane,
         log=welcome.log,
         alone=welcome.alone,
+    )
+
+
+def _no_descriptors() -> LimitExceeded:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LimitExceeded(
+        f"this process cannot open another connection to its peer: it may open only {limit} file "
+        "descriptors. Raise its limit (ulimit -n), or close files and unused clients",
+        limit=limit,
     )
 
 
@@ -193,9 +208,11 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
 def _receive_with_descriptors(
     sock: socket.socket, room: bytearray | memoryview, descriptors: list[int]
 ) -> int:
-    count, ancillary, _, _ = sock.recvmsg_into(
+    count, ancillary, flags, _ = sock.recvmsg_into(
         [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
     )
+    if flags & socket.MSG_CTRUNC:
+        raise _no_descriptors()
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")

@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, TypeAlias
 
 from dataplane import progress
@@ -433,14 +433,18 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
     }
 
 
-def _stats(peer: rundir.LivingPeer) -> dict[str, Any]:
-    """What a peer says of itself; one that is stuck hides no other."""
+def _stats(peer: rundir.LivingPeer, visits: set[int] | None = None) -> dict[str, Any]:
+    """What a peer says of itself; one that is stuck hides no other. visits: gets the session of
+    this visit, which the peer's run may still list as a client when the next peer is asked."""
     # Imported here: `dataplane peer` must not load the client.
     from dataplane.client.session.opening import visit
     from dataplane.client.sync.plane import Plane
 
     try:
-        with Plane(visit(peer)) as plane:
+        keeper = visit(peer)
+        if visits is not None:
+            visits.add(keeper.session.id)
+        with Plane(keeper) as plane:
             return plane.stats()
     except DataplaneError as error:
         return {"error": error.message}
@@ -464,8 +468,10 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
     ]
     bar.expect(2 * len(there))
     looked = []  # before any peer ends: the others of its run may not answer then
+    visits = set[int]()
     for run, peer in there:
-        looked.append((run, peer, _needed(_stats(peer), peer, arguments.run is not None)))
+        stats = _stats(peer, visits)
+        looked.append((run, peer, _needed(stats, peer, arguments.run is not None, visits)))
         bar.advance(1, f"asked peer {peer.name!r} of run {run.name!r}")
     for run, peer, needed in looked:
         some = True
@@ -488,8 +494,9 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
     return code
 
 
-def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
-    """Why a peer is not ended without --force; "" where nobody needs it."""
+def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits: Set[int]) -> str:
+    """Why a peer is not ended without --force; "" where nobody needs it. visits: sessions of this
+    command."""
     if "error" in stats:
         return f"it does not answer ({stats['error']})"
     # Of the whole run: the values of rows that another host knows may lie here.
@@ -498,7 +505,8 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
     if rows:
         names = ", ".join(f"{count} of {name!r}" for name, count in rows.items())
         return f"its run has unread rows: {names}"
-    clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - 1  # this one
+    own = 1 + sum(one["session"] in visits for one in stats["everywhere"]["clients"])
+    clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - own
     if clients:
         return f"its run has {counted(clients, 'client')}"
     if (peer.card is None or peer.card.starter is None) and not named:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -15,7 +16,7 @@ import dataplane
 from dataplane import Plane
 from dataplane.client.aio import driver
 from dataplane.client.deadline import Deadline
-from dataplane.client.session import connection
+from dataplane.client.session import connection, opening
 from dataplane.client.session.connection import Connection, Inbox
 from dataplane.client.session.handshake import open_connection
 from dataplane.client.session.opening import join
@@ -324,6 +325,17 @@ def test_what_the_peer_says_of_a_waiting_call_is_a_warning(
 def test_seal_carries_name_and_generation(peer: ScriptedPeer, plane: Plane) -> None:
     plane.partition("x").seal()
     assert msgspec.structs.astuple(peer.bodies(Seal)[0]) == ("x", 4, False, None)
+
+
+def test_a_process_without_file_descriptors_hears_that_it_cannot_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def attach(*args: object, **more: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(opening, "attach", attach)
+    with pytest.raises(dataplane.LimitExceeded, match="file descriptors.*ulimit -n"):
+        dataplane.connect()
 
 
 @pytest.mark.parametrize("goes", [False, True])

@@ -71,8 +71,8 @@ def open_connection(
     try:
         connection = Connection(opener(), peer)
     except OSError as exc:
-        if exc.errno in (errno.EMFILE, errno.ENFILE):
-            raise _no_descriptors() from exc
+        if is_without_descriptors(exc):
+            raise no_descriptors() from exc
         if session is None:
             raise _not_let_in(exc, "of this run", limit_s) from exc
         if not isinstance(exc, _GONE):
@@ -163,10 +163,15 @@ def peer_gone(session: Session) -> PeerLost:
     )
 
 
-def _no_descriptors() -> LimitExceeded:
+def is_without_descriptors(exc: OSError) -> bool:
+    """Whether this process, or its host, has no file descriptor left."""
+    return exc.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def no_descriptors() -> LimitExceeded:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LimitExceeded(
-        f"this process cannot open another connection to its peer: it may open only {limit} file "
+        f"this process cannot open a connection to its peer: it may open only {limit} file "
         "descriptors. Raise its limit (ulimit -n), or close files and unused clients",
         limit=limit,
     )
@@ -212,7 +217,7 @@ def _receive_with_descriptors(
         [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
     )
     if flags & socket.MSG_CTRUNC:
-        raise _no_descriptors()
+        raise no_descriptors()
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")

@@ -17,7 +17,13 @@ from typing import Any, Literal, TypeVar
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connections, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
-from dataplane.client.session.handshake import HANDSHAKE_S, further, open_connection
+from dataplane.client.session.handshake import (
+    HANDSHAKE_S,
+    further,
+    is_without_descriptors,
+    no_descriptors,
+    open_connection,
+)
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
@@ -46,6 +52,17 @@ def open_session(
 ) -> Housekeeper:
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
     which; processes that this one starts from now on belong to the same run."""
+    try:
+        return _open_session(name, run, fresh, wish)
+    except OSError as exc:
+        if is_without_descriptors(exc):
+            raise no_descriptors() from exc
+        raise
+
+
+def _open_session(
+    name: str | None, run: str | None, fresh: bool | Literal["force"], wish: Wish
+) -> Housekeeper:
     if fresh not in (True, False, "force"):
         raise InvalidCall(f'fresh={fresh!r}: expected False, True or "force"', fresh=repr(fresh))
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours

@@ -3,8 +3,9 @@ more go back to their owners, and calls that wait are met.
 
 Effects run after the command was applied and recorded, outside its error handling: the command
 stands, whatever becomes of them. An effect that fails is logged and tried again within a second
-(`retries`). Freeing is tried once more and no oftener: bytes that stay too long are a smaller harm
-than bytes that are freed twice.
+(`retries`). An effect that frees values is tried only once more: bytes that stay too long are a
+smaller harm than bytes that are freed twice. Telling another owner is no part of that effect: the
+owner is told until it confirms, or is no member any more (`references`).
 """
 
 from __future__ import annotations

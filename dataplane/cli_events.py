@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataplane.client.session.opening import visit
 from dataplane.client.sync.plane import Plane
 from dataplane.errors import InvalidCall, few
+from dataplane.events.merge import Event
 from dataplane.launch.rundir import LivingPeer
-from dataplane.timeline.merge import Event
 from dataplane.timeline.why import steps
 
 SHOWN = 8

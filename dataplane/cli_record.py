@@ -30,18 +30,14 @@ from dataplane.errors import (
     duration,
     sized,
 )
+from dataplane.events.follow import SILENT_S, Follower
 from dataplane.launch.rundir import LivingPeer, living_runs
-from dataplane.timeline.recording import Recorded, Recorder
-from dataplane.wire.events import Kind, Reason
+from dataplane.timeline.recording import RecordedStep, Recorder
 
 FORMAT = 1
 INDEX = "recording.json"
 PERIOD_S = 0.5
 """How often all peers are asked for their events."""
-OVERLAP_S = 0.5
-"""Events are asked for from so long before the last time, because clocks differ."""
-SILENT_S = 60.0
-"""How long the events of a peer that does not answer are asked for again."""
 QUIET_S = 30.0
 """After so long without an event the recorder looks whether it is the last client, for which the
 peer would stay."""
@@ -60,7 +56,7 @@ class Index(msgspec.Struct):
     lost_peers: list[str] = []
     left_out: list[str] = []
     hosts: int = 1
-    steps: list[Recorded] = []
+    steps: list[RecordedStep] = []
 
 
 def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
@@ -131,22 +127,19 @@ class _Access:
 def _follow(
     access: _Access, recorder: Recorder, folder: _Folder, most_steps: int | None, stop: _Stop
 ) -> str:
-    """Ask all peers again and again. Returns why that ended."""
-    answered, since, peers = time.monotonic(), None, set[str]()
+    """Ask all peers again and again. Return why that ended."""
+    follower, answered, peers = Follower(), time.monotonic(), set[str]()
     while True:
         asked, stopped = time.monotonic(), stop.asked
         try:
-            events = access.plane.events(since)
-            peers |= {e.peer for e in events}
-            if not any(e.kind is Kind.MISSING and e.reason is Reason.SILENT for e in events):
-                answered = asked
-            until = max(answered, asked - SILENT_S) - max([e.uncertain for e in events], default=0)
-            since = until - OVERLAP_S
-            folder.add(recorder, recorder.take(events, until), most_steps)
+            look = follower.take(access.plane.events(follower.since(asked)), asked)
+            answered = asked
+            peers |= {e.peer for e in (*look.events, *look.now)}
+            folder.add(recorder, recorder.take(look), most_steps)
             if most_steps is not None and len(folder.index.steps) >= most_steps:
                 return f"--steps {most_steps}"
             quiet = recorder.begun and asked - recorder.latest > QUIET_S
-            if quiet and not any(e.going_on for e in events) and _is_last(access.plane):
+            if quiet and not any(e.going_on for e in look.now) and _is_last(access.plane):
                 return "no client is left"
         except ConnectError:
             lost = access.plane.peer
@@ -187,7 +180,7 @@ class _Folder:
             )
         self._write_index()
 
-    def add(self, recorder: Recorder, steps: Sequence[Recorded], most: int | None) -> None:
+    def add(self, recorder: Recorder, steps: Sequence[RecordedStep], most: int | None) -> None:
         """Write the files of these steps, then the index."""
         for step in steps[: None if most is None else max(0, most - len(self.index.steps))]:
             name = f"step-{step.number:06}.parquet"
@@ -242,7 +235,7 @@ class _Folder:
             ) from error
 
 
-def _table(step: Recorded) -> pyarrow.Table:
+def _table(step: RecordedStep) -> pyarrow.Table:
     groups = step.groups
     worked = [[{"stage": n, "seconds": s} for n, s in g.stage_s.items()] for g in groups]
     stage = pyarrow.struct([("stage", pyarrow.string()), ("seconds", pyarrow.float64())])

@@ -10,8 +10,8 @@ from dataplane.client.sync.plan import Micro, Mini, Plan
 from dataplane.client.sync.plane import Plane, connect
 from dataplane.client.sync.stream import Loader, Stream
 from dataplane.client.write.values import Kept as object
+from dataplane.events.merge import Event
 from dataplane.metadata.tables.where import Tag, Where, tag
-from dataplane.timeline.merge import Event
 
 __all__ = [
     "Batch",

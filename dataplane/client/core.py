@@ -32,8 +32,8 @@ from dataplane.errors import (
     RowsDropped,
     Unavailable,
 )
+from dataplane.events.merge import Event, merged
 from dataplane.metadata.tables.where import Where
-from dataplane.timeline.merge import Event, merged
 from dataplane.wire.checkpoint import Census, CensusDone
 from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.messages import (

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
+from dataplane.events.ring import Ring
 from dataplane.gpu.device import PoolHandle
 from dataplane.memory.arena import Arena
 from dataplane.memory.lent import Lent
@@ -33,7 +34,6 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time, within
-from dataplane.timeline.ring import Ring
 from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000

@@ -1,5 +1,5 @@
-"""The events of a plane: the ring of records that each peer keeps, and the list merged from all
-rings.
+"""Steps, as the events of a plane show them: who waited for whom, why a step took so long, a trace,
+and a recording.
 
 No I/O.
 """

@@ -8,11 +8,9 @@ it finds a worker that was busy. Time that the events do not explain is reported
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-import msgspec
-
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
+from dataplane.timeline.spent import Spent, What, admitted, busy, carved, hindered
 from dataplane.timeline.step import Lease, Step
 from dataplane.wire.events import Kind, Reason
 
@@ -25,36 +23,6 @@ QUIET = 3.0
 LEAST_S = 1.0
 """UNACKED and QUIET apply only after this many seconds."""
 MAX_WALK = 10_000
-
-What = Literal["", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter"]
-"""What time was spent on.
-
-- `work`: a stage worked. `put`: rollout worked.
-- `held`: rows were leased, and came back or never will.
-- `seal`: no more rows came, and the partition was not sealed.
-- "": unknown.
-"""
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """A part of the idle time, and what it was spent on.
-
-    `by`: the peer that bytes came from, or the holder of the arena's space. `queued`: other rows
-    waited for that worker meanwhile.
-    """
-
-    begin: float
-    end: float
-    what: What = ""
-    stage: str = ""
-    worker: str = ""
-    host: str = ""
-    by: str = ""
-    queued: bool = False
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
 
 
 def idle(step: Step) -> tuple[list[Spent], int]:
@@ -86,7 +54,7 @@ class _Backtrack:
                 spent.append(Spent(begin, end))
         for lease in step.leases:
             if lease.stage == step.last:
-                done = busy(step, lease, lease.began, min(lease.ended, step.end))
+                done = busy(step.hindrances, under(lease, lease.began, min(lease.ended, step.end)))
                 spent += [one for one in done if one.what in ("pull", "room", "stall")]
         return spent, len(workers)
 
@@ -118,7 +86,7 @@ class _Backtrack:
                 return [*spent, Spent(begin, end)]
             if end - source.at > step.near_s:
                 gap = Spent(source.at, end, host=lease.host)
-                spent += carved(gap, hindered(step, gap))
+                spent += carved(gap, hindered(step.hindrances, gap))
             end = source.at
             if source.kind is Kind.LEASE_END:  # its holder gave the rows back
                 held = max(begin, source.began)
@@ -166,7 +134,7 @@ class _Backtrack:
         step, spent, queued = self.step, list[Spent](), False
         for _ in range(MAX_WALK):
             since = max(begin, lease.began)
-            spent += busy(step, lease, since, end, queued)
+            spent += busy(step.hindrances, under(lease, since, end, queued))
             if lease.began <= begin or self._waited(lease):
                 return spent, since, lease
             before = [
@@ -181,8 +149,7 @@ class _Backtrack:
             end = since
             if previous.ended < since:  # between two leases it is at work too
                 end = max(begin, previous.ended)
-                of = lease.stage, lease.worker, lease.host
-                spent.append(Spent(end, since, "work", *of, queued=True))
+                spent.append(under(lease, end, since, queued=True))
             lease = previous
             if end <= begin:
                 return spent, begin, lease
@@ -200,8 +167,7 @@ class _Backtrack:
 
     def _made_by_rollout(self, ready: Event, begin: float, end: float) -> list[Spent]:
         """Return what the producer of a group did until it put the group."""
-        rest = Spent(begin, end, "put", worker=ready.worker, host=ready.host)
-        return carved(rest, [*admitted(self.step, rest), *hindered(self.step, rest)])
+        return produced(self.step, Spent(begin, end, "put", worker=ready.worker, host=ready.host))
 
     # a wait that goes on
 
@@ -263,57 +229,16 @@ class _Backtrack:
         return {put.group for put in step.puts} <= ready
 
 
-def busy(step: Step, lease: Lease, begin: float, end: float, queued: bool = False) -> list[Spent]:
-    """Return how a worker spent time under a lease: bytes came to it, it waited for space, or it
+def under(lease: Lease, begin: float, end: float, queued: bool = False) -> Spent:
+    """Return [begin, end] as work under this lease."""
+    return Spent(begin, end, "work", lease.stage, lease.worker, lease.host, queued=queued)
+
+
+def produced(step: Step, work: Spent) -> list[Spent]:
+    """Return how a producer spent the time of `work`: it waited for `admit` or for space, or it
     worked."""
-    rest = Spent(begin, end, "work", lease.stage, lease.worker, lease.host, queued=queued)
-    pulled = [
-        Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
-        for e in step.within(Kind.PULL, lease.host, begin, end)
-        if e.stage == lease.stage
-    ]
-    return carved(rest, [*pulled, *hindered(step, rest)])
-
-
-def hindered(step: Step, of: Spent) -> list[Spent]:
-    """Return when the worker waited for space, or when the peer of its host or of the partition
-    did not run."""
-    rooms = step.within(Kind.ROOM_WAIT, of.worker, of.begin, of.end)
-    stalls = [
-        e
-        for peer in {of.host, step.served_by} - {""}
-        for e in step.within(Kind.STALL, peer, of.begin, of.end)
-    ]
-    return [
-        *(Spent(e.began, e.at, "room", worker=e.worker, host=e.peer, by=e.by) for e in rooms),
-        *(Spent(e.began, e.at, "stall", host=e.peer) for e in stalls),
-    ]
-
-
-def admitted(step: Step, of: Spent) -> list[Spent]:
-    """Return the waits of this worker for `admit` that ended before `of` did."""
-    return [
-        Spent(e.began, e.at, "admit", worker=e.worker)
-        for e in step.within(Kind.ADMIT_WAIT, of.worker, of.begin, of.end)
-        if e.partition == step.partition and e.at <= of.end
-    ]
-
-
-def carved(rest: Spent, taken: Iterable[Spent]) -> list[Spent]:
-    """Cut `taken` out of `rest`. Return what is left of it and the parts of `taken` inside it,
-    without overlap."""
-    parts, at = list[Spent](), rest.begin
-    for one in sorted(taken, key=lambda one: one.begin):
-        begin, end = max(at, one.begin), min(one.end, rest.end)
-        if end <= begin:
-            continue
-        if begin > at:
-            parts.append(msgspec.structs.replace(rest, begin=at, end=begin))
-        parts.append(msgspec.structs.replace(one, begin=begin, end=end))
-        at = end
-    if rest.end > at:
-        parts.append(msgspec.structs.replace(rest, begin=at))
-    return parts
+    waited = admitted(step.hindrances, work, step.partition)
+    return carved(work, [*waited, *hindered(step.hindrances, work)])
 
 
 def _after(one: Spent, begin: float) -> list[Spent]:

@@ -16,8 +16,9 @@ from typing import TypeVar
 import msgspec
 
 from dataplane.errors import counted, duration, sized
-from dataplane.timeline.backtrack import LEAST_S, UNACKED, Spent, admitted, busy, carved, hindered
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
+from dataplane.timeline.backtrack import LEAST_S, UNACKED, produced, under
+from dataplane.timeline.spent import Spent, busy, carved
 from dataplane.timeline.step import Lease, Step
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
@@ -234,8 +235,7 @@ class _Causes:
         for put in self.step.puts:
             begin = before.get(put.worker, self.step.begin)
             rest = Spent(begin, put.at, "put", worker=put.worker, host=put.host)
-            parts = carved(rest, [*admitted(self.step, rest), *hindered(self.step, rest)])
-            worked_s = _seconds(one for one in parts if one.what == "put")
+            worked_s = _seconds(one for one in produced(self.step, rest) if one.what == "put")
             before[put.worker] = put.at
             worked[put.worker] += worked_s
             yield put, worked_s, worked[put.worker]
@@ -306,7 +306,7 @@ def rates(step: Step, leases: Iterable[Lease], kind: str) -> dict[str, float]:
     for lease in leases:
         of = getattr(lease, kind)
         rows[of] += lease.rows
-        done = busy(step, lease, lease.began, lease.ended)
+        done = busy(step.hindrances, under(lease, lease.began, lease.ended))
         took[of] += _seconds(one for one in done if one.what == "work")
     return {name: rows[name] / took[name] for name in rows if took[name]}
 

@@ -8,16 +8,16 @@ are missing is left out and named, never completed by a guess.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from statistics import median
 
 import msgspec
 
 from dataplane.errors import counted
-from dataplane.timeline.merge import Event
+from dataplane.events.follow import Look
+from dataplane.events.merge import Event
+from dataplane.timeline.spent import Hindrances, Spent, busy, carved, hindered
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
@@ -25,8 +25,6 @@ MAX_GROUPS = 65_536
 """Groups of unfinished steps that are held in memory; beyond that the oldest step ends."""
 MAX_WAITS = 65_536
 """Pulls and waits for room that are held in memory, the latest."""
-AGAIN_S = 0.1
-"""Events that were taken before are told again at most so much later."""
 MAX_WORKERS = 65_536
 """Workers of which the recorder knows when they last worked, the latest."""
 MAX_OVER = 100
@@ -38,11 +36,11 @@ _DONE = (Reason.ACK, Reason.DROP)
 _OF_SHARD = (Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.SEAL, Kind.DROP)
 """What the peer that has a partition's shard notes; other peers note waits."""
 
-Step = tuple[str, int]
+_Key = tuple[str, int]
 """A partition and its generation."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class RecordedGroup(msgspec.Struct, frozen=True):
     """A group of a step; without groups, the rows of one put.
 
     put_s: when it was complete, in seconds after the step began. host: the number of the host that
@@ -58,7 +56,7 @@ class Group(msgspec.Struct, frozen=True):
     stage_s: dict[str, float]
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecordedStep(msgspec.Struct, frozen=True):
     """A step that is over. Times are seconds after the first recorded step began.
 
     - `number`: counts all steps, also those that are left out.
@@ -83,10 +81,10 @@ class Recorded(msgspec.Struct, frozen=True):
     workers: dict[str, int]
     stages: list[str]
     last_stage: str
-    groups: list[Group]
+    groups: list[RecordedGroup]
 
 
-class _Group:
+class _OpenGroup:
     __slots__ = (
         *("acked", "at", "dropped", "host", "nbytes", "put_rows", "ready", "stage_s", "worker"),
     )
@@ -100,28 +98,28 @@ class _Group:
         self.stage_s: dict[str, float] = {}
 
 
-class _Lease:
+class _Work:
     __slots__ = ("host", "rows", "spans", "stage", "worker")
 
     def __init__(self, event: Event) -> None:
         self.stage, self.worker, self.host = event.stage, event.worker, event.host
-        self.spans: list[tuple[float, float]] = []
-        """when its worker worked on it"""
+        self.spans: list[Spent] = []
+        """when its worker had it and no other lease of the stage"""
         self.rows: dict[Name, int] = {}
         """that were done, of each group"""
 
 
-class _Step:
+class _OpenStep:
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self.began, self.first_put, self.last_put = math.inf, math.inf, -math.inf
         self.first_lease = math.inf
         self.ended = dict[str, float]()
         """when each stage last acked or dropped rows under a lease"""
-        self.groups: dict[Name, _Group] = {}
-        self.loose: list[_Group] = []
+        self.groups: dict[Name, _OpenGroup] = {}
+        self.loose: list[_OpenGroup] = []
         """puts of rows without a group; `groups[""]` has what happened to those rows"""
-        self.leases: dict[int, _Lease] = {}
+        self.leases: dict[int, _Work] = {}
         self.stages: dict[str, None] = {}
         self.adders: set[str] = set()
         self.holders = defaultdict[str, set[str]](set)
@@ -153,7 +151,7 @@ class _Step:
 
     @property
     def is_acked(self) -> bool:
-        """Whether every row that became ready for a stage was acked there, or dropped."""
+        """Return whether every row that became ready for a stage was acked there, or dropped."""
         return bool(self.ended) and all(
             group.acked.get(stage, 0) + group.dropped >= rows
             for group in self.groups.values()
@@ -172,13 +170,13 @@ class Recorder:
         self.lost = 0
         self.left_out: list[str] = []
         self.more_left_out = 0
-        self._steps: dict[Step, _Step] = {}
-        self._over: dict[Step, None] = {}
+        self._steps: dict[_Key, _OpenStep] = {}
+        self._over: dict[_Key, None] = {}
         """the latest that are over: what still comes of them is passed over"""
         self._number = 0
         self._origin: float | None = None
-        self._numbers: dict[str, tuple[int, float]] = {}
-        """of the last event, and when it happened, by peer"""
+        self._heard: dict[str, float] = {}
+        """when the last event of each peer happened"""
         self._suspect: dict[str, str] = {}
         """peers whose next step may have begun in a gap, and which gap"""
         self._hosts: dict[str, int] = {}
@@ -195,10 +193,13 @@ class Recorder:
         """How many steps were seen, also those that are not over."""
         return self._number
 
-    def take(self, events: Iterable[Event], until: float = math.inf) -> list[Recorded]:
-        """The steps that are over. events: in the order of `merged`; those that were taken before
-        are passed over. until: all peers have told what happened before this time."""
-        for event in self._new(events):
+    def take(self, look: Look) -> list[RecordedStep]:
+        """Return the steps that are over, by what a follower's look brought."""
+        for event in look.events:
+            if event.kind is Kind.MISSING:
+                self._missing(event)
+                continue
+            self._heard[event.peer] = event.at
             if event.partition:
                 self.latest = max(self.latest, event.at)
                 self._note(event)
@@ -207,7 +208,7 @@ class Recorder:
         found = [
             self._ended(key, one)
             for key, one in list(self._steps.items())
-            if one.is_over and max(one.ended.values(), default=-math.inf) < until
+            if one.is_over and max(one.ended.values(), default=-math.inf) < look.until
         ]
         while sum(one.size for one in self._steps.values()) > MAX_GROUPS:
             key, one = next(iter(self._steps.items()))
@@ -216,7 +217,7 @@ class Recorder:
             found.append(self._ended(key, one))
         return [one for one in found if one is not None]
 
-    def finish(self) -> list[Recorded]:
+    def finish(self) -> list[RecordedStep]:
         """No events come any more. The steps whose rows are all acked, though nobody sealed them,
         are over; others are left out."""
         found = []
@@ -228,45 +229,28 @@ class Recorder:
 
     # events
 
-    def _new(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Events that were not taken before."""
-        new = [one for one in events if one.number]
-        for one in new:
-            number, at = self._numbers.get(one.peer, (0, math.inf))
-            if one.number <= number and one.at > at + one.uncertain + AGAIN_S:
-                number = 0  # the peer has started again and counts from 1
-                self._began_again(one.peer)
-            if one.number <= number:
-                continue
-            if one.number > number + 1:
-                self._gap(one.peer, number, one.number)
-            self._numbers[one.peer] = one.number, one.at
-            yield one
-
-    def _gap(self, peer: str, known: int, number: int) -> None:
-        """Events between these are missing: steps that have begun may lack them, and so may the
-        step of the peer's next event."""
-        many = number - known - 1
-        why = f"{counted(many, 'event was', 'events were')} overwritten at peer {peer}"
-        if known:
-            self.lost += many
+    def _missing(self, gap: Event) -> None:
+        """Mark the steps that may lack events. If a peer overwrote events, these are all steps that
+        have begun, and the step of the peer's next event. If a peer restarted, these are the steps
+        whose shard it had."""
+        restarted = gap.reason is Reason.RESTARTED
+        why = f"peer {gap.peer} restarted"
+        if not restarted:
+            many = counted(gap.rows, "event was", "events were")
+            why = f"{many} overwritten at peer {gap.peer}"
+            self._suspect[gap.peer] = why
+            self.lost += gap.rows if gap.peer in self._heard else 0
         for one in self._steps.values():
-            if not one.is_over:
+            had_shard = gap.peer == one.peer or gap.peer in one.before_peer
+            if had_shard if restarted else not one.is_over:
                 one.wrong = one.wrong or why
-        self._suspect[peer] = why
 
-    def _began_again(self, peer: str) -> None:
-        """What this peer noted last, nobody knows."""
-        for one in self._steps.values():
-            if peer == one.peer or peer in one.before_peer:
-                one.wrong = one.wrong or f"peer {peer} started again"
-
-    def _step(self, event: Event) -> _Step | None:
+    def _step(self, event: Event) -> _OpenStep | None:
         key = event.partition, event.generation
         if key in self._over:
             return None
         if key not in self._steps:
-            self._steps[key] = _Step(self._number, event.partition)
+            self._steps[key] = _OpenStep(self._number, event.partition)
             self._number += 1
         return self._steps[key]
 
@@ -299,7 +283,7 @@ class Recorder:
                     step.holders[event.stage].add(event.worker)
                 step.first_lease = min(step.first_lease, event.at)
                 if event.lease not in step.leases:
-                    step.leases[event.lease] = _Lease(event)
+                    step.leases[event.lease] = _Work(event)
             case Kind.LEASE_END:
                 self._left(step, event)
             case Kind.SEAL:
@@ -313,13 +297,13 @@ class Recorder:
             case Kind.LOST:
                 step.wrong = step.wrong or f"{counted(event.rows, 'row')} were lost with a peer"
 
-    def _group(self, step: _Step, event: Event) -> _Group:
+    def _group(self, step: _OpenStep, event: Event) -> _OpenGroup:
         group = step.groups.get(event.group)
         if group is None:
-            group = step.groups[event.group] = _Group()
+            group = step.groups[event.group] = _OpenGroup()
         return group
 
-    def _put(self, step: _Step, event: Event) -> None:
+    def _put(self, step: _OpenStep, event: Event) -> None:
         step.began = min(step.began, event.at)
         step.first_put = min(step.first_put, event.at)
         step.last_put = max(step.last_put, event.at)
@@ -328,13 +312,13 @@ class Recorder:
         group = self._group(step, event)
         if event.group == "":
             group.put_rows += event.rows
-            group = _Group()
+            group = _OpenGroup()
             step.loose.append(group)
         group.put_rows += event.rows
         group.nbytes += event.nbytes
         group.at, group.host, group.worker = event.at, event.host, event.worker
 
-    def _claimed(self, step: _Step, event: Event, at: float) -> None:
+    def _claimed(self, step: _OpenStep, event: Event, at: float) -> None:
         """A stage's worker asks for rows of the step: the first time, what came before is over."""
         step.stages.setdefault(event.stage)
         if event.host:
@@ -345,14 +329,15 @@ class Recorder:
                 step.before[who] = self._asked[who]
             claimed[event.worker] = min(at, claimed.get(event.worker, at))
 
-    def _left(self, step: _Step, event: Event) -> None:
+    def _left(self, step: _OpenStep, event: Event) -> None:
         who = event.stage, event.worker
         began = max(event.began, self._worked.get(who, -math.inf))
         _note_last(self._worked, who, event.at)
         _note_last(self._asked, who, event.at)
-        lease = step.leases.setdefault(event.lease, _Lease(event))
+        lease = step.leases.setdefault(event.lease, _Work(event))
         if event.at > began:
-            lease.spans.append((began, event.at))
+            of = lease.stage, lease.worker, lease.host
+            lease.spans.append(Spent(began, event.at, "work", *of))
         if event.reason not in _DONE:
             return
         step.ended[event.stage] = max(event.at, step.ended.get(event.stage, event.at))
@@ -367,7 +352,7 @@ class Recorder:
 
     # a step that is over
 
-    def _ended(self, key: Step, one: _Step) -> Recorded | None:
+    def _ended(self, key: _Key, one: _OpenStep) -> RecordedStep | None:
         del self._steps[key]
         self._over[key] = None
         if len(self._over) > MAX_OVER:
@@ -382,7 +367,7 @@ class Recorder:
         ):
             one.wrong = "it began before the recorded events"
         for peer, until in one.before_peer.items():
-            if self._numbers[peer][1] <= until:
+            if self._heard[peer] <= until:
                 why = f"peer {peer} had its shard and told nothing after peer {one.peer} took over"
                 one.wrong = one.wrong or why
         if one.wrong:
@@ -390,7 +375,7 @@ class Recorder:
             return None
         if self._origin is None:
             self._origin = one.began
-        waits, last = _Waits(self._waits), one.last_stage
+        waits, last = Hindrances(self._waits), one.last_stage
         self._share_out(one, waits)
         groups = [self._made(one, group, waits) for name, group in one.groups.items() if name != ""]
         groups += [self._made(one, group, waits, one.groups[""]) for group in one.loose]
@@ -400,7 +385,7 @@ class Recorder:
             for worker, at in one.claimed[last].items()
             if (last, worker) in one.before
         ]
-        return Recorded(
+        return RecordedStep(
             one.number,
             one.name,
             one.began - self._origin,
@@ -422,30 +407,38 @@ class Recorder:
         else:
             self.more_left_out += 1
 
-    def _share_out(self, step: _Step, waits: _Waits) -> None:
-        """Each lease's time goes to its groups, evenly by row."""
+    def _share_out(self, step: _OpenStep, waits: Hindrances) -> None:
+        """Share each lease's time out to its groups, evenly by row."""
         for lease in step.leases.values():
             rows = sum(lease.rows.values())
-            seconds = sum(
-                end - begin - waits.within(begin, end, lease.worker, lease.host, lease.stage)
-                for begin, end in lease.spans
-            )
+            seconds = sum(_worked_s(busy(waits, work)) for work in lease.spans)
             for name, many in lease.rows.items():
                 spent = step.groups[name].stage_s
                 spent[lease.stage] = spent.get(lease.stage, 0.0) + seconds * many / rows
 
-    def _made(self, step: _Step, group: _Group, waits: _Waits, pool: _Group | None = None) -> Group:
-        """pool: what happened to all rows without a group, of which these are some."""
+    def _made(
+        self,
+        step: _OpenStep,
+        group: _OpenGroup,
+        waits: Hindrances,
+        pool: _OpenGroup | None = None,
+    ) -> RecordedGroup:
+        """`pool`: what happened to all rows without a group, of which these are some."""
         rows, of = (group.put_rows, pool) if pool else (_rows(group), group)
         share = rows / max(1, pool.put_rows) if pool else 1.0
-        return Group(
+        made = Spent(step.began, group.at, "put", worker=group.worker)
+        return RecordedGroup(
             rows,
             group.nbytes,
-            group.at - step.began - waits.within(step.began, group.at, group.worker),
+            _worked_s(carved(made, hindered(waits, made))),
             self._hosts.get(group.host, 0),
             of.acked.get(step.last_stage, 0) >= (of.put_rows if pool else rows),
             {stage: seconds * share for stage, seconds in of.stage_s.items()},
         )
+
+
+def _worked_s(spent: Iterable[Spent]) -> float:
+    return sum(one.seconds for one in spent if one.what in ("work", "put"))
 
 
 def _note_last(known: dict[tuple[str, str], float], who: tuple[str, str], at: float) -> None:
@@ -456,40 +449,6 @@ def _note_last(known: dict[tuple[str, str], float], who: tuple[str, str], at: fl
         del known[next(iter(known))]
 
 
-def _rows(group: _Group) -> int:
+def _rows(group: _OpenGroup) -> int:
     """Rows of a group: a put of further fields counts its rows once more."""
     return max(group.ready.values(), default=0) or group.put_rows
-
-
-class _Waits:
-    """Pulls and waits for room: what workers did not work in."""
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        self._by = defaultdict[tuple[str, ...], list[Event]](list)
-        self._longest = 0.0
-        for event in events:
-            by = (event.peer, event.stage) if event.kind is Kind.PULL else (event.worker,)
-            self._by[by].append(event)
-            self._longest = max(self._longest, event.seconds)
-        for found in self._by.values():
-            found.sort(key=lambda event: event.at)
-
-    def within(
-        self, begin: float, end: float, worker: str, host: str = "", stage: str = ""
-    ) -> float:
-        """Seconds of [begin, end] in which this worker waited for room, or its host pulled for
-        this stage."""
-        found = [*self._near(begin, end, (worker,)), *self._near(begin, end, (host, stage))]
-        seconds, at = 0.0, begin
-        for first, last in sorted((max(begin, one.began), min(end, one.at)) for one in found):
-            if last > max(first, at):
-                seconds += last - max(first, at)
-                at = last
-        return seconds
-
-    def _near(self, begin: float, end: float, by: tuple[str, ...]) -> Iterator[Event]:
-        found = self._by.get(by, []) if by[0] else []
-        for event in islice(found, bisect_right(found, begin, key=lambda one: one.at), None):
-            if event.at > end + self._longest:
-                return
-            yield event

@@ -14,14 +14,14 @@ from functools import cached_property
 
 import msgspec
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
+from dataplane.timeline.spent import HINDRANCES, Hindrances
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
 NEAR_S = 0.05
 """Events of one call are at most this many seconds apart. The uncertainty of the peers' clocks
 comes on top."""
-_OTHER = {Kind.PULL, Kind.ROOM_WAIT, Kind.ADMIT_WAIT, Kind.STALL}
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -66,12 +66,9 @@ class Step:
         """by stage and worker"""
         for one in self.leases:
             self.by_worker[one.stage, one.worker].append(one)
-        self.other = [e for e in events if e.kind in _OTHER]
+        self.other = [e for e in events if e.kind in HINDRANCES]
         """pulls, stalls, and waits for space and for `admit`"""
-        self._other = defaultdict[tuple[Kind, str], list[Event]](list)
-        for e in self.other:
-            of = e.peer if e.kind in (Kind.PULL, Kind.STALL) else e.worker
-            self._other[e.kind, of].append(e)
+        self.hindrances = Hindrances(self.other, self.served_by)
         self.came = defaultdict[tuple[str, Name], list[Event]](list)
         """by stage and group: events in which rows became ready or came back from a lease"""
         for e in self.events:
@@ -109,11 +106,6 @@ class Step:
     def all_leases(self) -> list[Lease]:
         """The leases of all steps."""
         return leases(self.everything, self.now)
-
-    def within(self, kind: Kind, of: str, begin: float, end: float) -> list[Event]:
-        """Return the events of `other` that overlap [begin, end]. `of`: the peer of a pull or
-        stall, or the worker of a wait."""
-        return [e for e in self._other[kind, of] if e.at > begin and e.began < end]
 
     def overlaps(self, event: Event) -> bool:
         """Return whether an event overlaps the step."""

@@ -24,7 +24,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 
 from dataplane.errors import counted, duration
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.timeline.step import NEAR_S, Step
 from dataplane.timeline.why import Why, explain
 from dataplane.wire.events import Kind, Reason

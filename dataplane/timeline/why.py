@@ -9,9 +9,9 @@ from itertools import accumulate
 import msgspec
 
 from dataplane.errors import duration
+from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import idle
 from dataplane.timeline.causes import NAMED_SHARE, Cause, Share, shares
-from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step
 from dataplane.wire.events import Kind
 

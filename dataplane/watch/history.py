@@ -7,14 +7,14 @@ ended is drawn once. Everything that is kept has a limit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from dataplane.errors import duration
-from dataplane.timeline.merge import Event
+from dataplane.events.follow import Follower
+from dataplane.events.merge import Event
 from dataplane.watch.picture import Picture, picture, short
 from dataplane.wire.events import Kind, Reason
 
@@ -24,12 +24,6 @@ KEPT_SHARE = 0.9
 """If there are more events than that, the latest of them are kept: this share of the limit."""
 FIRST_S = 900.0
 """The first look asks for this many seconds of events."""
-OVERLAP_S = 1.0
-"""Each look asks again for this many seconds before the last look, because clocks of peers
-differ."""
-SILENT_S = 60.0
-"""After a look that a peer did not answer, the next looks ask for what happened since the last
-complete look, up to this many seconds back."""
 HERE = "the watcher"
 """The name used as the peer of events that this watcher dropped."""
 MAX_STEPS = 100
@@ -151,34 +145,25 @@ class History:
         self._stats: dict[str, Any] | None = None
         self._left: dict[str, tuple[str, float]] = {}
         """by address: peers that are no longer there, and when that was seen"""
-        self._newest: dict[str, int] = {}
-        """by peer: the number of its newest event that was fetched"""
+        self._follower = Follower()
         self._looked_at = 0.0
-        self._heard_all_at = 0.0
-        """when the last look began that every peer answered"""
         self._error = ""
 
     def since(self, now: float) -> float:
         """Return the time from which on events are to be fetched. now: on this host's monotonic
         clock."""
-        if not self._looked_at:
-            return now - FIRST_S
-        return max(self._heard_all_at, now - SILENT_S) - OVERLAP_S
+        since = self._follower.since(now)
+        return now - FIRST_S if since is None else since
 
     def look(self, events: Sequence[Event], stats: dict[str, Any] | None, asked: float) -> None:
         """Take in what the plane answered. asked: when it was asked. stats: None if only events
         were asked for."""
         if stats is not None:
             self._meet(stats, asked)
-        lasting = [e for e in events if e.number]
-        earliest = min([e.at for e in lasting], default=asked) - OVERLAP_S
-        overlap = self._events[bisect_left(self._events, earliest, key=_at) :]
-        known = {(e.peer, e.number) for e in overlap}
-        new = [e for e in lasting if (e.peer, e.number) not in known]
-        more = self._gaps(events)
-        self._now = [e for e in events if not e.number and not _is_lasting(e)]
+        found = self._follower.take(events, asked)
+        new, self._now = found.events, found.now
         touched = {e.partition for e in (*new, *self._now)}
-        self._events = sorted([*self._events, *more, *new], key=_at)
+        self._events = sorted([*self._events, *new], key=_at)
         if len(self._events) > self._max_events:
             self._forget(len(self._events) - KEPT_SHARE * self._max_events)
             new = self._events
@@ -186,8 +171,6 @@ class History:
             self._extend(e)
         self._draw(touched)
         self._error, self._looked_at = "", asked
-        if not any(e.reason is Reason.SILENT for e in self._now):
-            self._heard_all_at = asked
 
     def failed(self, error: str) -> None:
         """Note that the plane could not be asked."""
@@ -221,30 +204,6 @@ class History:
         )
 
     # inside
-
-    def _gaps(self, events: Sequence[Event]) -> list[Event]:
-        """Return an event for each peer whose records are missing for good. Records that a peer has
-        overwritten are not missing if an earlier look fetched them."""
-        fetched = defaultdict[str, list[Event]](list)
-        for e in events:
-            if e.number:
-                fetched[e.peer].append(e)
-        found = list[Event]()
-        was_silent = self._heard_all_at < self._looked_at
-        for peer, mine in fetched.items():
-            first = min(mine, key=lambda e: e.number)
-            newest = max(e.number for e in mine)
-            before = self._newest.get(peer, 0 if was_silent else None)
-            self._newest[peer] = newest
-            if before is None:  # the first look at this peer
-                found += [e for e in events if e.peer == peer and _is_lasting(e)]
-                continue
-            if newest < before:  # the peer has restarted and counts from 1 again
-                before = 0
-            if (lost := first.number - before - 1) > 0:
-                reason = Reason.OVERWRITTEN
-                found.append(Event(Kind.MISSING, first.at, peer, reason=reason, rows=lost))
-        return found
 
     def _meet(self, stats: dict[str, Any], asked: float) -> None:
         """Note which peers are no longer there."""
@@ -321,7 +280,7 @@ class History:
             yield f"peer {short(name)} left the run, or was lost, {duration(now - at)} ago"
         lost = {e.peer for e in self._events if e.kind is Kind.MISSING}
         for name in sorted(lost):
-            yield f"peer {short(name)} overwrote events of these steps before they were fetched"
+            yield f"peer {short(name)} lost events of these steps before they were fetched"
 
     def _everywhere(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"partitions": {}, "waits": [], "holders": [], "clients": []}
@@ -387,11 +346,6 @@ class History:
             )
             for w in sorted(waits, key=lambda one: -one["for_s"])
         ]
-
-
-def _is_lasting(event: Event) -> bool:
-    """Return whether this event says that events are missing for good."""
-    return event.kind is Kind.MISSING and event.reason is Reason.OVERWRITTEN
 
 
 def _at(event: Event) -> float:

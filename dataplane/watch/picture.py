@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
-from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
 from dataplane.wire.events import Kind, Reason

@@ -98,6 +98,8 @@ class Reason(enum.StrEnum):
     """The lease lasted longer than the claim's `lease=` seconds."""
     OVERWRITTEN = "overwritten"
     """The ring of the peer was full."""
+    RESTARTED = "restarted"
+    """The peer restarted: its last records before that are lost."""
     SILENT = "silent"
     """The peer did not answer."""
 

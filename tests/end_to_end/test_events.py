@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import dataplane
+from dataplane.events.merge import Event
 from dataplane.timeline.causes import Cause
-from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
 from tests.end_to_end.conftest import Cluster, until

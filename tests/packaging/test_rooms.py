@@ -12,6 +12,7 @@ ORDER = {
         "errors",
         "version",
         "wire",
+        "events",
         "timeline",
         "memory",
         "gpu",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import BackPressure, LeaseExpired
+from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -19,7 +20,6 @@ from dataplane.peer.host import Entry
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants
 from dataplane.peer.room.admission import Room
-from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U8, VALUE
 from dataplane.wire.tables import Column, Definition, Owner

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import BackPressure, ShardFull
+from dataplane.events.ring import Ring
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
@@ -17,7 +18,6 @@ from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.shards.metadata_share import MetadataShare
-from dataplane.timeline.ring import Ring
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Definition, Owner, Rows

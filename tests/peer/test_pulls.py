@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import RowsGone, RowsLost, Unavailable
+from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.reasons import Notices
@@ -17,7 +18,6 @@ from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import ATTEMPTS, Reading
 from dataplane.peer.room.admission import Room
-from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE, U8

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch
+from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
@@ -28,7 +29,6 @@ from dataplane.peer.shards import replication
 from dataplane.peer.shards.appends import ATTEMPT_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
-from dataplane.timeline.ring import Ring
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Begun, Op

@@ -22,6 +22,7 @@ from dataplane.errors import (
     StaleEpoch,
     StreamEnd,
 )
+from dataplane.events.ring import Ring
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.journal import apply, dump
@@ -30,7 +31,6 @@ from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.retries import SWEEP_S, Retries
 from dataplane.peer.shards.waiting_calls import WaitingCalls
-from dataplane.timeline.ring import Ring
 from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
 from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import named, put

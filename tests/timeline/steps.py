@@ -6,7 +6,7 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.wire.events import Kind, Reason
 
 STEP = "step-41"

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
+from dataplane.events.follow import Follower, Look
+from dataplane.events.merge import Event
 from dataplane.timeline import recording
-from dataplane.timeline.merge import Event
-from dataplane.timeline.recording import Recorded, Recorder
+from dataplane.timeline.recording import RecordedStep, Recorder
 from dataplane.wire.events import Kind, Reason
 from tests.timeline.steps import STEP, Steps
 
 
-def numbered(events: Sequence[Event]) -> list[Event]:
-    """As the peers' rings number them."""
+def numbered(events: Sequence[Event], life: int = 1) -> list[Event]:
+    """As the peers' rings number them. life: counts how often the peers have started."""
     last, found = dict[str, int](), list[Event]()
     for event in sorted(events, key=lambda one: one.at):
         last[event.peer] = last.get(event.peer, 0) + 1
-        found.append(msgspec.structs.replace(event, number=last[event.peer]))
+        of = {"number": last[event.peer], "incarnation": 1_000 * life + ord(event.peer)}
+        found.append(msgspec.structs.replace(event, **of))
     return found
+
+
+def look(events: list[Event]) -> Look:
+    """A look that brings these events, and after which nothing is due."""
+    return msgspec.structs.replace(Follower().take(events, 0.0), until=math.inf)
 
 
 def played(step: int = 0, **how: object) -> list[Event]:
@@ -38,9 +46,9 @@ def last_seal(events: Sequence[Event]) -> Event:
     return msgspec.structs.replace(events[-1], kind=Kind.SEAL, at=max(e.at for e in events))
 
 
-def recorded(events: Sequence[Event]) -> list[Recorded]:
+def recorded(events: Sequence[Event]) -> list[RecordedStep]:
     recorder = Recorder()
-    found = [*recorder.take(numbered(events)), *recorder.finish()]
+    found = [*recorder.take(look(numbered(events))), *recorder.finish()]
     assert not recorder.left_out
     return found
 
@@ -183,10 +191,10 @@ def test_rows_that_a_stage_drops_under_its_lease_are_not_trained(by: str) -> Non
 def test_polled_piece_by_piece_it_is_the_same_recording() -> None:
     events = numbered([*played(0), *played(1), *played(2)])
     whole = recorded(events)
-    recorder, found = Recorder(), list[Recorded]()
-    for at in range(0, len(events), 7):  # each poll has what the one before had, too
+    follower, recorder, found = Follower(), Recorder(), list[RecordedStep]()
+    for at in range(0, len(events), 7):  # each look has what the one before had, too
         until = events[min(at + 7, len(events)) - 1].at
-        found += recorder.take(events[max(0, at - 20) : at + 7], until)
+        found += recorder.take(follower.take(events[max(0, at - 20) : at + 7], until))
     found += recorder.finish()
     assert found == whole
     assert [step.number for step in found] == [0, 1, 2]
@@ -201,7 +209,7 @@ def test_a_step_with_overwritten_events_is_left_out_and_said() -> None:
     lost = {e.number for e in in_second[10:15]}
     kept = [e for e in events if e.peer != "a" or e.number not in lost]
     recorder = Recorder()
-    found = [*recorder.take(kept), *recorder.finish()]
+    found = [*recorder.take(look(kept)), *recorder.finish()]
     assert [step.partition for step in found] == ["step-0", "step-2"]
     assert [step.number for step in found] == [0, 2]
     assert recorder.lost == 5
@@ -210,8 +218,11 @@ def test_a_step_with_overwritten_events_is_left_out_and_said() -> None:
 
 def test_a_step_whose_first_events_nobody_has_is_left_out_and_said() -> None:
     events = [e for e in numbered([*played(0), *played(1)]) if e.peer != "a" or e.number > 9]
+    first = next(e for e in events if e.peer == "a")
+    gone = msgspec.structs.replace(first, kind=Kind.MISSING, number=0, rows=9)
+    gone = msgspec.structs.replace(gone, reason=Reason.OVERWRITTEN)
     recorder = Recorder()
-    found = [*recorder.take(events), *recorder.finish()]
+    found = [*recorder.take(look([gone, *events])), *recorder.finish()]
     assert [step.partition for step in found] == ["step-1"]
     assert recorder.lost == 0  # before the recording
     assert recorder.left_out == ["step-0: 9 events were overwritten at peer a"]
@@ -220,7 +231,7 @@ def test_a_step_whose_first_events_nobody_has_is_left_out_and_said() -> None:
 def test_a_step_that_is_not_over_at_the_end_is_left_out_and_said() -> None:
     events = numbered([*played(0), *[e for e in played(1) if e.at < 1_102.0]])
     recorder = Recorder()
-    assert [step.partition for step in recorder.take(events)] == ["step-0"]
+    assert [step.partition for step in recorder.take(look(events))] == ["step-0"]
     assert not recorder.finish()
     assert recorder.left_out == ["step-1: it was not over"]
 
@@ -228,7 +239,7 @@ def test_a_step_that_is_not_over_at_the_end_is_left_out_and_said() -> None:
 def test_a_step_that_nobody_sealed_is_over_at_the_end_if_all_is_acked() -> None:
     unsealed = [e for e in played(sealed=False) if e.kind is not Kind.SEAL]
     recorder = Recorder()
-    assert not recorder.take(numbered(unsealed))
+    assert not recorder.take(look(numbered(unsealed)))
     assert [step.partition for step in recorder.finish()] == ["step-0"]
 
 
@@ -239,16 +250,16 @@ def test_what_is_held_of_unfinished_steps_is_bounded(monkeypatch: pytest.MonkeyP
         for n in range(80)
     ]
     recorder = Recorder()
-    assert not recorder.take(numbered(puts))
+    assert not recorder.take(look(numbered(puts)))
     assert len(recorder.left_out) == 8
     assert recorder.left_out[0] == "step-0: over 20 groups were not done"
 
 
 def test_a_peer_that_starts_again_is_no_gap() -> None:
-    events = numbered(played(0))
-    again = numbered(played(1))
-    recorder = Recorder()
-    found = recorder.take(events) + recorder.take(again) + recorder.finish()
+    follower, recorder, found = Follower(), Recorder(), list[RecordedStep]()
+    for life, asked in ((0, 1_090.0), (1, 1_190.0)):
+        found += recorder.take(follower.take(numbered(played(life), life), asked))
+    found += recorder.finish()
     assert [step.partition for step in found] == ["step-0", "step-1"]
     assert recorder.lost == 0
 
@@ -265,7 +276,7 @@ def test_a_step_whose_shard_moves_is_left_out_if_the_first_peer_is_not_heard_of_
     if lives:
         moved.append(Event(Kind.ARENA, takeover + 1.0, "a", nbytes=1))
     recorder = Recorder()
-    found = [*recorder.take(numbered([*first, *moved])), *recorder.finish()]
+    found = [*recorder.take(look(numbered([*first, *moved]))), *recorder.finish()]
     names = ["step-0", "step-1", "step-2"]
     assert [step.partition for step in found] == (names if lives else names[::2])
     why = "peer a had its shard and told nothing after peer b took over"
@@ -275,7 +286,8 @@ def test_a_step_whose_shard_moves_is_left_out_if_the_first_peer_is_not_heard_of_
 def test_a_step_in_which_its_peer_started_again_is_left_out() -> None:
     before = [e for e in played(0) if e.at < 1_002.0]
     after = [e for e in played(0) if e.at >= 1_002.0]
-    recorder = Recorder()
-    recorder.take(numbered(before))
-    assert not recorder.take(numbered(after)) + recorder.finish()
-    assert recorder.left_out == ["step-0: peer a started again"]
+    follower, recorder = Follower(), Recorder()
+    for life, some in ((0, before), (1, after)):
+        assert not recorder.take(follower.take(numbered(some, life), some[-1].at))
+    assert not recorder.finish()
+    assert recorder.left_out == ["step-0: peer a restarted"]

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("perfetto", reason="needs perfetto: pip install 'dataplane-rl[trace]'")
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.timeline.trace import encode
 from dataplane.wire.events import Kind, Reason
 from tests.timeline.steps import STEP, Steps

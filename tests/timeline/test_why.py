@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause
-from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step, leases
 from dataplane.timeline.why import Why, explain, steps
 from dataplane.wire.events import Kind, Reason

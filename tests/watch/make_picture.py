@@ -6,7 +6,7 @@ import base64
 import time
 from pathlib import Path
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.watch.history import History
 from tests.bench.browser import chromium
 from tests.watch.plane import STEP_S, stats, step

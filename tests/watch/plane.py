@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from tests.timeline.steps import Steps
 
 HOSTILE = "step-1</script><img src=x onerror=\"document.title='run'\">"
@@ -32,6 +33,7 @@ def step(name: str, begin: float, number: int = 0, **how: Any) -> list[Event]:
                 host=named(event.host),
                 by=named(event.by),
                 number=0 if event.going_on else counts[peer],
+                incarnation=crc32(peer.encode()),
                 worker=re.sub(r" (.)(\d*)$", lambda m: f" {named(m[1])} {m[2]}", event.worker),
             )
         )

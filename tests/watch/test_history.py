@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dataplane.events.merge import Event
 from dataplane.timeline.causes import SLOW, Cause
-from dataplane.timeline.merge import Event
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
 from dataplane.watch import terminal
@@ -151,7 +151,7 @@ def test_events_that_were_lost_while_a_peer_was_silent_are_noted_for_good() -> N
     for until in (1_102.0, 1_104.0):
         history.look([e for e in events if e.at > 1_005.0], None, until)
     view = history.view(1_104.0, 2.0)
-    assert view.trouble == ["peer host-0 overwrote events of these steps before they were fetched"]
+    assert view.trouble == ["peer host-0 lost events of these steps before they were fetched"]
     assert "events of host-0 are missing" in view.sentence
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.watch.history import MAX_STEPS, History
 from tests.bench.browser import Browser, chromium
 from tests.watch.plane import HOSTILE, STEP_S, stats, step

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import pytest
 
+from dataplane.events.merge import Event
 from dataplane.launch.rundir import LivingPeer
-from dataplane.timeline.merge import Event
 from dataplane.watch import history, watcher
 from dataplane.watch.history import View
 from dataplane.watch.picture import Picture, picture
@@ -58,7 +58,7 @@ def test_a_step_is_read_while_a_look_is_under_way(
         return picture(events, partition)
 
     monkeypatch.setattr(history, "picture", slow)
-    monkeypatch.setattr(Told, "events_told", step("step-2", 1_100.0))
+    monkeypatch.setattr(Told, "events_told", step("step-2", 1_100.0, number=1_000))
     found = list[Picture | None]()
     reader = threading.Thread(target=lambda: found.append(looking.picture_of(number)))
     with looking.looking(lambda view: None):

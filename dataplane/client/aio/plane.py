@@ -21,7 +21,7 @@ from dataplane.client.ref import Ref
 from dataplane.client.session.devices import wish_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.timeline.why import figures
 
 

@@ -24,7 +24,7 @@ from dataplane.client.sync.batch import Rows
 from dataplane.client.sync.calls import Calls
 from dataplane.client.sync.driver import Connecting, leave
 from dataplane.client.sync.partition import Partition
-from dataplane.timeline.merge import Event
+from dataplane.events.merge import Event
 from dataplane.timeline.why import figures
 
 

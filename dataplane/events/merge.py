@@ -24,9 +24,9 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     - `at`: seconds, when it happened or ended, on the monotonic clock of the asking client's host:
       compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be
       off, compared with events of other peers.
-    - `peer`: the peer that recorded it. `number`: its position in that peer's record; 0 while it
-      is `going_on`. `offset`: how many seconds the clock of `peer` is ahead; `at` is corrected by
-      it.
+    - `peer`: the peer that recorded it. `incarnation`: changes if that peer restarts. `number`: its
+      position among the events of this incarnation, from 1; 0 while it is `going_on`. `offset`:
+      how many seconds the clock of `peer` is ahead; `at` is corrected by it.
     - `seconds`: how long it took, or has taken so far if it is `going_on`.
     - `worker`: the process that acted or waited, "" if unknown. `host`: the peer of that process.
     """
@@ -53,6 +53,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     transport: str = ""
     version: int = 0
     offset: float = 0.0
+    incarnation: int = 0
 
     @property
     def began(self) -> float:
@@ -73,8 +74,8 @@ def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Even
         if page.address not in begun and page.first == page.kept > 1 and page.records:
             at = page.records[0].at - page.offset
             lost = page.kept - 1
-            reason = Reason.OVERWRITTEN
-            events.append(Event(Kind.MISSING, at, name, reason=reason, rows=lost))
+            gap = Event(Kind.MISSING, at, name, reason=Reason.OVERWRITTEN, rows=lost)
+            events.append(msgspec.structs.replace(gap, incarnation=page.incarnation))
         begun.add(page.address)
         for number, record in enumerate(page.records, page.first):
             events.append(_event(record, page, names, workers, hosts, number))
@@ -118,6 +119,7 @@ def _event(
         number=number,
         uncertain=page.uncertain,
         offset=page.offset,
+        incarnation=page.incarnation,
         going_on=not number,
         worker=workers.get(record.worker, ""),
         by=names.get(record.by, record.by) if record.by else "",

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dataplane.errors import ProtocolError
-from dataplane.timeline.merge import merged
-from dataplane.timeline.ring import LEAST_WAIT_S, Ring
+from dataplane.events.merge import merged
+from dataplane.events.ring import LEAST_WAIT_S, Ring
 from dataplane.wire import frames
 from dataplane.wire.events import EventsDone, Kind, Reason, Record
 from dataplane.wire.messages import Reply

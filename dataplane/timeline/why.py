@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -11,12 +12,15 @@ import msgspec
 from dataplane.errors import duration
 from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import idle
-from dataplane.timeline.causes import NAMED_SHARE, Cause, Share, shares
+from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares
 from dataplane.timeline.step import Step
+from dataplane.timeline.waits import PRODUCER, waits
 from dataplane.wire.events import Kind
 
 IDLE_SHARE = 0.1
 """A stage that is idle for less than this share of the step is the bottleneck of the step."""
+MAX_LINKS = 64
+"""Pairs of hosts that figures tell of one by one."""
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -86,8 +90,9 @@ def explain(step: Step) -> Why:
 
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
-    """Return the explanation as figures for `plane.metrics()`. Percentiles of staleness are
-    there if versions are known."""
+    """Return the explanation as figures for `plane.metrics()`, with the bytes that hosts pulled
+    from each other and how long workers of each stage waited for what. Percentiles of staleness
+    are there if versions are known."""
     step = Step(events, partition)
     why = explain(step)
     found: dict[str, float | str] = {
@@ -101,4 +106,28 @@ def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
         for percent in (50, 90, 99):
             at = bisect_left(counts, counts[-1] * percent / 100)
             found[f"step/staleness_p{percent}"] = float(list(stale)[at])
-    return found
+    return found | _waited(step) | _moved(step)
+
+
+def _waited(step: Step) -> dict[str, float]:
+    """Return how long workers of the step's stages, and producers, waited while it lasted."""
+    stages = {e.stage for e in step.events} - {""}
+    found = dict[str, float]()
+    during = [e for e in step.everything if step.overlaps(e)]
+    for (stage, reason), seconds in waits(during, step.begin, step.end).items():
+        if stage == PRODUCER:
+            found[f"step/put/wait_s/{reason}"] = seconds
+        elif stage in stages:
+            found[f"step/stage/{stage}/wait_s/{reason}"] = seconds
+    return dict(found)
+
+
+def _moved(step: Step) -> dict[str, float]:
+    """Return the bytes of each pair of hosts, and of all pairs but the largest together."""
+    found, links = defaultdict[str, float](float), Links(step)
+    for nth, link in enumerate(sorted(links.nbytes, key=lambda one: -links.nbytes[one])):
+        name = "/".join(link) if nth < MAX_LINKS else "other"
+        found[f"step/link/{name}/bytes"] += links.nbytes[link]
+        if nth < MAX_LINKS:
+            found[f"step/link/{name}/bytes_per_s"] = links.per_s[link]
+    return dict(found)

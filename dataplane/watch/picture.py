@@ -18,6 +18,7 @@ import numpy as np
 from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
 from dataplane.timeline.step import Step
+from dataplane.timeline.waits import PRODUCER, stages_of, waiting_stage, waits
 from dataplane.timeline.why import explain
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
@@ -35,8 +36,6 @@ MAX_WAITS = 96
 MAX_STAGES = 12
 MAX_LETTERS = 96
 """letters shown of a name that a user chose"""
-PRODUCER = ""
-"""The stage name under which lanes and waits of producers are listed."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -164,11 +163,12 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
     why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
     during = [e for e in events if e.at > begin and e.began < end]
-    stage_of = {e.worker: e.stage for e in during if e.kind is Kind.LEASE_BEGIN and e.worker}
     leases = _leases(during, step.now)
-    spans = list(_spans(during, leases, stage_of, begin))
+    spans = list(_spans(during, leases, begin))
     lanes = _lanes(spans, begin, end)
-    waits = sorted(_waits(during, stage_of, begin, end), key=lambda one: -one.seconds)
+    sums = waits(during, begin, end)
+    waited = [Wait(short(stage), reason, seconds) for (stage, reason), seconds in sums.items()]
+    waited.sort(key=lambda one: -one.seconds)
     links = Links(step)
     groups = _Groups(mine, why.stage)
     return Picture(
@@ -180,7 +180,7 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
         why.seconds,
         why.idle_s,
         lanes[:MAX_LANES],
-        waits[:MAX_WAITS],
+        waited[:MAX_WAITS],
         len(groups.put),
         groups.unready,
         groups.complete,
@@ -214,10 +214,9 @@ def _leases(events: Iterable[Event], now: float) -> list[_Lease]:
     return [lease for lease in found.values() if lease.host]  # that of a plan is its ranks'
 
 
-def _spans(
-    events: Iterable[Event], leases: Iterable[_Lease], stage_of: dict[str, str], begin: float
-) -> Iterator[_Span]:
+def _spans(events: Sequence[Event], leases: Iterable[_Lease], begin: float) -> Iterator[_Span]:
     """Return what each worker did and when."""
+    stage_of = stages_of(events)
     for lease in leases:
         yield _Span(lease.stage, lease.host, "w", lease.begin, lease.end)
     before = dict[str, float]()
@@ -225,7 +224,7 @@ def _spans(
         if e.kind is Kind.CLAIM_WAIT:
             yield _Span(e.stage, e.host, "r", e.began, e.at)
         elif e.kind is Kind.ROOM_WAIT:
-            yield _Span(_waiting(e, stage_of), e.host or e.peer, "f", e.began, e.at)
+            yield _Span(waiting_stage(e, stage_of), e.host or e.peer, "f", e.began, e.at)
         elif e.kind is Kind.ADMIT_WAIT:
             yield _Span(PRODUCER, e.host, "a", e.began, e.at)
         elif e.kind is Kind.PULL:
@@ -236,14 +235,6 @@ def _spans(
         elif e.kind is Kind.PUT:
             yield _Span(PRODUCER, e.host, "w", before.get(e.worker, begin), e.at)
             before[e.worker] = e.at
-
-
-def _waiting(event: Event, stage_of: dict[str, str]) -> str:
-    """Return the stage of the worker that waited. `stage_of`: the stage that a worker leases
-    for."""
-    if event.kind is Kind.ROOM_WAIT and event.reason not in (Reason.OPEN, Reason.METADATA):
-        return event.stage or stage_of.get(event.worker, PRODUCER)
-    return event.stage if event.kind is Kind.CLAIM_WAIT else PRODUCER
 
 
 def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
@@ -279,20 +270,6 @@ def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
         found.append(Lane(short(stage), short(host), "".join(letters)))
     rank = {short(stage): (stage != PRODUCER, at) for stage, at in first.items()}
     return sorted(found, key=lambda one: (rank.get(one.stage, (True, end)), one.stage, one.host))
-
-
-def _waits(
-    events: Iterable[Event], stage_of: dict[str, str], begin: float, end: float
-) -> Iterator[Wait]:
-    sums = defaultdict[tuple[str, str], float](float)
-    for e in events:
-        if e.kind in (Kind.CLAIM_WAIT, Kind.ROOM_WAIT, Kind.ADMIT_WAIT):
-            stage = _waiting(e, stage_of)
-            reason = f"room_{e.reason}" if e.kind is Kind.ROOM_WAIT else str(e.reason)
-            sums[stage, reason] += max(0.0, min(e.at, end) - max(e.began, begin))
-    for (stage, reason), seconds in sums.items():
-        if seconds > 0:
-            yield Wait(short(stage), reason or "unknown", seconds)
 
 
 def _dwell(times: list[tuple[float, int]]) -> Dwell:

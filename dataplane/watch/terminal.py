@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from dataplane.errors import counted, duration, sized
 from dataplane.timeline.causes import SLOW
+from dataplane.timeline.waits import PRODUCER
 from dataplane.watch.history import View
-from dataplane.watch.picture import PRODUCER, Picture
+from dataplane.watch.picture import Picture
 
 LEGEND = {
     "w": "working",

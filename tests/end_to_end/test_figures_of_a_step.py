@@ -9,7 +9,10 @@ import pytest
 
 import dataplane
 from dataplane import aio
+from dataplane.timeline.why import MAX_LINKS, figures
+from dataplane.wire.events import Kind
 from tests.end_to_end.conftest import PLANE, Cluster
+from tests.timeline.steps import STEP, Steps
 
 ROW_BYTES = 8 * 1024
 
@@ -54,6 +57,28 @@ def test_figures_of_one_step_say_why_it_took_so_long_and_how_stale_it_was() -> N
         assert figures["step/seconds"] > 0
         assert [figures[f"step/staleness_p{n}"] for n in (50, 90, 99)] == [0.0, 1.0, 1.0]
         assert not [name for name in plane.metrics() if name.startswith("step/")]
+
+
+def test_figures_of_one_step_tell_who_waited_for_what_and_the_bytes_between_hosts() -> None:
+    events = Steps(slow_link=50.0, room_s=2.0).play()
+    told = figures(events, STEP)
+    pulls = [e for e in events if (e.kind, e.by, e.peer) == (Kind.PULL, "b", "a")]
+    assert told["step/link/b/a/bytes"] == sum(e.nbytes for e in pulls)
+    speeds = [told[f"step/link/{host}/a/bytes_per_s"] for host in "bcd"]
+    assert min(speeds) == speeds[0]
+    assert told["step/put/wait_s/room_open"] == pytest.approx(4 * 2.0)
+    trainer = [e for e in events if (e.kind, e.stage) == (Kind.CLAIM_WAIT, "train")]
+    waited = told["step/stage/train/wait_s/no_rows"]
+    assert waited == pytest.approx(sum(e.seconds for e in trainer))
+
+
+def test_pairs_of_hosts_beyond_the_limit_are_told_together() -> None:
+    events = Steps(hosts=MAX_LINKS + 6, groups=2 * (MAX_LINKS + 6)).play()
+    told = figures(events, STEP)
+    links = [name for name in told if name.startswith("step/link/") and name.endswith("/bytes")]
+    assert len(links) == MAX_LINKS + 1
+    pulled = sum(e.nbytes for e in events if e.kind is Kind.PULL)
+    assert sum(float(told[name]) for name in links) == pulled
 
 
 def test_a_claim_that_ends_in_a_timeout_has_waited_too(cluster: Cluster) -> None:

@@ -142,7 +142,8 @@ class Plane(Calls):
         Puts, gets, copied and pulled bytes and the arena follow. It takes as long as `stats`.
 
         `step`: a partition. Asks all peers for their events, and adds why that step took as long as
-        it did (a sentence), its idle share and how stale its groups were.
+        it did (a sentence), its idle share, how stale its groups were, what workers waited for, and
+        the bytes between hosts.
         """
         deadline = Deadline(timeout)
         stats = await self.run(core.stats(None, timeout))

@@ -43,16 +43,18 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Follower:
+    """Remembers which events have been taken, by peer."""
+
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
-        """by incarnation: the number of its newest event"""
+        """The number of the newest event of each incarnation."""
         self._incarnations: dict[str, int] = {}
-        """by peer: the last one"""
+        """The last incarnation of each peer."""
         self._has_looked = False
         self._complete = -math.inf
-        """when the last look began that every peer answered"""
+        """When the last look began that every peer answered."""
         self._is_complete = True
-        """every peer answered the last look"""
+        """Whether every peer answered the last look."""
         self._uncertain = 0.0
 
     def since(self, now: float) -> float | None:
@@ -111,8 +113,14 @@ class Follower:
 
 
 def _gap(before: Event, reason: Reason, many: int = 0) -> Event:
-    gap = Event(Kind.MISSING, before.at, before.peer, reason=reason, rows=many)
-    return msgspec.structs.replace(gap, incarnation=before.incarnation)
+    return Event(
+        Kind.MISSING,
+        before.at,
+        before.peer,
+        reason=reason,
+        rows=many,
+        incarnation=before.incarnation,
+    )
 
 
 def _remember(known: dict[K, int], key: K, value: int) -> None:

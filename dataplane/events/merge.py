@@ -21,14 +21,16 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     """Something that happened in a plane. `kind` says what it was and which other fields are set;
     see `Kind`.
 
-    - `at`: seconds, when it happened or ended, on the monotonic clock of the asking client's host:
-      compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be
-      off, compared with events of other peers.
-    - `peer`: the peer that recorded it. `incarnation`: changes if that peer restarts. `number`: its
-      position among the events of this incarnation, from 1; 0 while it is `going_on`. `offset`:
-      how many seconds the clock of `peer` is ahead; `at` is corrected by it.
-    - `seconds`: how long it took, or has taken so far if it is `going_on`.
-    - `worker`: the process that acted or waited, "" if unknown. `host`: the peer of that process.
+    - `at`: when the event happened or ended, in seconds on the monotonic clock of the client's
+      host; compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be off,
+      relative to events of other peers.
+    - `peer`: the peer that recorded the event. `incarnation`: changes when that peer restarts.
+      `number`: the event's position among those of this incarnation, from 1; 0 while the event is
+      still `going_on`. `offset`: how many seconds the clock of `peer` is ahead of the client's;
+      `at` is already corrected by it.
+    - `seconds`: how long the event took, or has taken so far.
+    - `worker`: the process that acted or waited, "" if unknown. `host`: the peer that this process
+      is connected to.
     """
 
     kind: Kind
@@ -74,8 +76,10 @@ def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Even
         if page.address not in begun and page.first == page.kept > 1 and page.records:
             at = page.records[0].at - page.offset
             lost = page.kept - 1
-            gap = Event(Kind.MISSING, at, name, reason=Reason.OVERWRITTEN, rows=lost)
-            events.append(msgspec.structs.replace(gap, incarnation=page.incarnation))
+            gap = Reason.OVERWRITTEN
+            events.append(
+                Event(Kind.MISSING, at, name, reason=gap, rows=lost, incarnation=page.incarnation)
+            )
         begun.add(page.address)
         for number, record in enumerate(page.records, page.first):
             events.append(_event(record, page, names, workers, hosts, number))

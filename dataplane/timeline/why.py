@@ -20,7 +20,7 @@ from dataplane.wire.events import Kind
 IDLE_SHARE = 0.1
 """A stage that is idle for less than this share of the step is the bottleneck of the step."""
 MAX_LINKS = 64
-"""Pairs of hosts that figures tell of one by one."""
+"""How many pairs of hosts have figures of their own."""
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def _waited(step: Step) -> dict[str, float]:
             found[f"step/put/wait_s/{reason}"] = seconds
         elif stage in stages:
             found[f"step/stage/{stage}/wait_s/{reason}"] = seconds
-    return dict(found)
+    return found
 
 
 def _moved(step: Step) -> dict[str, float]:

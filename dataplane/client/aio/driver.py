@@ -260,8 +260,7 @@ async def _converse(connection: Connection, frame: bytes, deadline: Deadline) ->
         try:
             wait_s = next(turns)
         except DeadlineExceeded:
-            reply = connection.take_reply()
-            if reply is None:
+            if (reply := connection.take_reply()) is None:
                 raise
             return reply
         await _ready(sock, loop.add_reader, loop.remove_reader, wait_s)

@@ -168,8 +168,7 @@ class Connection:
             try:
                 arrives = self._readable.poll(next(turns) * 1e3)
             except DeadlineExceeded:
-                reply = self.take_reply()
-                if reply is None:
+                if (reply := self.take_reply()) is None:
                     raise
             else:
                 if arrives:
@@ -178,7 +177,7 @@ class Connection:
         return reply
 
     def take_reply(self) -> Reply | None:
-        """The next whole reply of what has arrived, without waiting."""
+        """Return the next whole reply that has arrived, without waiting; None if there is none."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self.take()
@@ -288,10 +287,13 @@ class Connection:
 
 
 class Turns:
-    """How many seconds to wait for the peer next, as often as it is asked. Raises DeadlineExceeded
-    after the deadline. A peer that runs has `grace_s` more, counted from the beginning of the wait
-    if the deadline had passed before: its answer may be on its way. Logs that the peer is stopped.
-    """
+    """How long one call may still wait for the peer.
+
+    `next` returns the seconds of the next wait, and raises DeadlineExceeded after the deadline. A
+    peer whose process runs gets `grace_s` more, because its answer may be on its way. If the
+    deadline had passed before the wait began, the grace counts from there. Logs that the peer is
+    stopped. A generator would not do: it ends with its first error, and the housekeeper waits for
+    several answers under one deadline."""
 
     __slots__ = ("_began", "_connection", "_deadline", "_grace_s", "_look_at")
 

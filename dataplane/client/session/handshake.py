@@ -36,7 +36,7 @@ from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
 HANDSHAKE_S, LEAST_S = 20.0, 1.0
 _GONE = ConnectionRefusedError, FileNotFoundError
-"""Nobody listens any more."""
+"""Errors of connecting which say that no peer listens any more."""
 _LOOKS, _LOOK_S = 10, 0.02
 
 

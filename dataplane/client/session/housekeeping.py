@@ -62,9 +62,9 @@ class Housekeeper:
     def __init__(self, session: Session, anchor: Connection) -> None:
         self.session = session
         self._anchor: Connection | None = anchor
-        """None where it broke and no other could be opened yet"""
+        """None after it broke, until another one is open."""
         self._ended = False
-        """nothing is told any more: this client has closed, or the peer or its session has ended"""
+        """This client has closed, or its peer or session has ended: nothing more is sent."""
         self._untold: list[Request] = []
         """what the peer has not said yet that it heard"""
         self._sending = threading.Lock()
@@ -162,8 +162,9 @@ class Housekeeper:
         return self._closing.is_set() and not self.session.pins
 
     def tell(self, bodies: list[Body], limit_s: float = _SEND_S) -> None:
-        """Tell the peer, and hear that it was heard; on another anchor where the connection broke,
-        and later where none can be opened now. A peer that is gone needs no telling."""
+        """Send these messages and wait until the peer confirms them. If the connection breaks, they
+        are sent again on a new anchor; if none can be opened now, a later call sends them. Nothing
+        is sent to a peer that has ended."""
         with self._sending:
             for request in self.session.undelivered():
                 self._untold.append(msgspec.structs.replace(request, rid=request.op))
@@ -206,11 +207,11 @@ class Housekeeper:
         self._untold.clear()
 
     def _another(self, limit_s: float) -> Connection | None:
-        """Open another anchor. None where the peer has ended, or cannot be reached now."""
+        """Open another anchor. None if the peer has ended or cannot be reached now."""
         try:
             return further(self.session, Deadline(limit_s))
         except (DataplaneError, OSError) as exc:
-            self._ended = self.session.is_gone or isinstance(exc, ClientClosed)
+            self._ended = self.session.peer_died or isinstance(exc, ClientClosed)
             then = "dropped unacknowledged messages" if self._ended else "trying again"
             log.info("peer %r: could not reconnect, %s: %s", self._peer, then, exc)
             return None

@@ -119,8 +119,7 @@ class Session:
         self.spans = spans.of(self.plane)
         self.leases, self.permits = InHand(), InHand()
         self.closed: str | None = None
-        self.is_gone = False
-        """the peer died"""
+        self.peer_died = False
         self.farewell: PeerLost | None = None
         """what the peer said when it ended, if it did"""
         self.bell = Bell()
@@ -358,7 +357,7 @@ class Session:
     def peer_is_gone(self) -> None:
         """The peer died, and its arena is nobody's: of that only what is under live views stays
         mapped, so that its memory can go to the next peer."""
-        self.is_gone = True
+        self.peer_died = True
         self.idle_grants(0)
         self.direct.close()
         self.writes.close()

@@ -47,8 +47,8 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         default=[],
-        help="Parquet of `trace`; PolyTrace's own: files or the folder of a run of this task; or "
-        "the folder of `dataplane record`, whose hosts, steps and staleness are the defaults",
+        help="Parquet of `trace`, PolyTrace's files, or the folder of `dataplane record`, whose "
+        "hosts, steps and staleness are the defaults",
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
     run.add_argument("--hosts", type=bounds.hosts, help="hosts that share no memory; 2")

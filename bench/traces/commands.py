@@ -34,7 +34,7 @@ def register(commands: Any) -> None:
         "file",
         type=Path,
         nargs="+",
-        help="Parquet; PolyTrace's own: files or a folder; or a recording",
+        help="Parquet, PolyTrace's files, or a recording",
     )
     look.add_argument("--task", choices=tuple(TASKS), default=None, help="of PolyTrace files")
     look.set_defaults(perform=_info)

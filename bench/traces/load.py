@@ -24,8 +24,8 @@ _TOOL_TIMES = 1 << 33  # a stream of its own, beyond every step's number
 
 
 def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, list[Prompt]]:
-    """A Parquet trace; PolyTrace files: one with lengths, one with reward times, or both; the
-    folder of a run that PolyTrace recorded; or a recording of `dataplane record`.
+    """A Parquet trace; PolyTrace files: one with lengths, one with reward times, or both; or a
+    recording of `dataplane record`.
 
     task: the profile of what PolyTrace's files do not say (media, rewards, tool times); the others
     say all themselves. Raises TraceError.
@@ -124,12 +124,7 @@ def of_run(
 
 
 def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
-    told = _told(paths, task.samples)
-    steps, rewards = told.steps, told.reward_seconds
-    dropped = any(len(kept) < len(steps[step]) for step, kept in told.trained.items())
-    if dropped and task.survive is None:
-        why = f"it drops prompts, and a run of {task.name} trains on all: math_open filters"
-        raise TraceError(paths[0] / polytrace.FILTER, why)
+    steps, rewards = _told(paths, task.samples)
     prompts: list[Prompt] = []
     for number, step in enumerate(sorted(steps or rewards)):
         count = len(steps[step]) if steps else task.prompts
@@ -139,26 +134,21 @@ def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
                 prompt = _as_told(prompt, steps[step][position], task, seed)
             if step in rewards:
                 prompt = _rewarded(prompt, rewards[step])
-            if step in told.trained:
-                prompt = _filtered(prompt, position in told.trained[step])
             prompts.append(prompt)
     return prompts
 
 
-def _told(paths: Sequence[Path], samples: int) -> polytrace.Recorded:
-    if folders := [path for path in paths if path.is_dir()]:
-        if len(paths) > 1:
-            raise TraceError(folders[0], "a folder of steps stands alone: it has all times in it")
-        return polytrace.read_folder(folders[0], samples)
-    found = polytrace.Recorded({}, {})
+def _told(paths: Sequence[Path], samples: int) -> tuple[dict[int, list[Group]], dict[int, float]]:
+    """Groups and seconds of reward for a row, by step."""
+    steps: dict[int, list[Group]] = {}
+    rewards: dict[int, float] = {}
     for path in paths:
         told = polytrace.read(path, samples)
-        if told.steps and found.steps:
-            why = "a second file with lengths; give one, and one of reward times, or their folder"
-            raise TraceError(path, why)
-        found.steps |= told.steps
-        found.reward_seconds = told.reward_seconds or found.reward_seconds
-    return found
+        if told.steps and steps:
+            raise TraceError(path, "a second file with lengths; give one, and one of reward times")
+        steps |= told.steps
+        rewards = told.reward_seconds or rewards
+    return steps, rewards
 
 
 def _as_told(drawn: Prompt, group: Group, task: Task, seed: int) -> Prompt:
@@ -175,16 +165,6 @@ def _as_told(drawn: Prompt, group: Group, task: Task, seed: int) -> Prompt:
             told = [*waited, told[-1]]
         samples.append(dataclasses.replace(like, turns=tuple(told)))
     return dataclasses.replace(drawn, prompt_tokens=tokens, samples=tuple(samples))
-
-
-def _filtered(prompt: Prompt, trained: bool) -> Prompt:
-    """With rewards that survive dynamic sampling, or all with the first's, which do not."""
-    if prompt.survives == trained:
-        return prompt
-    first = prompt.samples[0].reward
-    other = 1.0 - first if trained else first
-    rest = (dataclasses.replace(sample, reward=other) for sample in prompt.samples[1:])
-    return dataclasses.replace(prompt, samples=(prompt.samples[0], *rest))
 
 
 def _rewarded(prompt: Prompt, seconds: float) -> Prompt:

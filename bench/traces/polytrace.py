@@ -1,7 +1,6 @@
-"""PolyTrace's own files: lengths and times as recorded. What they do not say the profile adds.
+"""PolyTrace's published files: recorded lengths and times. What they do not say the profile adds.
 
-`read` takes one file, `read_folder` a recorded run: a file for each step, and which prompts of a
-step dynamic sampling kept. Four forms, told apart by their first record:
+Four forms, told apart by their first record:
 - one JSON object, step → {"input": [...], "output": [...]}, one number a response; for multi-turn
   tasks step → a list of such objects, one a session, one number a turn;
 - JSON lines, one a prompt: `input`, and `output` with one number a response;
@@ -32,12 +31,10 @@ T = TypeVar("T")
 
 
 class Recorded(msgspec.Struct):
-    """By step: its groups, seconds of reward for one row, and places of the groups that were
-    trained on, where that was recorded."""
+    """By step: its groups, and seconds of reward for one row."""
 
     steps: dict[int, list[Group]]
     reward_seconds: dict[int, float]
-    trained: dict[int, frozenset[int]] = {}
 
 
 class _Lengths(msgspec.Struct):
@@ -74,7 +71,6 @@ class _TrajectoryLine(msgspec.Struct):
     prompt_group_id: str | int
     sample_id: str | int
     tool_calls: list[_ToolCall] = []
-    final_response_len: Count | None = None
     step: Count | None = None
     validate: bool = False
 
@@ -86,100 +82,8 @@ class _RewardLine(msgspec.Struct):
     validate: bool = False
 
 
-class _FilterLine(msgspec.Struct):
-    workload_step: Count
-    prompt_count: Count
-    used_prompt_indices: list[Count]
-
-
-FILTER = "dapo_filter_indices.jsonl"
-_REWARDS = "reward_timings"
-_FILE = re.compile(rf"(packed_lengths|multiturn_workload|{_REWARDS})_step_(\d{{1,9}})\.jsonl")
-_NAMES = f"packed_lengths_step_N.jsonl, multiturn_workload_step_N.jsonl, {_REWARDS}_step_N.jsonl"
-
-
-def read_folder(folder: Path, samples: int) -> Recorded:
-    """Read a recorded run: the steps of a folder, one after the other without a gap.
-
-    Raises TraceError where a step is missing or there twice, and for any file that is none of
-    theirs; hidden ones are passed over.
-    """
-    lengths, rewards = _steps_of(folder)
-    found = Recorded({}, {})
-    for step, path in (lengths or rewards).items():
-        told = read(path, samples, step)
-        if others := (told.steps or told.reward_seconds).keys() - {step}:
-            raise TraceError(path, f"it tells of step {min(others)}")
-        if bool(told.steps) != bool(lengths):
-            what = "lengths" if lengths else "reward times"
-            raise TraceError(path, f"it tells of no {what} of a group that is trained on")
-        found.steps |= told.steps
-        found.reward_seconds |= told.reward_seconds
-        if lengths and rewards:
-            found.reward_seconds |= _reward_seconds_of(step, rewards[step])
-    if (folder / FILTER).exists():
-        found.trained = _trained(folder / FILTER, found.steps)
-    return found
-
-
-def _steps_of(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Files with lengths and files with reward times, by step."""
-    lengths: dict[int, Path] = {}
-    rewards: dict[int, Path] = {}
-    try:
-        entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError as exc:
-        raise TraceError(folder, f"it cannot be read: {exc.strerror}") from exc
-    for path in entries:
-        if path.name == FILTER:
-            continue
-        named = _FILE.fullmatch(path.name)
-        if not named or not path.is_file():
-            raise TraceError(path, f"it is none of a recorded run's files: {_NAMES}, {FILTER}")
-        kind, step = (rewards if named[1] == _REWARDS else lengths), int(named[2])
-        if step in kind:
-            raise TraceError(path, f"step {step} is there twice: {kind[step].name} has it too")
-        kind[step] = path
-    told = lengths or rewards
-    if not told:
-        raise TraceError(folder, f"no step is in it; a recorded run has files {_NAMES}")
-    for step in range(min(told), max(told) + 1):
-        if step not in told:
-            raise TraceError(folder, f"step {step} of {min(told)} to {max(told)} is missing")
-    if rewards and (unlike := rewards.keys() ^ told.keys()):
-        lacks = "reward times" if min(unlike) in told else "lengths"
-        raise TraceError(folder, f"step {min(unlike)} has no {lacks}, and others have")
-    return dict(sorted(lengths.items())), dict(sorted(rewards.items()))
-
-
-def _reward_seconds_of(step: int, path: Path) -> dict[int, float]:
-    told = read(path, 1, step)
-    if told.reward_seconds.keys() != {step}:
-        raise TraceError(path, f"it does not tell of rewards of step {step}, and of no other")
-    return told.reward_seconds
-
-
-def _trained(path: Path, steps: dict[int, list[Group]]) -> dict[int, frozenset[int]]:
-    """What dynamic sampling kept and trained on, of each step that is there."""
-    found: dict[int, frozenset[int]] = {}
-    for number, record in _records(path, _lines(_text(path)), _FilterLine):
-        step, count, used = record.workload_step, record.prompt_count, record.used_prompt_indices
-        if step in found:
-            raise TraceError(path, f"step {step} is there twice", number)
-        if step in steps and len(steps[step]) != count:
-            why = f"it tells of {count} prompts in step {step}, which has {len(steps[step])}"
-            raise TraceError(path, why, number)
-        if used and max(used) >= count:
-            raise TraceError(path, f"prompt {max(used)} of {count} is trained on", number)
-        found[step] = frozenset(used)
-    if untold := steps.keys() - found.keys():
-        raise TraceError(path, f"it does not tell of step {min(untold)}")
-    return {step: found[step] for step in steps}
-
-
-def read(path: Path, samples: int, step: int = 0) -> Recorded:
-    """Read one file. `samples`: rows of a group, where the form does not say which belong together;
-    `step`: of trajectories that do not say theirs.
+def read(path: Path, samples: int) -> Recorded:
+    """Read one file. `samples`: rows of a group, where the form does not say which belong together.
 
     Raises TraceError for the first line that is not of the file's form.
     """
@@ -191,7 +95,7 @@ def read(path: Path, samples: int, step: int = 0) -> Recorded:
     if first is None or all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
     if "turns" in first:
-        return _trajectories(path, lines, step)
+        return _trajectories(path, lines)
     if "reward_time_s" in first:
         return _rewards(path, lines)
     if "output" in first:
@@ -336,13 +240,12 @@ def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
     return Recorded({step: [group for _, group in told] for step, told in found.items()}, {})
 
 
-def _trajectories(path: Path, lines: Sequence[tuple[int, str]], step: int) -> Recorded:
+def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
     found: dict[int, dict[str | int, dict[str | int, tuple[int, list[Turn]]]]] = {}
     for number, record in _records(path, lines, _TrajectoryLine):
         if record.validate:
             continue
-        of = step if record.step is None else record.step
-        group = found.setdefault(of, {}).setdefault(record.prompt_group_id, {})
+        group = found.setdefault(record.step or 0, {}).setdefault(record.prompt_group_id, {})
         if record.sample_id in group:
             why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} is there twice"
             raise TraceError(path, why, number)

@@ -1,4 +1,4 @@
-"""Trace files: our Parquet, PolyTrace's four forms and folders, and what is refused."""
+"""Trace files: our Parquet, PolyTrace's four forms, and what is refused."""
 
 from __future__ import annotations
 
@@ -267,6 +267,7 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         ([lengths], None),
         ([tmp_path / "t.parquet"], "video"),
         ([tmp_path / "t.parquet", lengths], "math"),
+        ([tmp_path], "math"),
     ):
         with pytest.raises(TraceError):
             load(files, task)
@@ -335,142 +336,3 @@ def test_a_run_of_groups_of_several_sizes_is_refused(
     path = lines(tmp_path / "p.jsonl", *uneven)
     assert main(["run", "--trace", "math", "--trace-file", str(path)]) == 2
     assert "groups of 2 to 3 rows" in capsys.readouterr().err
-
-
-def recorded_run(folder: Path, steps: int = 2, prompts: int = 3) -> Path:
-    """A folder as PolyTrace writes one: ranks append as they end, and so do validations."""
-    folder.mkdir()
-    for step in range(steps):
-        told = [
-            prompt_line(
-                step=step, dp_rank=rank, rank=4 * rank, local_index=at, input=100 * step + i
-            )
-            for i, (rank, at) in enumerate((i // 2, i % 2) for i in range(prompts))
-        ]
-        validation = prompt_line(step=step, validate=True)
-        lines(folder / f"packed_lengths_step_{step}.jsonl", *reversed(told), validation)
-        rewards = reward_line(step, 0, 64.0 * (step + 1))
-        unpaid = {**reward_line(step, 0, 9e5), "validate": True}
-        lines(folder / f"reward_timings_step_{step}.jsonl", rewards, unpaid)
-    return folder
-
-
-def filter_line(step: int, used: list[int], prompts: int = 3) -> dict[str, Any]:
-    told = {"workload_step": step, "trainer_step": 1, "prompt_count": prompts, "n_sampling": 3}
-    return {**told, "kept_prompt_indices": [*used, 2], "used_prompt_indices": used}
-
-
-def test_the_folder_of_a_recorded_run_is_its_steps(tmp_path: Path) -> None:
-    folder = recorded_run(tmp_path / "20260616", steps=12)
-    (folder / ".DS_Store").write_bytes(b"")
-    _, prompts = load([folder], "programming")
-    assert [p.step for p in prompts] == [step for step in range(12) for _ in range(3)]
-    assert [p.prompt_tokens for p in prompts[:6]] == [0, 1, 2, 100, 101, 102]
-    seconds = [{sample.reward_seconds for sample in prompt.samples} for prompt in prompts]
-    assert seconds == [{step + 1.0} for step in range(12) for _ in range(3)]
-
-
-def test_a_folder_of_trajectories_is_its_steps(tmp_path: Path) -> None:
-    for step in (3, 4):
-        told = [trajectory(0), trajectory(1), trajectory(2, validate=True)]
-        lines(tmp_path / f"multiturn_workload_step_{step}.jsonl", *told)
-    _, prompts = load([tmp_path], "search")
-    assert [(p.step, len(p.samples)) for p in prompts] == [(0, 2), (1, 2)]
-
-
-def test_what_a_recorded_run_filtered_is_filtered_again(tmp_path: Path) -> None:
-    folder = recorded_run(tmp_path / "dapo")
-    lines(folder / "dapo_filter_indices.jsonl", filter_line(0, [0, 2]), filter_line(1, [1]))
-    _, prompts = load([folder], "math_open")
-    assert [p.survives for p in prompts] == [True, False, True, False, True, False]
-    with pytest.raises(TraceError, match="a run of programming trains on all"):
-        load([folder], "programming")
-
-
-def _without(name: str) -> Any:
-    return lambda folder: (folder / name).unlink()
-
-
-def _with(name: str, *records: Any) -> Any:
-    return lambda folder: lines(folder / name, *records)
-
-
-def _emptied(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-BAD_FOLDERS = {
-    "nothing in it": (_emptied, "no step is in it"),
-    "a step missing": (_without("packed_lengths_step_1.jsonl"), "step 1 of 0 to 2 is missing"),
-    "no rewards of a step": (_without("reward_timings_step_2.jsonl"), "step 2 has no reward times"),
-    "only rewards of a step": (_without("packed_lengths_step_2.jsonl"), "step 2 has no lengths"),
-    "two of a step": (
-        _with("multiturn_workload_step_1.jsonl", trajectory(0)),
-        "step 1 is there twice: multiturn_workload_step_1.jsonl has it too",
-    ),
-    "two spellings of a step": (
-        _with("packed_lengths_step_01.jsonl", prompt_line()),
-        "packed_lengths_step_1.jsonl: step 1 is there twice",
-    ),
-    "another file": (_with("notes.txt"), "notes.txt: it is none of a recorded run's files"),
-    "a folder in it": (lambda folder: (folder / "old").mkdir(), "old: it is none of"),
-    "another step's lines": (
-        _with("packed_lengths_step_1.jsonl", prompt_line(step=7)),
-        "packed_lengths_step_1.jsonl: it tells of step 7",
-    ),
-    "rewards as lengths": (
-        _with("packed_lengths_step_1.jsonl", reward_line(1, 0, 1.0)),
-        "it tells of no lengths of a group",
-    ),
-    "only validation": (
-        _with("packed_lengths_step_1.jsonl", prompt_line(validate=True)),
-        "it tells of no lengths of a group that is trained on",
-    ),
-    "rewards of another step": (
-        _with("reward_timings_step_1.jsonl", reward_line(2, 0, 1.0)),
-        "reward_timings_step_1.jsonl: it does not tell of rewards of step 1",
-    ),
-    "a filter of other prompts": (
-        _with("dapo_filter_indices.jsonl", filter_line(0, [0], prompts=96)),
-        "dapo_filter_indices.jsonl:1: it tells of 96 prompts in step 0, which has 3",
-    ),
-    "a filter beyond its prompts": (
-        _with("dapo_filter_indices.jsonl", filter_line(0, [3])),
-        "dapo_filter_indices.jsonl:1: prompt 3 of 3",
-    ),
-    "a filter of some steps": (
-        _with("dapo_filter_indices.jsonl", filter_line(0, [0])),
-        "it does not tell of step 1",
-    ),
-    "a filter with a step twice": (
-        _with("dapo_filter_indices.jsonl", filter_line(0, [0]), filter_line(0, [1])),
-        "dapo_filter_indices.jsonl:2: step 0 is there twice",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage, why", BAD_FOLDERS.values(), ids=BAD_FOLDERS.keys())
-def test_a_folder_that_is_no_recorded_run_ends_the_command_with_a_sentence(
-    damage: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = recorded_run(tmp_path / "run", steps=3)
-    damage(folder)
-    assert main(["run", "--trace", "math_open", "--trace-file", str(folder)]) == 2
-    said = capsys.readouterr()
-    assert why in said.err and len(said.err.splitlines()) == 1 and not said.out
-
-
-def test_a_folder_stands_alone(tmp_path: Path) -> None:
-    folder = recorded_run(tmp_path / "run")
-    with pytest.raises(TraceError, match="stands alone"):
-        load([folder, folder / "packed_lengths_step_0.jsonl"], "math_open")
-
-
-def test_a_recorded_run_is_run(tmp_path: Path) -> None:
-    folder, report = recorded_run(tmp_path / "run"), tmp_path / "report.json"
-    lines(folder / "dapo_filter_indices.jsonl", filter_line(0, [0, 2]), filter_line(1, [1]))
-    options = ["--planes", "dataplane", "--steps", "2", "--json", str(report)]
-    assert main(["run", "--trace", "math_open", "--trace-file", str(folder), *options]) == 0
-    (run,) = json.loads(report.read_text())["runs"]
-    assert run["rows"] == run["rows_expected"] == 3 * 3  # of the three prompts that were kept

@@ -12,7 +12,6 @@ from typing import Literal
 
 from bench.traces import PATCH_VALUES, Prompt, Task
 
-Choice = Literal["needed", "all"]
 Shape = tuple[int, ...]
 
 
@@ -40,37 +39,29 @@ _MEDIA = (
     Field("pixel_values", 7, "float32", shared=True),
     Field("image_grid_thw", 8, "int64", shared=True),
 )
-_FRAMES = Field("raw_frames", 9, "float32", shared=True)
 _REWARD = (Field("reward", 10, "float32"), Field("token_level_scores", 11, "float32"))
 _REFERENCE = (Field("ref_log_prob", 12, "float32"),)
 ADDED = {"reward": _REWARD, "reference": _REFERENCE}  # by the stages on the way
 
-DEDUP = ("pixel_values", "raw_frames")
+DEDUP = ("pixel_values",)
 _REWARD_NEEDS = ("uid", "responses", "response_mask")
 
 
-def rollout_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
-    """What a rollout worker writes for each row. `all` has a video's raw frames too, as verl's
-    batch does, though no stage reads them once there are pixel values."""
-    if not task.media:
-        return _TEXT
-    frames = (_FRAMES,) if task.videos and columns == "all" else ()
-    return (*_TEXT, *_MEDIA, *frames)
+def rollout_fields(task: Task) -> tuple[Field, ...]:
+    """What a rollout worker writes for each row. A video's raw frames stay where they are: no stage
+    reads them once there are pixel values."""
+    return (*_TEXT, *_MEDIA) if task.media else _TEXT
 
 
-def all_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
+def all_fields(task: Task) -> tuple[Field, ...]:
     """All fields that a row has in the end."""
-    return (*rollout_fields(task, columns), *_REWARD, *_REFERENCE)
+    return (*rollout_fields(task), *_REWARD, *_REFERENCE)
 
 
-def stage_fields(task: Task, columns: Choice) -> dict[str, list[str]]:
-    """What each stage is sent: `needed`, or everything that is there, as verl does."""
-    written = [field.name for field in rollout_fields(task, columns)]
-    everything = [field.name for field in all_fields(task, columns)]
-    if columns == "all":
-        scored = written if task.survive is None else [*written, "reward"]
-        return {"reward": written, "reference": scored, "train": everything}
-    model = [name for name in written if name != "old_log_probs"]
+def stage_fields(task: Task) -> dict[str, list[str]]:
+    """The fields that each stage reads."""
+    everything = [field.name for field in all_fields(task)]
+    model = [field.name for field in rollout_fields(task) if field.name != "old_log_probs"]
     if task.survive is not None:  # it waits for the groups that the reward stage leaves
         model.append("reward")
     return {"reward": list(_REWARD_NEEDS), "reference": model, "train": everything}
@@ -93,8 +84,6 @@ def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:
             return (prompt.pixel_rows, PATCH_VALUES)
         case "image_grid_thw":
             return (len(prompt.media), 3)
-        case "raw_frames":
-            return prompt.media[0].frames
     return (response,)
 
 

@@ -24,14 +24,13 @@ _MANTISSA = 1 << 23
 
 
 class Source:
-    """Makes the values of one rollout worker. Media lie in buffers that the next prompt reuses."""
+    """Makes the values of one rollout worker. Media lie in a buffer that the next prompt reuses."""
 
-    def __init__(self, seed: int, media_bytes: dict[str, int] | None = None) -> None:
+    def __init__(self, seed: int, media_bytes: int = 0) -> None:
+        """media_bytes: of the prompt with the largest media."""
         self.seed = seed
         # Touched here, so that no run pays for first touch of memory that is not a plane's.
-        self._buffers = {
-            name: np.ones(n // 4, np.uint32) for name, n in (media_bytes or {}).items()
-        }
+        self._media = np.ones(media_bytes // 4, np.uint32)
 
     def column(self, field: Field, prompt: Prompt) -> list[Array]:
         """One value a row; a shared value is one array, n times."""
@@ -60,11 +59,10 @@ class Source:
         return out
 
     def _room(self, field: Field, shape: tuple[int, ...]) -> Array:
-        buffer = self._buffers.get(field.name)
         size = int(np.prod(shape))
-        if buffer is None or buffer.size < size:
+        if field.name != "pixel_values" or self._media.size < size:
             return np.empty(shape, field.dtype)
-        return buffer[:size].view(field.dtype).reshape(shape)
+        return self._media[:size].view(field.dtype).reshape(shape)
 
 
 def response_mask(sample: Sample) -> Array:

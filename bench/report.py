@@ -61,7 +61,7 @@ def _cells(run: Run) -> list[str]:
     apart = " apart" if run["apart"] else " phased" if run["phased"] else ""
     under = f", {limit / (1 << 30):g} GiB" if limit else ""
     where = f"{run['hosts']} hosts{apart}, dedup {_switch(run['dedup'])}"
-    how = f"{run['link'] or 'no link limit'}, {run['columns']}{under}"
+    how = f"{run['link'] or 'no link limit'}{under}"
     return [
         f"{run['trace']}/{run['plane']}\n{where}\n{how}",
         f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
@@ -133,7 +133,7 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
 
 def _label(run: dict[str, Any]) -> str:
     dedup = _switch(run["dedup"])
-    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, dedup {dedup}, {run['columns']})"
+    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, dedup {dedup})"
 
 
 @contextmanager

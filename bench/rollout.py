@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from bench.columns import rollout_fields
 from bench.events import emit
 from bench.media import Source
-from bench.traces import Prompt
 from bench.work import Work, digests
 
 
@@ -23,10 +22,8 @@ def rollout(work: Work) -> Iterator[None]:
     job = work.job
     mine = [p for p in job.generate() if p.index % job.hosts == work.worker.rank]
     mine.sort(key=lambda prompt: prompt.rollout_seconds)
-    fields = rollout_fields(job.task, job.columns)
-    names = {field.name for field in fields}
-    media = {name: size for name, size in _largest_media(mine).items() if name in names}
-    source = Source(job.seed, media)
+    fields = rollout_fields(job.task)
+    source = Source(job.seed, max((prompt.media_bytes for prompt in mine), default=0))
     yield
     for step in range(job.steps):
         with work.clock.timing("policy"):
@@ -47,10 +44,3 @@ def rollout(work: Work) -> Iterator[None]:
         with work.clock.timing("finish"):
             work.endpoint.finish(step)
         emit("rolled", step=step)
-
-
-def _largest_media(prompts: list[Prompt]) -> dict[str, int]:
-    """Bytes of the largest media of a prompt, by field."""
-    pixels = (sum(m.pixel_bytes for m in prompt.media) for prompt in prompts)
-    frames = (sum(m.frame_bytes for m in prompt.media) for prompt in prompts)
-    return {"pixel_values": max(pixels, default=0), "raw_frames": max(frames, default=0)}

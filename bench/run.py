@@ -24,7 +24,7 @@ import msgspec
 
 from bench import cpu, figures
 from bench.check import Ledger
-from bench.columns import DEDUP, Choice, all_fields, group_bytes, rollout_fields
+from bench.columns import DEDUP, all_fields, group_bytes, rollout_fields
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
 from bench.links import (
@@ -66,7 +66,6 @@ class Settings:
     seed: int = 0
     trainers: int = 2
     dedup: bool | None = None
-    columns: Choice = "needed"
     arena_bytes: int | None = None
     memory_limit_bytes: int | None = None  # of each host
     timeout_s: float = 240.0
@@ -83,7 +82,7 @@ class Settings:
 
 def variants(settings: Settings) -> list[tuple[str, bool]]:
     """The runs that the settings ask for: (plane, dedup)."""
-    written = rollout_fields(TASKS[settings.trace], settings.columns)
+    written = rollout_fields(TASKS[settings.trace])
     media = any(field.name in DEDUP for field in written)
     runs = []
     for name in settings.planes:
@@ -148,7 +147,6 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         hosts=settings.hosts,
         trainers=settings.trainers,
         dedup=dedup,
-        columns=settings.columns,
         arena_bytes=settings.arena_bytes or 0,
         memory_limit_bytes=settings.memory_limit_bytes or 0,
         folder=folder,
@@ -165,7 +163,7 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         return job
     if settings.memory_limit_bytes:  # what a peer takes by itself
         return msgspec.structs.replace(job, arena_bytes=settings.memory_limit_bytes // 4)
-    fields = rollout_fields(task, settings.columns)
+    fields = rollout_fields(task)
     largest = group_bytes(fields, job.largest_group(), dedup)
     arena = max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
     return msgspec.structs.replace(job, arena_bytes=arena)
@@ -413,7 +411,6 @@ class _Run:
             "memory_curve": sampler.curve(self._started or self._opened),
             "killed": self.killed,
             "dedup": job.dedup,
-            "columns": job.columns,
             "hosts": job.hosts,
             "trainers": job.trainers,
             "prompts": job.prompts,
@@ -493,6 +490,6 @@ class _Run:
 
     def _unique_bytes(self) -> Iterator[int]:
         """Of the groups that are trained."""
-        fields = all_fields(self._job.task, self._job.columns)
+        fields = all_fields(self._job.task)
         trained = filter(self._job.is_trained, self._job.generate())
         return (group_bytes(fields, prompt, dedup=True) for prompt in trained)

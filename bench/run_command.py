@@ -98,12 +98,6 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         const="on",
         help="media of a group travel once; default: dataplane on, controller both ways",
     )
-    run.add_argument(
-        "--columns",
-        type=names(("needed", "all")),
-        default=("needed",),
-        help="sent to a stage: needed, all, or both ways: all,needed",
-    )
     run.add_argument("--arena", type=size, default=None, help="of each dataplane peer: 1GiB")
     run.add_argument(
         "--memory-limit", type=size, default=None, help="of each host, by a cgroup: 3GiB"
@@ -249,14 +243,12 @@ def _expected(run: dict[str, Any]) -> set[str]:
 def _label(settings: Settings, plane: str, dedup: bool) -> str:
     apart = ", stages apart" if settings.apart else ""
     where = f"{settings.hosts} hosts{apart}, {settings.link or 'no'} links"
-    ways = f"dedup {'on' if dedup else 'off'}, {settings.columns} columns"
-    return f"{settings.trace} / {plane}, {where}, {ways}"
+    return f"{settings.trace} / {plane}, {where}, dedup {'on' if dedup else 'off'}"
 
 
 def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Iterator[Settings]:
     """The jobs that are asked for."""
-    several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
-    for trace, columns, dedup in several:
+    for trace, dedup in itertools.product(options.trace, _DEDUP[options.dedup]):
         yield Settings(
             trace=trace,
             planes=options.planes,
@@ -265,7 +257,6 @@ def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Itera
             seed=options.seed,
             trainers=trainers,
             dedup=dedup,
-            columns=columns,
             arena_bytes=options.arena,
             memory_limit_bytes=options.memory_limit,
             timeout_s=options.timeout,

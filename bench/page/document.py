@@ -166,7 +166,7 @@ def _cells(run: Run) -> dict[str, str]:
     ok, took, link = run["status"] == "ok", step(run), carried(run)
     full = f", full {link[1]:.0%}" if link and link[1] is not None else ""
     return {
-        "run": f"{_name(run)}, {run['columns']}",
+        "run": _name(run),
         "status": str(run["status"]),
         "link": rated(run["link"]) if run.get("link") else "–",
         "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",

@@ -19,14 +19,14 @@ Run = dict[str, Any]
 GIB = 1 << 30
 
 _WORK = (
-    "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
+    "trace", "rows_expected", "bytes_unique", "hosts", "link", "prompts", "samples",
     "steps", "staleness", "seed", "trainers", "pace", "apart", "phased",
     "memory_limit_bytes",
 )  # fmt: skip
-_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "pace", "apart",
+_A_HOST = ("trace", "link", "samples", "staleness", "seed", "pace", "apart",
            "phased", "memory_limit_bytes")  # fmt: skip
 _COUNTED = {
-    "columns": "columns", "hosts": "hosts", "prompts": "prompts", "steps": "steps",
+    "hosts": "hosts", "prompts": "prompts", "steps": "steps",
     "trainers": "trainers",
 }  # fmt: skip
 

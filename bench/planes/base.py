@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
-from bench.columns import Choice, group_bytes, rollout_fields, stage_fields
+from bench.columns import group_bytes, rollout_fields, stage_fields
 from bench.machine import version
 from bench.traces import TASKS, Prompt, Task, generate
 
@@ -38,7 +38,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
     trainers: int
     dedup: bool
-    columns: Choice
     arena_bytes: int
     memory_limit_bytes: int = 0  # of each host; 0: none
     folder: str  # of this run: sockets, logs
@@ -95,10 +94,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.addresses[host] if self.addresses else "127.0.0.1"
 
     def stages(self) -> dict[str, list[str]]:
-        return stage_fields(self.task, self.columns)
+        return stage_fields(self.task)
 
     def largest_group(self) -> Prompt:
-        fields = rollout_fields(self.task, self.columns)
+        fields = rollout_fields(self.task)
         return max(self.generate(), key=lambda prompt: group_bytes(fields, prompt, self.dedup))
 
 

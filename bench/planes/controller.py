@@ -11,8 +11,8 @@ has at most two groups at a time: it works on one while the next one arrives.
 
 Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
 concatenation, no padding and no reordering (whole groups are dealt, so no prompt goes to two ranks
-of a stage; verl's shuffled rows send it up to 5.25 times); a stage is sent only its columns if so
-asked; rollout workers stream groups in as they finish; arrays go out from where they landed, by
+of a stage; verl's shuffled rows send it up to 5.25 times); a stage is sent only the columns that it
+reads; rollout workers stream groups in as they finish; arrays go out from where they landed, by
 sendmsg, and land by recv_into in memory that was mapped and touched before the clock started, in
 the workers too; one blocking thread a connection and direction (asyncio reaches 2.6 GB/s at its
 best, raw sockets as much, and here several run at once without the GIL); unix sockets on the
@@ -132,7 +132,7 @@ class ControllerEndpoint(Endpoint):
             self._sock = socket.create_connection(tuple(worker.address["address"]))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = set(job.stages().get(worker.role, ()))
-        fields = [f for f in all_fields(job.task, job.columns) if f.name in sent]
+        fields = [f for f in all_fields(job.task) if f.name in sent]
         sizes = [_reserve(job, fields, [prompt]) for prompt in job.generate()] if sent else [1]
         self._landing = Landing(max(sizes))
         send(self._sock, Frame("hello", name=worker.name))
@@ -198,7 +198,7 @@ class Stock:
     """The whole batch of one step, and the memory that it lands in."""
 
     def __init__(self, job: Job, step: int, landing: Landing) -> None:
-        fields = all_fields(job.task, job.columns)
+        fields = all_fields(job.task)
         prompts = job.of_step(step)
         self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
         self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
@@ -282,7 +282,7 @@ class Controller:
     def __init__(self, job: Job, path: str, barriers: bool) -> None:
         self._job = job
         self._barriers = barriers
-        fields = all_fields(job.task, job.columns)
+        fields = all_fields(job.task)
         reserve = max(_reserve(job, fields, job.of_step(step)) for step in range(job.steps))
         in_flight = min(job.steps, job.staleness + 1)
         # Under a memory limit pages come with the rows: else it might die before the first of them.

@@ -116,13 +116,13 @@ class Place:
 
 def written(job: Job, prompt: Prompt) -> Work:
     """What a rollout worker puts of a group."""
-    return _work(rollout_fields(job.task, job.columns), prompt, job.dedup)
+    return _work(rollout_fields(job.task), prompt, job.dedup)
 
 
 def read(job: Job, stage: str, prompt: Prompt) -> Work:
     """What a stage is sent of a group."""
     names = set(job.stages()[stage])
-    fields = tuple(f for f in all_fields(job.task, job.columns) if f.name in names)
+    fields = tuple(f for f in all_fields(job.task) if f.name in names)
     return _work(fields, prompt, job.dedup)
 
 

@@ -69,7 +69,7 @@ def _prompt(task: Task, rng: np.random.Generator, content: int) -> tuple[int, tu
     if task.videos:
         shares = tuple(cluster.share for cluster in task.videos)
         cluster = task.videos[_one_of(shares, rng)]
-        return cluster.prompt_tokens, (Medium(content, cluster.grid, cluster.frames),)
+        return cluster.prompt_tokens, (Medium(content, cluster.grid),)
     text = int(task.prompt.at(rng.standard_normal(1))[0])
     media = _images(task.images, rng, content) if task.images else ()
     return text + sum(medium.visual_tokens for medium in media), media

@@ -2,7 +2,7 @@
 
 Columns: step, group and sample (numbers; a group's number counts through all steps),
 prompt_tokens, response_tokens (tool texts included), turns (a list of tokens, seconds,
-tool_seconds, tool_tokens), media (a list of content id, grid in patches, shape of the raw frames),
+tool_seconds, tool_tokens), media (a list of content id, grid in patches),
 reward, reward_seconds, times (of a recorded job: one of StageTimes). Written twice, a trace gives
 the same file. It is written as it is drawn, so its length is limited by the disk; read it is held
 whole, so there only so many rows are taken.
@@ -23,7 +23,7 @@ from bench.outputs import replacing
 from bench.traces.sample import Medium, Prompt, Sample, StageTimes, Turn
 from bench.traces.tasks import TASKS
 
-_FORMAT = b"3"
+_FORMAT = b"4"
 _GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
 MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
 
@@ -45,13 +45,7 @@ _TURN = pyarrow.struct(
         tool_tokens=pyarrow.int64(),
     )
 )
-_MEDIUM = pyarrow.struct(
-    _whole(
-        content=pyarrow.int64(),
-        grid=_several(pyarrow.int64()),
-        frames=_several(pyarrow.int64()),
-    )
-)
+_MEDIUM = pyarrow.struct(_whole(content=pyarrow.int64(), grid=_several(pyarrow.int64())))
 _TIMES = pyarrow.struct(
     _whole(reference=pyarrow.float64(), train=pyarrow.float64(), optimiser=pyarrow.float64())
 )
@@ -103,25 +97,16 @@ def write(
 
 
 def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
-    media = [{"content": m.content, "grid": m.grid, "frames": m.frames} for m in prompt.media]
+    media = [asdict(medium) for medium in prompt.media]
     times = [asdict(prompt.times)] if prompt.times else []
     for number, sample in enumerate(prompt.samples):
-        turns = [
-            {
-                "tokens": turn.tokens,
-                "seconds": turn.seconds,
-                "tool_seconds": turn.tool_seconds,
-                "tool_tokens": turn.tool_tokens,
-            }
-            for turn in sample.turns
-        ]
         yield {
             "step": prompt.step,
             "group": prompt.index,
             "sample": number,
             "prompt_tokens": prompt.prompt_tokens,
             "response_tokens": sample.tokens,
-            "turns": turns,
+            "turns": [asdict(turn) for turn in sample.turns],
             "media": media,
             "reward": sample.reward,
             "reward_seconds": sample.reward_seconds,
@@ -162,6 +147,6 @@ def _prompt(index: int, rows: list[dict[str, Any]]) -> Prompt:
         Sample(tuple(Turn(**turn) for turn in row["turns"]), row["reward"], row["reward_seconds"])
         for row in rows
     )
-    media = (Medium(m["content"], tuple(m["grid"]), tuple(m["frames"])) for m in first["media"])
+    media = (Medium(m["content"], tuple(m["grid"])) for m in first["media"])
     times = StageTimes(**first["times"][0]) if first["times"] else None
     return Prompt(index, first["step"], first["prompt_tokens"], tuple(samples), tuple(media), times)

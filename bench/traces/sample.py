@@ -41,12 +41,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """An image or a video: the processor's grid (time, height, width in patches of 14 pixels) and,
-    for a video, the shape of its raw frames. Equal `content` means equal bytes."""
+    """An image or a video: the processor's grid (time, height, width in patches of 14 pixels).
+    Equal `content` means equal bytes."""
 
     content: int
     grid: tuple[int, int, int]
-    frames: tuple[int, ...] = ()
 
     @property
     def pixel_rows(self) -> int:
@@ -55,10 +54,6 @@ class Medium:
     @property
     def pixel_bytes(self) -> int:
         return self.pixel_rows * PATCH_VALUES * 4
-
-    @property
-    def frame_bytes(self) -> int:
-        return math.prod(self.frames) * 4 if self.frames else 0
 
     @property
     def visual_tokens(self) -> int:
@@ -106,7 +101,7 @@ class Prompt:
     @property
     def media_bytes(self) -> int:
         """Bytes of the media, once."""
-        return sum(medium.pixel_bytes + medium.frame_bytes for medium in self.media)
+        return sum(medium.pixel_bytes for medium in self.media)
 
     @property
     def survives(self) -> bool:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -70,11 +69,8 @@ def test_one_host_cannot_be_two(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("columns", ["needed", "all"])
-def test_the_controller_moves_every_row(hosts: int, columns: Any) -> None:
-    settings = Settings(
-        trace="math", planes=("controller",), prompts=3, hosts=hosts, columns=columns, trainers=3
-    )
+def test_the_controller_moves_every_row(hosts: int) -> None:
+    settings = Settings(trace="math", planes=("controller",), prompts=3, hosts=hosts, trainers=3)
     run = execute(settings, "controller", False, silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"] == 48
@@ -221,7 +217,6 @@ def test_the_command_prints_a_table_and_writes_the_report(
         ["--trace", "math", "--planes", "carrier-pigeon"],
         ["--trace", "math", "--prompts", "0"],
         ["--trace", "math", "--arena", "lots"],
-        ["--trace", "math", "--columns", "some"],
         ["--trace", "math", "--dedup", "perhaps"],
         ["--trace", "math", "--pace", "0"],
         ["--trace", "math", "--seed", "-1"],
@@ -248,18 +243,6 @@ def test_media_run_both_ways_unless_told() -> None:
     told = Settings(trace="video", planes=("controller",), dedup=True)
     assert variants(told) == [("controller", True)]
     assert len(variants(MATH)) == 1  # no media, nothing to share
-
-
-def test_gains_are_reported_apart(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    options = ["--trace", "image_open", "--prompts", "1", "--planes", "controller", "--hosts", "1"]
-    several = ["--dedup", "both", "--columns", "all,needed", "--json", str(path)]
-    assert main(["run", *options, *several]) == 0
-    runs = json.loads(path.read_text())["runs"]
-    moved = {(run["columns"], run["dedup"]): run["bytes_moved"] for run in runs}
-    assert len(runs) == len(moved) == 4
-    assert moved["all", False] > moved["needed", False] > moved["needed", True]
-    assert moved["all", False] > moved["all", True] > moved["needed", True]
 
 
 def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> None:

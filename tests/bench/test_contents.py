@@ -39,7 +39,7 @@ def test_floats_are_finite_and_token_ids_within_the_vocabulary() -> None:
 
 def test_rows_differ_even_where_their_lengths_are_equal() -> None:
     source = Source(seed=0)
-    for field in rollout_fields(TASKS["math"], "all"):
+    for field in rollout_fields(TASKS["math"]):
         values = source.column(field, PROMPT)
         same = digest(values[0]) == digest(values[2])
         assert same == (field.name in ("attention_mask", "response_mask", "position_ids"))

@@ -93,7 +93,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
                 for end, (role, _) in zip(ends, readers, strict=True)
             ]
             values = [np.zeros(1)] * job.samples
-            names = [field.name for field in all_fields(job.task, job.columns)]
+            names = [field.name for field in all_fields(job.task)]
             rollouts[0].put(0, 0, dict.fromkeys(names, values))
             for one in rollouts:
                 one.finish(0)

@@ -13,7 +13,7 @@ from bench.run import Settings, execute
 
 
 def job(trace: str, **changes: Any) -> Job:
-    told = {"prompts": 8, "seed": 0, "hosts": 2, "trainers": 2, "dedup": True, "columns": "needed"}
+    told = {"prompts": 8, "seed": 0, "hosts": 2, "trainers": 2, "dedup": True}
     told |= {"arena_bytes": 0, "folder": "/nowhere", "parent": 0, **changes}
     return Job(trace=trace, **told)
 
@@ -60,7 +60,7 @@ def test_values_that_cross_with_a_grant_are_counted() -> None:
     """They are not read from there, being small; and the only trainer is on the other host."""
     told = run("dataplane", "math_open", prompts=12, trainers=1)
     flow = job("math_open", prompts=12)
-    fields = rollout_fields(flow.task, "all")
+    fields = rollout_fields(flow.task)
     crossing = [p for p in flow.generate() if p.index % 2 and flow.is_trained(p)]
     assert crossing
     assert told["pulled_bytes"][0] >= sum(group_bytes(fields, p, dedup=True) for p in crossing)

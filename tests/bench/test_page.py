@@ -52,7 +52,7 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
         "rows_expected": 128, "bytes_unique": 1_770_000_000, "bytes_moved": 2_400_000_000,
         "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
         "peak_total_bytes": 2 << 30, "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
-        "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True, "columns": "needed",
+        "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True,
         "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0, "link": None, "apart": False,
         "phased": False, "recorded_step_seconds": 30.0, "arena_bytes": 1 << 30,
         "busiest_link": None,

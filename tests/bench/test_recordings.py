@@ -84,7 +84,7 @@ def test_a_step_takes_as_long_as_it_took(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     parquet.write(path, "math", 0, [prompt for prompts in found.steps for prompt in prompts])
     job = Job(
-        trace="math", prompts=4, seed=0, hosts=2, trainers=2, dedup=False, columns="needed",
+        trace="math", prompts=4, seed=0, hosts=2, trainers=2, dedup=False,
         arena_bytes=0, folder="", parent=0, steps=4, trace_file=str(path),
     )  # fmt: skip
     assert job.is_recorded

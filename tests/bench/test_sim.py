@@ -50,7 +50,6 @@ def job(**changes: object) -> Job:
         "hosts": 4,
         "trainers": 4,
         "dedup": True,
-        "columns": "needed",
         "arena_bytes": 1 << 28,
         "folder": "",
         "parent": 0,

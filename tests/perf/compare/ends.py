@@ -57,7 +57,6 @@ def job(hosts: int, rows: int, largest: int, folder: str, parent: int) -> Job:
         hosts=hosts,
         trainers=1,
         dedup=False,
-        columns="all",
         arena_bytes=max(_SMALLEST_ARENA, _ARENA_BATCHES * largest),
         folder=folder,
         parent=parent,

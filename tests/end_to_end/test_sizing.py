@@ -23,9 +23,9 @@ def arena(new: float, added: float = 0, pulled: float = 0) -> float:
 def test_the_page_has_this_formula_and_an_example_that_follows_from_it() -> None:
     page = PAGE.read_text()
     assert "arena = max(new / 0.60, (new + added) / 0.85, new + added + pulled)" in page
-    new = 64 * 115e6 * 2 / 8
-    assert f"64 × 115 MB × 2 ÷ 8 = {new / 1e9:.2f} GB" in page
-    assert f"1.84 ÷ 0.60 = {arena(new) / 1e9:.1f} GB" in page
+    new = 64 * 58e6 * 2 / 8
+    assert f"64 × 58 MB × 2 ÷ 8 = {new / 1e9:.2f} GB" in page
+    assert f"0.93 ÷ 0.60 = {arena(new) / 1e9:.1f} GB" in page
 
 
 def videos(part: Partition, share: float) -> None:

@@ -29,7 +29,7 @@ KEPT = "docs/pictures/report.json"
 _PICTURES = ("hosts", "share", "memory")
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench: end -->)", re.DOTALL)
 _PAGES = ("README.md", "docs/performance.md", "docs/choosing.md")
-_UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends", "pulled_bytes")
+_UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends")
 
 
 def register(commands: Any) -> None:

@@ -119,12 +119,18 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
         step = each["full_step"]
         if not step or not each["apart"]:
             continue
-        per_step = each["bytes_unique"] / len(each["step_seconds"])
-        gigabytes = per_step * step["prompts"] / each["prompts"] / 1e9
-        busy = names["link_seconds"](gigabytes, 2, each["hosts"] // 2, 100)
-        ours = each["plane"] == "dataplane"
-        share = step["link_seconds"] / busy["dataplane" if ours else "controller"]
-        assert 0.8 < share < 1.06, (each["trace"], each["plane"], each["hosts"], share)
+        hosts = each["hosts"] // 2  # that read
+        scale = step["prompts"] / each["prompts"] / len(each["step_seconds"]) / 1e9
+        gigabytes = each["bytes_unique"] * scale
+        busy = names["link_seconds"](gigabytes, 2, hosts, 100)
+        if each["plane"] == "dataplane":
+            pulled = each["bytes_moved"] - each["bytes_unique"]
+            assert pulled == sum(each.get("pulled_bytes", [pulled]))
+            ratio = pulled * scale / hosts * 8 / 100 / busy["dataplane"]
+            assert 0.85 < ratio < 1.15, (each["trace"], each["hosts"], ratio)  # a few large groups
+        else:
+            ratio = step["link_seconds"] / busy["controller"]
+            assert 0.99 < ratio < 1.05, (each["trace"], each["plane"], each["hosts"], ratio)
         if each["trace"] == "video" and each["hosts"] == 6:
             found.append(round(gigabytes, 1))
     assert set(found) == {float(shown[1])}

@@ -103,8 +103,11 @@ class Partition:
         self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Close a group at n rows; dropped rows count. A no-op for a group that has been freed. To
-        use its name again, put the new rows first (`reuse=True`)."""
+        """Set the size of a group to n rows, dropped ones included. It closes when it has them.
+
+        A no-op for a group that has been freed. To close a new group of that name, first put its
+        rows with `reuse=True`.
+        """
         self._run(core.close_group(self._handle, group, n, timeout))
 
     def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
@@ -153,9 +156,9 @@ class Partition:
         """Lease rows for a stage. Give exactly one of `rows`, `groups` or `budget`.
 
         - `rows`, `groups`: how many. Groups are never split.
-        - `budget={tag: sum}`: as many groups as fit; rows if the partition has no `group_size`, or
-          as `unit` says. The tag must be a finite number of 0 or more; InvalidRows names a row
-          whose tag is not.
+        - `budget={tag: sum}`: as many groups as fit, at least one; rows if the partition has no
+          `group_size`. The tag must be a finite number of 0 or more, else InvalidRows.
+        - `unit`: "groups" or "rows", to choose what `budget` counts.
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: only rows with such tags, or groups whose rows all have them.
         - `fields`: what to fetch at once. Default: the fields of the stage.

@@ -109,9 +109,9 @@ class Plan(Planned[Micro]):
 
     A loop that runs to its end acks the plan. Any other way out of the loop (break, return, an
     exception) releases it. As a context manager, the plan acks at the end of the body, and releases
-    if the body raises. Once every rank has acked its part, the stage is done with the rows. A rank
-    that leaves before that ends the plan for all ranks: their next call raises LeaseExpired, which
-    names the rank.
+    if the body raises. Once every rank has acked its part, the stage is done with the rows. If a
+    rank leaves earlier, the plan ends for all ranks: their next call raises LeaseExpired, which
+    names that rank.
     """
 
     _kind = "Plan"

@@ -1,9 +1,9 @@
 """TransferQueue's surface over a plane: `import dataplane_transfer_queue as tq`.
 
-Signatures and correct behaviour are those of TransferQueue 0.1.11 from PyPI; docs/verl.md lists
-every difference. For code that you cannot edit, install `dataplane-as-transfer-queue`, which
-provides the same as the module `transfer_queue`. There is no controller and no storage process:
-each host's peer holds rows.
+Signatures and correct behaviour are those of TransferQueue 0.1.11 from PyPI; docs/verl.md and
+this package's README list the differences. For code that you cannot edit, install
+`dataplane-as-transfer-queue`, which provides the same as the module `transfer_queue`. There is no
+controller and no storage process: each host's peer holds rows.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ check: $(VENV)/.test-installed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The blocking client of the awaiting one: dataplane/client/sync of dataplane/client/aio.
+# Generates the blocking client, dataplane/client/_sync, from dataplane/client/_async.
 sync: $(VENV)/.test-installed
 	$(BIN)/python -m tests.client.make_sync
 

@@ -1,10 +1,11 @@
 """The public surface with `await`: `async with dataplane.aio.connect() as plane: …`."""
 
-from dataplane.client.aio.batch import Batch, Rows
-from dataplane.client.aio.partition import Partition
-from dataplane.client.aio.plan import Micro, Mini, Plan
-from dataplane.client.aio.plane import Plane, connect
-from dataplane.client.aio.stream import Loader, Stream
+from dataplane.client._async.batch import Batch, Rows
+from dataplane.client._async.loader import Loader
+from dataplane.client._async.partition import Partition
+from dataplane.client._async.plan import Micro, Mini, Plan
+from dataplane.client._async.plane import Plane, connect
+from dataplane.client._async.stream import Stream
 
 __all__ = [
     "Batch",

@@ -437,8 +437,8 @@ def _stats(peer: rundir.LivingPeer, visits: set[int] | None = None) -> dict[str,
     """What a peer says of itself; one that is stuck hides no other. visits: gets the session of
     this visit, which the peer's run may still list as a client when the next peer is asked."""
     # Imported here: `dataplane peer` must not load the client.
+    from dataplane.client._sync.plane import Plane
     from dataplane.client.session.opening import visit
-    from dataplane.client.sync.plane import Plane
 
     try:
         keeper = visit(peer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
 from dataplane.errors import InvalidCall, few
 from dataplane.events.merge import Event
 from dataplane.launch.rundir import LivingPeer

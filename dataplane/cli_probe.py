@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dataplane.client import core
+from dataplane.client._sync import queries
+from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
 from dataplane.launch.rundir import LivingPeer
 from dataplane.transport import registry
 
@@ -23,7 +23,7 @@ Report = dict[str, Any]
 def probe(peer: LivingPeer) -> Report:
     """The report of all pairs, from one peer of this host."""
     with Plane(visit(peer)) as connected:
-        report: Report = connected.run(core.probe(PROBE_S))
+        report: Report = queries.probe(connected._session, PROBE_S)
     return report
 
 

@@ -19,8 +19,8 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 
+from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
 from dataplane.errors import (
     ConnectError,
     DeadlineExceeded,

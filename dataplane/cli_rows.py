@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.client.core import Handle
-from dataplane.client.operations.reads import overview
+from dataplane.client._sync.plane import Plane
+from dataplane.client._sync.reads import overview
+from dataplane.client.handle import Handle
 from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
 from dataplane.client.write.rows import row_groups, row_names, tag_values
 from dataplane.errors import (
     InvalidCall,
@@ -49,7 +49,7 @@ def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> R
     with Plane(visit(peer)) as plane:
         stats = _attached(plane, partition)
         handle = Handle(plane._session, partition)
-        found = plane.run(overview(handle, where, limit, _TIMEOUT_S))
+        found = overview(handle, where, limit, _TIMEOUT_S)
     names = row_names(found.table.rows)
     groups = row_groups(found.table.rows)
     tags = {name: tag_values(found.table, name, len(names)) for name in found.table.tags}
@@ -93,7 +93,7 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
                 "fields": {field: described(values[field]) for field in sorted(values)},
             }
         handle = Handle(plane._session, partition)
-        known = plane.run(overview(handle, None, MAX_ROWS, _TIMEOUT_S))
+        known = overview(handle, None, MAX_ROWS, _TIMEOUT_S)
     names = [str(one) for one in row_names(known.table.rows)]
     near = difflib.get_close_matches(key, names, 3, 0.5)
     meant = f"did you mean {', '.join(near)}? " if near else ""

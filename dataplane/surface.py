@@ -1,14 +1,14 @@
 """What a stage worker imports of dataplane, by its public names; the package hands them out."""
 
 import dataplane.aio as aio
-from dataplane.client.operations.changes import Dropped
+from dataplane.client._sync.batch import Batch, Rows
+from dataplane.client._sync.loader import Loader
+from dataplane.client._sync.partition import Partition
+from dataplane.client._sync.plan import Micro, Mini, Plan
+from dataplane.client._sync.plane import Plane, connect
+from dataplane.client._sync.stream import Stream
 from dataplane.client.read.selection import Group
-from dataplane.client.ref import Ref
-from dataplane.client.sync.batch import Batch, Rows
-from dataplane.client.sync.partition import Partition
-from dataplane.client.sync.plan import Micro, Mini, Plan
-from dataplane.client.sync.plane import Plane, connect
-from dataplane.client.sync.stream import Loader, Stream
+from dataplane.client.ref import Dropped, Ref
 from dataplane.client.write.values import Kept as object
 from dataplane.events.merge import Event
 from dataplane.metadata.tables.where import Tag, Where, tag

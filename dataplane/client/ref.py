@@ -1,6 +1,8 @@
-"""Ref: names the rows of one put. It is small, and can be pickled and sent to another process."""
+"""What calls return beside rows: the ref of a put, the counts of a drop."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,3 +45,10 @@ class Ref(msgspec.Struct, frozen=True):
         return (
             f"<Ref {len(self)} rows of {self.partition!r}, fields {', '.join(self.fields) or '-'}>"
         )
+
+
+class Dropped(NamedTuple):
+    """How many rows and bytes a drop freed."""
+
+    rows: int
+    bytes: int

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
-from dataplane.client.sync.plane import Plane
 from dataplane.errors import DataplaneError
 from dataplane.launch.rundir import LivingPeer
 from dataplane.watch.history import History, View

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from dataplane.client.core import Handle
-from dataplane.client.operations.changes import Admitting, advance
+from dataplane.client._sync.partition import Partition
+from dataplane.client._sync.producing import Admission
+from dataplane.client.handle import Handle
 from dataplane.client.session.session import MAX_FAMILIAR, Familiar
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.names import mint_many
@@ -19,9 +20,9 @@ NOWHERE = cast(Handle, None)
 @pytest.mark.parametrize("number", [False, True, 0.0, 1.0, -1, None, "0"])
 def test_what_is_no_version_or_lag_is_refused_here(number: Any) -> None:
     with pytest.raises(InvalidCall, match="max_lag=.* int of 0 or more"):
-        Admitting(NOWHERE, 1, number, 1, None)
+        Admission(NOWHERE, 1, number, 1, None)
     with pytest.raises(InvalidCall, match="version=.* int of 0 or more"):
-        next(advance(NOWHERE, number, None))
+        Partition(NOWHERE).advance(number)
 
 
 def test_a_client_knows_its_last_keys_and_forgets_older_ones_at_once() -> None:

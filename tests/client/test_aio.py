@@ -13,8 +13,7 @@ import uvloop
 
 import dataplane
 from dataplane import aio
-from dataplane.client.aio import driver as shell
-from dataplane.client.core import Offload
+from dataplane.client._async import backend
 from dataplane.wire.messages import (
     Claim,
     Failed,
@@ -141,7 +140,7 @@ async def test_a_call_in_flight_does_not_hold_up_another(
 async def test_a_deadline_ends_a_call_and_its_connection(
     peer: ScriptedPeer, plane: aio.Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.aio.driver.GRACE_S", 0.05)
+    monkeypatch.setattr("dataplane.client._async.backend.GRACE_S", 0.05)
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded):
         await plane.stats(timeout=0.05)
@@ -160,8 +159,8 @@ async def test_a_lost_peer_is_peer_lost(peer: ScriptedPeer, plane: aio.Plane) ->
 
 async def test_big_copies_leave_the_loop_and_small_ones_do_not() -> None:
     here = threading.get_ident()
-    assert await shell.offload(Offload(threading.get_ident, shell.OFFLOAD_BYTES)) != here
-    assert await shell.offload(Offload(threading.get_ident, 100)) == here
+    assert await backend.offload(threading.get_ident, backend.OFFLOAD_BYTES) != here
+    assert await backend.offload(threading.get_ident, 100) == here
 
 
 async def test_a_cancelled_copy_is_waited_for_before_its_memory_is_given_away() -> None:
@@ -172,7 +171,7 @@ async def test_a_cancelled_copy_is_waited_for_before_its_memory_is_given_away() 
         go_on.wait(10)
         done.set()
 
-    copy = asyncio.ensure_future(shell.offload(Offload(work, shell.OFFLOAD_BYTES)))
+    copy = asyncio.ensure_future(backend.offload(work, backend.OFFLOAD_BYTES))
     await asyncio.to_thread(started.wait)
     copy.cancel()
     await asyncio.sleep(0)

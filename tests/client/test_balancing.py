@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client.operations.balancing import Layout, even_parts, packed, parts
+from dataplane.client.balancing import Layout, even_parts, packed, parts
 from dataplane.errors import InvalidRows
 from dataplane.wire.tables import Laid, Shape
 

@@ -12,7 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Plane
-from dataplane.client.operations.lease import positions
+from dataplane.client._sync.lease import positions
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,

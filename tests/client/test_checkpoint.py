@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from dataplane.client._sync import calls
+from dataplane.client._sync.save import _Checkpoint, _each_once
 from dataplane.client.checkpoint.archive import Archive, verified
-from dataplane.client.checkpoint.save import _Checkpoint, _each_once
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import CheckpointFailed, PartitionUndefined, Unavailable
@@ -34,17 +35,17 @@ def asked(directory: Path, placements: list[int]) -> int:
     session: Any = Session()
     archive = Archive(directory)
     archive.begin()
-    steps = _Checkpoint(session, archive, Deadline(None), Bar("checkpoint")).write()
-    answers, answer, count = iter(placements), None, 0
-    while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration:
-            return count
-        if isinstance(step, Call):
-            answer, count = CensusDone([], next(answers)), count + 1
-        else:
-            answer = step.work()
+    answers, count = iter(placements), 0
+
+    def send(_: Any, call: Call) -> CensusDone:
+        nonlocal count
+        count += 1
+        return CensusDone([], next(answers))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calls, "send", send)
+        _Checkpoint(session, archive, Deadline(None), Bar("checkpoint")).write()
+    return count
 
 
 def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
@@ -56,16 +57,22 @@ def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
     assert not (tmp_path / "restless").exists()
 
 
-def test_a_partition_is_asked_for_for_as_long_as_a_fail_over_may_take(tmp_path: Path) -> None:
+def test_a_partition_is_asked_for_for_as_long_as_a_fail_over_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session: Any = Session()
     late = Unavailable("its shard is not served")
     for fails in (2, 6):
-        steps = _Checkpoint(
-            session, Archive(tmp_path / "c"), Deadline(None), Bar("checkpoint")
-        )._partition("p")
-        step = next(steps)
-        for _ in range(min(fails, 5)):
-            assert isinstance(step, Call) and isinstance(step.body, Define)
-            step = steps.throw(late)
-        with pytest.raises(Unavailable if fails == 6 else StopIteration):
-            steps.throw(late if fails == 6 else PartitionUndefined("dropped meanwhile"))
+        failures = iter([late] * fails)
+
+        def send(_: Any, call: Call, failures: Any = failures) -> None:
+            assert isinstance(call.body, Define)
+            raise next(failures, PartitionUndefined("dropped meanwhile"))
+
+        monkeypatch.setattr(calls, "send", send)
+        work = _Checkpoint(session, Archive(tmp_path / "c"), Deadline(None), Bar("checkpoint"))
+        if fails == 6:
+            with pytest.raises(Unavailable):
+                work._partition("p")
+        else:
+            work._partition("p")

@@ -14,7 +14,7 @@ import pytest
 
 import dataplane
 from dataplane import Plane
-from dataplane.client.aio import driver
+from dataplane.client._async import backend
 from dataplane.client.deadline import Deadline
 from dataplane.client.session import connection, opening
 from dataplane.client.session.connection import Connection, Inbox
@@ -152,7 +152,7 @@ def test_each_answer_that_has_arrived_of_a_stopped_peer_is_taken(
 
 
 def awaited(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
-    return asyncio.run(driver.exchange(connection, frame, rid, deadline))
+    return asyncio.run(backend.exchange(connection, frame, rid, deadline))
 
 
 def test_a_frame_that_was_sent_in_part_is_finished_before_the_next() -> None:

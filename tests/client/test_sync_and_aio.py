@@ -16,7 +16,7 @@ ASYNC_NAMES |= {"__aiter__": "__iter__"}
 
 @pytest.mark.parametrize("name", modules())
 def test_the_blocking_client_is_as_the_awaiting_one_makes_it(name: str) -> None:
-    assert (CLIENT / "sync" / name).read_text() == made_of(name), "run make sync"
+    assert (CLIENT / "_sync" / name).read_text() == made_of(name), "run make sync"
 
 
 @pytest.mark.parametrize("name", aio.__all__)

@@ -415,7 +415,7 @@ def test_a_partition_dropped_meanwhile_is_left_out(
         if saved.table.columns[0].field == "tokens":
             part.drop()
 
-    monkeypatch.setattr("dataplane.client.checkpoint.save.SAVE_BYTES", 1 << 20)
+    monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 20)
     monkeypatch.setattr(arrow_out.PartFiles, "write", then_drop)
     one.checkpoint(tmp_path / "c")
     assert left_over(tmp_path / "c") == ["0000", "0001", "manifest.json"]
@@ -428,7 +428,7 @@ def test_rows_freed_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.M
     with running("a", "b") as cluster, cluster.connect("a") as plane:
         with cluster.connect("b") as other:
             part = put_groups(other, 8, nbytes=100_000)
-            monkeypatch.setattr("dataplane.client.checkpoint.save.SAVE_BYTES", 1 << 18)
+            monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 18)
             write = arrow_out.PartFiles.write
 
             def then_drop(*args: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dataplane import DataplaneError, Partition, Plane
-from dataplane.client.checkpoint import arrow_out, restore
+from dataplane.client._sync import restore
+from dataplane.client.checkpoint import arrow_out
 from tests.end_to_end.conftest import until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import GO_ON_S, check, planes, put

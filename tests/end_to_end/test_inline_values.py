@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane.client.core import Operation
+from dataplane.client._sync.calls import send
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.metadata.roster.roster import Roster
@@ -200,10 +200,7 @@ def put_of(generation: int, inline: bytes, start: int = 0, nbytes: int = 8, owne
 
 
 def tell(plane: dataplane.Plane, body: Body) -> None:
-    def operation() -> Operation[None]:
-        yield Call(body, Deadline(20.0))
-
-    plane.run(operation())
+    send(plane._session, Call(body, Deadline(20.0)))
 
 
 @pytest.mark.parametrize(

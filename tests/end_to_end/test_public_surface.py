@@ -17,7 +17,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Stream, tag
-from dataplane.client.sync.stream import StreamLoop
+from dataplane.client._sync.stream import StreamLoop
 from tests.end_to_end.conftest import until
 from tests.end_to_end.hosts import Hosts, one_and_two
 

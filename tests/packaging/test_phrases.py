@@ -18,7 +18,7 @@ PUBLIC = (
     "aio",
     "errors",
     "surface",
-    "client/aio/",
+    "client/_async/",
     "client/ref",
     "integrations/",
     "testing/",

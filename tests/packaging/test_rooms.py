@@ -30,8 +30,8 @@ ORDER = {
         *("peer", "main"),
     ],
     "client": [
-        *("ref", "arguments", "deadline", "tracebacks", "session", "write", "core", "read"),
-        *("operations", "checkpoint", "aio", "sync"),
+        *("ref", "arguments", "deadline", "tracebacks", "session", "write", "handle", "read"),
+        *("balancing", "requests", "checkpoint", "_async", "_sync"),
     ],
 }
 """Modules and folders of each folder; each imports from those before it only."""
@@ -89,6 +89,21 @@ def test_clients_and_peers_know_nothing_of_each_other() -> None:
         assert room == "integrations" or "from dataplane.integrations" not in text, path
         assert "import dataplane_transfer_queue" not in text, path
         assert "from dataplane_transfer_queue" not in text, path
+
+
+def test_only_the_backends_of_the_client_wait() -> None:
+    """The rest of `_async` is `async def` without a library of its own, so that `_sync` can be
+    generated from it."""
+    for folder in ("_async", "_sync"):
+        for path in HOUSE.joinpath("client", folder).glob("*.py"):
+            if path.stem != "backend":
+                imported = {
+                    name.name
+                    for node in ast.walk(ast.parse(path.read_text()))
+                    if isinstance(node, ast.Import)
+                    for name in node.names
+                }
+                assert not imported & {"asyncio", "threading", "select", "socket"}, path
 
 
 def test_the_registry_names_engines_and_nobody_imports_them() -> None:

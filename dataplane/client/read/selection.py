@@ -13,7 +13,7 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Handle
+from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.devices import view_of
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side

@@ -2,7 +2,7 @@
 
 Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
 peer; a connection that breaks is PeerLost, and the shells send the call again on another. The event
-loop's side of the same sockets is in `client/aio/driver.py`.
+loop's side of the same sockets is in `client/_async/backend.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -49,6 +49,10 @@ _IDLE_CONNECTIONS = 16
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 Opener = Callable[[], socket.socket]
+
+
+class Cancelled(BaseException):
+    """Another thread has cancelled the call."""
 
 
 class Inbox:
@@ -105,6 +109,7 @@ class Connection:
         "early",
         "frame_sent",
         "_begun",
+        "_cancel_fd",
         "_complaint",
         "_readable",
         "_rid",
@@ -127,6 +132,8 @@ class Connection:
         self._begun = b""
         """the rest of a frame that `send` sent only a part of"""
         self._rid = 0
+        self._cancel_fd = -1
+        """becomes readable when another thread cancels the call; -1: none does"""
         self._complaint: DataplaneError | None = None
 
     def next_rid(self) -> int:
@@ -166,12 +173,14 @@ class Connection:
         reply = self.arrived_reply() if self.inbox.filled or self.early else None
         while reply is None:
             try:
-                arrives = self._readable.poll(next(turns) * 1e3)
+                ready = self._readable.poll(next(turns) * 1e3)
             except DeadlineExceeded:
                 if (reply := self.take_reply()) is None:
                     raise
             else:
-                if arrives:
+                if self._cancel_fd >= 0 and any(fd == self._cancel_fd for fd, _ in ready):
+                    raise Cancelled
+                if ready:
                     self.take()
                     reply = self.arrived_reply()
         return reply
@@ -184,6 +193,17 @@ class Connection:
                 if (reply := self.arrived_reply()) is not None:
                     return reply
         return None
+
+    @contextlib.contextmanager
+    def cancelled_by(self, fd: int) -> Iterator[None]:
+        """Raise `Cancelled` from calls in the body when `fd` is readable."""
+        self._readable.register(fd, select.POLLIN)
+        self._cancel_fd = fd
+        try:
+            yield
+        finally:
+            self._cancel_fd = -1
+            self._readable.unregister(fd)
 
     def take(self) -> None:
         """Receive what has arrived, without waiting; BlockingIOError where nothing has."""

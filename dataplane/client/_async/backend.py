@@ -1,0 +1,288 @@
+"""What waiting means for `dataplane.aio`. `_sync/backend.py` has the same names.
+
+Each call in flight has a connection of its own. Cancelling the task closes it, which cancels the
+call at the peer. Large copies run in the loop's executor. Works from several loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from dataplane.client.deadline import Deadline
+from dataplane.client.read.selection import Selection as Fetching
+from dataplane.client.read.tensors import place_named, settled
+from dataplane.client.session import handshake
+from dataplane.client.session.connection import GRACE_S, Connection, answer, unwrap
+from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.session import Session
+from dataplane.client.tracebacks import shorten
+from dataplane.errors import DataplaneError, DeadlineExceeded, InvalidCall, StreamEnd
+from dataplane.wire.messages import Body, Reply
+
+if TYPE_CHECKING:
+    from dataplane.client._async.batch import LeasedRows
+    from dataplane.client._async.lease import Lease
+
+__all__ = [
+    "Connecting",
+    "Fetching",
+    "Prefetch",
+    "convert_off_loop",
+    "exchange",
+    "further",
+    "leave",
+    "offload",
+]
+
+OFFLOAD_BYTES = 1 << 20
+"""Copies of at least this much leave the event loop."""
+
+T = TypeVar("T")
+P = TypeVar("P", bound="Closing")
+B = TypeVar("B", bound="LeasedRows")
+
+
+# connecting
+
+
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+class _NotConnected(InvalidCall, AttributeError):
+    """Both: who asks whether it has an attribute hears that it has not."""
+
+
+class Connecting(Generic[P]):
+    """A plane that is being connected to: await it, or use it with `async with`."""
+
+    def __init__(self, kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> None:
+        self._kind, self._attach = kind, attach
+        self._opened: P | None = None
+
+    if not TYPE_CHECKING:  # to a type checker it has none of a plane's attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # asked whether it can do what it cannot
+                raise AttributeError(name)
+            raise _NotConnected(
+                f"{name!r} was used before the plane was connected: write plane = await "
+                "dataplane.aio.connect(), or async with dataplane.aio.connect() as plane"
+            )
+
+    async def _open(self) -> P:
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, self._attach)
+        try:
+            return self._kind(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+        except DataplaneError as exc:
+            shorten(exc)
+            raise
+
+    def __await__(self) -> Generator[Any, None, P]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> P:
+        self._opened = await self._open()
+        return self._opened
+
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+
+def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close("connecting was cancelled")
+
+
+async def leave(keeper: Housekeeper, why: str) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, keeper.close, why)
+
+
+# copies
+
+
+async def offload(work: Callable[[], T], nbytes: int) -> T:
+    """Run `work`, which copies `nbytes`: in a thread if that is much. A cancelled task still waits
+    until the thread has ended, because the thread writes into memory that must not be reused
+    meanwhile."""
+    if nbytes < OFFLOAD_BYTES:
+        return work()
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError:
+                continue
+        raise
+
+
+async def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -> T:
+    """Convert rows with `work(device)`, in a thread if there is much to copy. The GPU that `device`
+    names in this thread is used in that one, and its copies are done when this returns."""
+    where = place_named(device)
+    return await offload(lambda: settled(where, lambda: work(where)), nbytes)
+
+
+# prefetching
+
+
+class Prefetch(Generic[B]):
+    """A task that takes up to `ahead` batches before they are asked for, `wanted` in all."""
+
+    def __init__(
+        self,
+        take: Callable[[], Awaitable[B]],
+        collate: Callable[[B], Any] | None,
+        ahead: int,
+        wanted: int | None,
+        session: Session,
+    ) -> None:
+        self._take, self._collate = take, collate
+        self._ahead, self._wanted = ahead, wanted
+        self._session = session
+        self._changed = asyncio.Condition()
+        self._ready: deque[tuple[B, Any]] = deque()
+        self._making: B | None = None
+        """The batch that `collate` works on, or failed with."""
+        self._failure: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._work(), name="dataplane-loader")
+
+    async def next(self) -> tuple[B, Any]:
+        """Return the next batch and its collated value. Raises the error that ended the task."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ready or self._failure)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+        failure, self._failure = self._failure, StreamEnd("this loop has already ended")
+        assert failure is not None
+        raise failure
+
+    def stop(self) -> None:
+        """Cancel the task. A claim that waits is withdrawn."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def end(self) -> None:
+        """Cancel the task and wait until it has stopped."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._loop.run_in_executor(None, self._session.settle)
+
+    def left(self) -> list[Lease]:
+        """Take the leases of batches that were prefetched and not used."""
+        left, self._ready = [batch for batch, _ in self._ready], deque()
+        return [batch.lease for batch in [*left, self._making] if batch is not None]
+
+    async def _work(self) -> None:
+        failure: BaseException = StreamEnd("this loop has already ended")
+        try:
+            while self._wanted != 0:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: len(self._ready) < self._ahead)
+                made = await self._made()
+                self._wanted = None if self._wanted is None else self._wanted - 1
+                async with self._changed:
+                    self._ready.append(made)
+                    self._making = None
+                    self._changed.notify_all()
+                del made
+        except asyncio.CancelledError:
+            pass
+        except BaseException as exc:  # whatever it is, the loop is where it is told
+            failure = exc
+        self._failure = failure
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _made(self) -> tuple[B, Any]:
+        self._making = batch = await self._take()
+        made = batch if self._collate is None else self._collate(batch)
+        return batch, await made if inspect.isawaitable(made) else made
+
+
+# calls
+
+
+async def further(session: Session, deadline: Deadline) -> Connection:
+    """Open one more connection. If the caller is cancelled, later calls use it."""
+    opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, deadline)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+
+        def keep(opened: asyncio.Future[Connection]) -> None:
+            if not opened.cancelled() and opened.exception() is None:
+                session.connections.give_back(opened.result())
+
+        opening.add_done_callback(keep)
+        raise
+
+
+async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
+    """Send a request and return its reply, as `Connection.exchange` does."""
+    try:
+        body = answer(await _converse(connection, frame, deadline), rid)
+    except BaseException as exc:
+        connection.fail(exc)
+        raise
+    return unwrap(body)
+
+
+async def _converse(connection: Connection, frame: bytes, deadline: Deadline) -> Reply:
+    loop, sock = asyncio.get_running_loop(), connection.sock
+    turns = connection.turns(deadline, GRACE_S)
+    rest = memoryview(frame)
+    while rest and (rest := rest[connection.send_some(rest) :]):
+        await _ready(sock, loop.add_writer, loop.remove_writer, next(turns))
+    while (reply := connection.arrived_reply()) is None:
+        try:
+            wait_s = next(turns)
+        except DeadlineExceeded:
+            if (reply := connection.take_reply()) is None:
+                raise
+            return reply
+        await _ready(sock, loop.add_reader, loop.remove_reader, wait_s)
+        # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
+        # much, and with it the answer that the housekeeper must undo.
+        with contextlib.suppress(BlockingIOError):
+            connection.take()
+    return reply
+
+
+async def _ready(
+    sock: socket.socket,
+    add: Callable[..., object],
+    remove: Callable[..., object],
+    limit_s: float,
+) -> None:
+    """Wait until the loop finds the socket readable, or writable, for at most `limit_s`."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    timer = loop.call_later(limit_s, _set, ready)
+    add(sock, _set, ready)
+    try:
+        await ready
+    finally:
+        timer.cancel()
+        remove(sock)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

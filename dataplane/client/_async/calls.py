@@ -1,0 +1,123 @@
+"""One request and its reply, on whichever connection to the peer is free.
+
+Every call of the client goes through `send`. Nothing else here waits for the peer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from dataplane.client._async.backend import exchange, further
+from dataplane.client.deadline import Deadline
+from dataplane.client.session.outgoing import Call, Outgoing
+from dataplane.client.session.session import Session
+from dataplane.client.tracebacks import shorten
+from dataplane.errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    Unavailable,
+)
+from dataplane.wire.messages import Body
+
+DEFAULT_TIMEOUT_S = 30.0
+ATTACH_S = 1.0
+"""A call that waits for rows takes at least this long to find its partition."""
+UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
+"""Failures that do not say whether a call took effect."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+
+def public(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Mark a method of the public surface: the traceback of its errors ends at the caller's line.
+
+    See `client/tracebacks.py`.
+    """
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(*args, **kwargs)
+        except DataplaneError as exc:
+            shorten(exc)
+            raise
+
+    return call
+
+
+async def ask(
+    session: Session, body: Body, expected: type[B], deadline: Deadline, doing: str = ""
+) -> B:
+    """Send one request and return its reply, of the expected type. doing: for the error when the
+    deadline has passed before anything is sent."""
+    deadline.check(doing or type(body).__name__.lower())
+    return expect(await send(session, Call(body, deadline)), expected, body)
+
+
+async def wait_for(session: Session, body: Body, expected: type[B], timeout_s: float | None) -> B:
+    """Send a request that the peer may hold until rows come. Its body carries the same timeout."""
+    return expect(await send(session, Call(body, Deadline(timeout_s), True)), expected, body)
+
+
+def expect(reply: object, expected: type[B], body: Body) -> B:
+    """The reply to `body`, if it has the expected type; ProtocolError otherwise."""
+    if not isinstance(reply, expected):
+        raise ProtocolError(
+            f"the peer replied to {type(body).__name__} with {type(reply).__name__}, not "
+            f"{expected.__name__}"
+        )
+    return reply
+
+
+async def send(session: Session, call: Call) -> Body:
+    """Send a call and return its reply. If its connection breaks, the call is sent again on another
+    connection to the same incarnation of the peer."""
+    deadline = call.deadline
+    outgoing: Outgoing | None = None
+    answered = False
+    if call.sent is None:
+        connection = session.connections.idle() or await further(session, deadline)
+    else:
+        (connection, outgoing), call.sent = call.sent, None
+    try:
+        outgoing = outgoing or Outgoing(session, call)
+        while True:
+            connection.later = outgoing.later
+            connection.frame_sent = not outgoing.frame
+            session.connections.begins(connection)
+            try:
+                body = await exchange(connection, outgoing.frame, outgoing.rid, deadline)
+                answered = True
+                return body
+            except BaseException as exc:
+                outgoing.failed(connection, exc)
+                if not isinstance(exc, PeerLost):
+                    raise
+                outgoing.broke(exc)
+            finally:
+                session.connections.ends(connection)
+            connection = await further(session, deadline)
+    finally:
+        if outgoing is None:
+            session.connections.give_back(connection)
+        else:
+            outgoing.over(connection, answered)
+
+
+def limit_beside(timeout_s: float | None) -> float:
+    """The timeout of calls that accompany calls which wait `timeout_s` for rows, such as a stream's
+    acks: the same, but between 1 s and the default."""
+    if timeout_s is None:
+        return DEFAULT_TIMEOUT_S
+    return min(max(timeout_s, ATTACH_S), DEFAULT_TIMEOUT_S)
+
+
+def milliseconds(timeout_s: float | None) -> int:
+    """The timeout as messages carry it; -1 for no limit."""
+    return -1 if timeout_s is None else max(0, int(timeout_s * 1e3))

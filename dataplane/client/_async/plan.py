@@ -1,0 +1,320 @@
+"""Plans: a rank's part of all that a stage has left, in mini- and micro-batches, for several
+epochs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.client import arguments
+from dataplane.client._async.backend import Prefetch
+from dataplane.client._async.batch import LeasedRows
+from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._async.plan_part import Fetching, Index, Joined, Part, fetch, fetch_rows
+from dataplane.client._async.write import write_columns
+from dataplane.client.balancing import Rows
+from dataplane.client.deadline import Deadline
+from dataplane.client.read.selection import Selection
+from dataplane.client.write.values import by_name
+from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted
+from dataplane.wire.messages import Finish, PutDone
+from dataplane.wire.records import EXTENT, U4
+
+log = logging.getLogger(__name__)
+
+LEFT = (
+    "a loop ended early and left a plan of {}",
+    "Call plan.ack() before `break`, or write `with part.plan(…) as plan:`, which acks at its end",
+)
+
+
+class Micro(LeasedRows):
+    """The rows of one forward and backward pass.
+
+    `mask`, bool[n], is False for padding rows. Padding gives every rank the same number of passes.
+    A padding row repeats the values of another row: leave it out of the loss.
+    """
+
+    def __init__(self, part: Part, fetched: Fetching) -> None:
+        came, positions, mask = fetched
+        rows = Selection(part.handle, came.table, came.pin)
+        self.__dict__.update(rows.__dict__)
+        self.lease = part
+        self._of = self._at = None
+        at = np.searchsorted(came.there, positions)
+        if len(at) != len(rows) or (at != np.arange(len(at))).any():
+            Selection._become_part(self, rows, at)
+        self.mask = mask
+        self._positions = positions
+
+    def _become_part(self, of: Selection, at: Index) -> None:
+        Selection._become_part(self, of, at)
+        assert isinstance(of, Micro)
+        self.mask, self._positions = of.mask[at], of._positions[at]
+
+    async def _more(self, fields: Sequence[str], timeout: float | None) -> None:
+        self.lease.check()
+        assert isinstance(self.lease, Part)
+        came = await fetch_rows(
+            self.lease,
+            arguments.texts(fields, "fields"),
+            np.unique(self._positions),
+            Deadline(timeout),
+        )
+        self._admit(came.table, came.pin)
+
+    @public
+    async def add(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        **named: Any,
+    ) -> None:
+        """Add fields, one value per row, and store them at once.
+
+        Values for padding are ignored. If this stage has already set the field for a row, the old
+        value is kept. Raises LeaseExpired once the plan has ended.
+        """
+        given = {} if columns is None else dict(by_name(columns))
+        lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
+        lease.check()
+        columns = given | named
+        if session.devices is not None:
+            session.devices.tell_of_host_copies(columns, "values added to a plan always are")
+        written = await write_columns(self._handle, columns, len(self), deadline)
+        lease._check_size([written], written)
+        real = np.flatnonzero(self.mask)
+        if not len(real):
+            session.keep(written.ranges)
+            return
+        if len(real) < len(self):
+            written, unused = written.take(real)
+            session.keep(unused)
+        lease._tally(written)
+        body = Finish(lease.id, "keep", self._positions[real].astype(U4).tobytes())
+        done = await lease._send_with(body, written, deadline)
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
+
+    def __repr__(self) -> str:
+        padding = len(self) - int(self.mask.sum())
+        said = f", {padding} of them padding" if padding else ""
+        fields = ", ".join(self.fields) or "no fields"
+        return (
+            f"<Micro {counted(len(self), 'row')} of {self.partition!r} for {self.stage!r}{said}: "
+            f"{fields}>"
+        )
+
+
+class Mini:
+    """A mini-batch. Iterating over it gives micro-batches; the next one is fetched while the loop
+    works on the current one. `epoch`, `number`: its epoch, and its position in that epoch."""
+
+    def __init__(self, plan: Plan, at: int) -> None:
+        self._plan, self._number = plan, at
+        self.epoch, self.number = divmod(at, plan._joined.layout.shape.minibatches)
+
+    def __aiter__(self) -> Micros:
+        return Micros(self._plan, self._number)
+
+    def __len__(self) -> int:
+        """Micro-batches, as many as at any other rank."""
+        return len(self._plan._joined.mini(self._number))
+
+    def __repr__(self) -> str:
+        micros = counted(len(self), "micro-batch", "micro-batches")
+        return f"<Mini {self.number} of epoch {self.epoch}, rank {self._plan.rank}: {micros}>"
+
+
+class Micros(AsyncIterator[Micro]):
+    """One way through a mini-batch."""
+
+    def __init__(self, plan: Plan, mini: int) -> None:
+        self._plan, self._mini, self._at = plan, mini, 0
+
+    @public
+    async def __anext__(self) -> Micro:
+        if self._at == len(self._plan._joined.mini(self._mini)):
+            raise StopAsyncIteration
+        micro = await self._plan._take(self._mini, self._at)
+        self._at += 1
+        return micro
+
+
+class Minis(AsyncIterator[Mini]):
+    """An iterator over the mini-batches of a plan.
+
+    The end of the loop acks the plan. `break`, `return` or an exception releases it. Inside `with
+    plan:`, the end of the `with` acks or releases instead.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._number = plan, 0
+
+    @public
+    async def __anext__(self) -> Mini:
+        plan = self._plan
+        if self._number == len(plan):
+            if not plan._entered and plan.state == "leased":
+                await plan.ack()
+            raise StopAsyncIteration
+        self._number += 1
+        return Mini(plan, self._number - 1)
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception.
+        if not self._plan._entered:
+            self._plan._leave()
+
+
+class Plan:
+    """One rank's part of the rows of a stage. Iterating over it gives `len(plan)` mini-batches,
+    epoch after epoch; iterating over a mini-batch gives micro-batches.
+
+    A loop that runs to its end acks the plan. Any other way out of the loop (break, return, an
+    exception) releases it. As a context manager, the plan acks at the end of the body, and releases
+    if the body raises. Once every rank has acked its part, the stage is done with the rows. If a
+    rank leaves earlier, the plan ends for all ranks: their next call raises LeaseExpired, which
+    names that rank.
+    """
+
+    _kind = "aio.Plan"
+    _prefetch: Prefetch[Micro] | None = None
+
+    def __init__(self, joined: Joined, prefetch: int) -> None:
+        self._joined, self._ahead = joined, prefetch
+        self._entered = False
+        """Inside a `with`, whose end acks or releases."""
+        self._upcoming = (-1, -1)
+        """What the prefetch gives next: mini-batch, micro-batch."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._joined.rank
+
+    @property
+    def stage(self) -> str:
+        """The stage that leased the rows."""
+        return self._joined.part.stage
+
+    @property
+    def state(self) -> str:
+        """`leased`, `acked`, `released` or `expired`."""
+        return self._joined.part.state
+
+    def __len__(self) -> int:
+        """Mini-batches, of all epochs."""
+        shape = self._joined.layout.shape
+        return shape.epochs * shape.minibatches
+
+    def __repr__(self) -> str:
+        part, shape = self._joined.part, self._joined.layout.shape
+        minis = counted(len(self), "mini-batch", "mini-batches")
+        return (
+            f"<{self._kind} of {part.handle.name!r} for {part.stage!r}, rank {self.rank} of "
+            f"{shape.ranks}, {counted(part.n, 'row')}, {minis}: {part.state}>"
+        )
+
+    def __aiter__(self) -> Minis:
+        return Minis(self)
+
+    @public
+    async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Ack this rank's part of the plan. A no-op if it has been acked already."""
+        await self._stop()
+        part = self._joined.part
+        if part.state == "acked":
+            return
+        part.check()
+        await part.finish("ack", Deadline(timeout))
+
+    @public
+    async def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """End the plan for all ranks. The rows return to their stage."""
+        await self._stop()
+        part = self._joined.part
+        part.check()
+        await part.finish("release", Deadline(timeout))
+
+    async def _take(self, mini: int, at: int) -> Micro:
+        self._joined.part.check()
+        if self._prefetch is None or self._upcoming != (mini, at):
+            await self._stop()
+            take = _upcoming(self._joined, len(self), mini, at)
+            session = self._joined.part.handle.session
+            self._prefetch = Prefetch(take, None, self._ahead, None, session)
+        try:
+            micro, _ = await self._prefetch.next()
+        except Exception:
+            await self._stop()
+            raise
+        more = at + 1 < len(self._joined.mini(mini))
+        self._upcoming = (mini, at + 1) if more else (mini + 1, 0)
+        return micro
+
+    async def _stop(self) -> None:
+        """Nothing is fetched any more."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.left()
+            await prefetch.end()
+
+    def __del__(self) -> None:
+        # Nobody has it any more, but for a prefetch that is under way.
+        if hasattr(self, "_joined"):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Release it, unless it has ended, without waiting."""
+        if self._prefetch is not None:
+            self._prefetch.stop()
+        self._joined.part.abandon(LEFT)
+
+    async def __aenter__(self) -> Plan:
+        self._entered = True
+        return self
+
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
+        if self.state != "leased":
+            await self._stop()
+            return
+        if kind is None:
+            await self.ack()
+            return
+        try:
+            await self.release()
+        except DataplaneError as failure:
+            # The body's own exception is the one to see; the rows come back with the session.
+            if not isinstance(failure, LeaseExpired):
+                log.warning(
+                    "%r: could not be released; its rows return to the stage when the session "
+                    "ends: %s",
+                    self,
+                    failure,
+                )
+
+
+def _upcoming(joined: Joined, minis: int, mini: int, at: int) -> Callable[[], Awaitable[Micro]]:
+    """A function that fetches one micro-batch after another, from micro-batch `at` of mini-batch
+    `mini` on. It does not refer to the plan, which ends when nothing else refers to it."""
+    coming = _rows_from(joined, minis, mini, at)
+
+    async def take() -> Micro:
+        rows = next(coming, None)
+        if rows is None:
+            raise StreamEnd("this plan has no more batches")
+        return Micro(joined.part, await fetch(joined.part, joined.fields, rows))
+
+    return take
+
+
+def _rows_from(joined: Joined, minis: int, mini: int, at: int) -> Iterator[Rows]:
+    yield from joined.mini(mini)[at:]
+    for number in range(mini + 1, minis):
+        yield from joined.mini(number)

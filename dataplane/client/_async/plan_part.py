@@ -1,0 +1,216 @@
+"""A process's part of a plan: joining it, and fetching its rows micro-batch by micro-batch.
+
+All ranks lay the plan out alike (`client/balancing.py`). One lease holds the rows of all of them,
+and ends when all have acked.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client import arguments
+from dataplane.client._async.attaching import attach_to_wait, define
+from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, wait_for
+from dataplane.client._async.lease import Lease
+from dataplane.client._async.reads import join_tables
+from dataplane.client.balancing import Layout, Rows
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.errors import (
+    FrameTooLarge,
+    InvalidRows,
+    LeaseExpired,
+    ProtocolError,
+    RowsGone,
+    counted,
+)
+from dataplane.memory.mapping import Pin
+from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Want
+from dataplane.wire.records import U4, column
+from dataplane.wire.tables import Shape, Table, volume
+
+log = logging.getLogger(__name__)
+
+Index = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+SOUGHT = 1_024
+"""Rows of which a rank asks at once whether they are there, when its own are gone."""
+
+
+class Part(Lease):
+    """A process's part in a plan: of all its rows, by their positions."""
+
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
+        super().__init__(handle, stage, claimed)
+        self.n = rows
+        self.why = ""
+        self.at_once = handle.session.max_rows
+        """rows that one message brings: fewer once that was too large"""
+
+    def check(self) -> None:
+        if self.state != "leased":
+            raise LeaseExpired(
+                self.why or f"this plan was {self.state}: call part.plan(…) for another",
+                stage=self.stage,
+            )
+
+
+class Joined:
+    """What a process has that takes part in a plan."""
+
+    def __init__(self, part: Part, layout: Layout, rank: int, fields: list[str]) -> None:
+        self.part, self.layout, self.rank, self.fields = part, layout, rank, fields
+        self._minis: dict[tuple[int, int], list[Rows]] = {}
+        """of this epoch and the last one; replaced whole, as the loop and the prefetch both do"""
+
+    def mini(self, number: int) -> list[Rows]:
+        """The micro-batches of one of the mini-batches of all epochs."""
+        at = divmod(number, self.layout.shape.minibatches)
+        known = self._minis
+        rows = known.get(at)
+        if rows is None:
+            rows = self.layout.mini(self.rank, *at)
+            recent = {key: one for key, one in known.items() if key[0] >= at[0] - 1}
+            self._minis = {**recent, at: rows}
+        return rows
+
+
+async def join(
+    handle: Handle,
+    stage: str,
+    shape: Shape,
+    rank: int,
+    fields: Sequence[str] | None,
+    timeout: float | None,
+) -> Joined:
+    """Take part. Waits until the partition is sealed and all that the stage has left is ready."""
+    session = handle.session
+    arguments.text(stage, "a stage")
+    wanted = arguments.optional_texts(fields, "fields")
+    timeout = arguments.seconds(timeout, "timeout")
+    generation = await attach_to_wait(handle, timeout)
+    body = Claim(
+        handle.name,
+        generation,
+        stage,
+        Want(shape.unit, 0, 0),
+        wanted,
+        declare=None if stage in handle.definition.stages else wanted,
+        timeout_ms=milliseconds(timeout),
+        plan=shape,
+        rank=rank,
+        own=session.leases.mine(handle.name),
+    )
+    began, claimed = time.monotonic(), None
+    try:
+        claimed = await wait_for(session, body, Claimed, timeout)
+    finally:
+        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+        if session.spans is not None:
+            lease = claimed.lease if claimed is not None else None
+            session.spans.claim(handle.name, stage, began, lease)
+    session.leased(claimed.lease, handle.name)
+    if claimed.plan is None:
+        raise ProtocolError("the peer replied to a plan request with a batch")
+    part = Part(handle, stage, claimed, claimed.plan.rows)
+    if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
+        await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))
+    needed = handle.definition.stages[stage] if wanted is None else wanted
+    try:
+        layout = Layout(shape, claimed.plan)
+    except InvalidRows:
+        await part.give_back(Deadline(DEFAULT_TIMEOUT_S))
+        raise
+    return Joined(part, layout, rank, needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Rows of a plan that were fetched, and where they are in it, ascending."""
+
+    table: Table
+    pin: Pin
+    there: Index
+
+
+Fetching = tuple[Came, Index, Mask]
+"""Rows that came; the positions of a micro-batch's rows, and which of them are no padding."""
+
+
+async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
+    """The rows of a micro-batch. Those that were dropped or lost meanwhile become padding, so that
+    its rank stays in step with the others."""
+    wanted = np.array(rows, np.intp)
+    mask = wanted >= 0
+    positions = np.where(mask, wanted, ~wanted)
+    deadline = Deadline(DEFAULT_TIMEOUT_S)
+    came = await fetch_rows(part, fields, np.unique(positions), deadline)
+    if not len(came.there):
+        came = await _any_row(part, fields, deadline)
+    gone = ~np.isin(positions, came.there)
+    if gone.any():
+        log.warning(
+            "partition %r, stage %r: %s of the plan were dropped or lost, so padding replaces them",
+            part.handle.name,
+            part.stage,
+            counted(int((gone & mask).sum()), "row"),
+        )
+        mask &= ~gone
+        positions = np.where(gone, came.there[0], positions)
+    nbytes, tally = volume(came.table.columns), part.handle.session.tally
+    tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
+    return came, positions, mask
+
+
+async def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Came:
+    """A row of the plan that is still there. RowsGone where none is."""
+    start = 0
+    while start < part.n:
+        some = np.arange(start, min(start + SOUGHT, part.n), dtype=np.intp)
+        left = await fetch_rows(part, [], some, deadline)
+        if not len(left.there):
+            start += SOUGHT
+            continue
+        came = await fetch_rows(part, fields, left.there[:1], deadline)
+        if len(came.there):  # or else it went just now
+            return came
+    raise RowsGone(
+        "every row of this plan was dropped or lost; release it and call part.plan(…) again",
+        rows=part.n,
+    )
+
+
+async def fetch_rows(
+    part: Part, fields: Sequence[str], positions: Index, deadline: Deadline
+) -> Came:
+    """In as many messages as it takes: rows may have many small values."""
+    session, done = part.handle.session, list[Fetched]()
+    at = 0
+    try:
+        while at < len(positions) or not done:
+            some = positions[at : at + part.at_once]
+            body = Fetch(part.id, list(fields), index=some.astype(U4).tobytes())
+            try:
+                done.append(await ask(session, body, Fetched, deadline))
+            except FrameTooLarge:
+                if len(some) == 1:
+                    raise
+                part.at_once = -(-len(some) // 2)
+                continue
+            at += len(some)
+    except LeaseExpired as exc:
+        part.why = exc.message
+        part._end("expired")
+        raise
+    finally:
+        # Of one that failed, the pieces before are pinned; their pins go with this object.
+        pin = session.pinned(*(one.pin for one in done))
+    there = column(b"".join(one.index for one in done), U4).astype(np.intp)
+    return Came(join_tables([one.table for one in done]), pin, there)

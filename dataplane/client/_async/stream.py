@@ -1,0 +1,169 @@
+"""Streams: a stage's batches one after the other, until the partition is sealed and drained.
+
+One rule: a batch is acked when the body asks for the next one, or by `ack()`. A loop that ends in
+any other way releases it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+from dataplane.client import arguments
+from dataplane.client._async.batch import Batch
+from dataplane.client._async.calls import public
+from dataplane.client._async.claiming import Claiming
+from dataplane.client._async.lease import LEFT, Lease
+from dataplane.client._async.loader import refuse_workers, tell_what_is_left
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.requests import Demand
+from dataplane.errors import DataplaneError, StreamEnd
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """An iterator over claimed batches. Asking for the next batch acks the current one, with what
+    was added to it.
+
+    Any other end of the loop (break, return, an exception, the end of a `with`) releases the
+    current batch. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the
+    loop after n batches and acks the last; `itertools.islice` and `zip` do not. Each loop over a
+    stream has its own batch. Raises InvalidCall in a worker of torch's DataLoader.
+    """
+
+    _kind = "aio.Stream"
+
+    def __init__(
+        self,
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        batches: int | None = None,
+        **how: Any,
+    ) -> None:
+        self.batches = None if batches is None else arguments.count(batches, "batches")
+        # Built here, so that wrong arguments raise here and not in the loop.
+        self._claiming = Claiming(handle, stage, demand, **how)
+        self._what = f"{handle.name!r} for {stage!r}"
+        self._loops: WeakSet[StreamLoop] = WeakSet()
+        self._left: list[Lease] = []
+        """Leases of loops that have ended inside a `with`. The end of the `with` releases them."""
+        self._entered = False
+        self._closed = False
+
+    def __aiter__(self) -> StreamLoop:
+        return StreamLoop(self)
+
+    @public
+    async def aclose(self) -> None:
+        """Release the current batch and end the stream."""
+        self._closed = True
+        await self._settle([loop.lease for loop in list(self._loops) if loop.lease is not None])
+
+    async def __aenter__(self) -> Stream:
+        self._entered = True
+        return self
+
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
+        try:
+            await self.aclose()
+        except DataplaneError as failure:
+            if exc is None:
+                raise
+            # The body's own exception is the one to see.
+            log.warning("%r: could not release a batch: %s", self, failure)
+
+    async def _settle(self, held: list[Lease]) -> None:
+        held, self._left = self._left + held, []
+        deadline = Deadline(self._claiming.limit_s)
+        try:
+            while held:
+                await held[0].give_back(deadline)
+                del held[0]
+        except BaseException:
+            for lease in held:
+                lease.abandon()
+            raise
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be sent to another process: send the "
+            f"partition, and call its {type(self).__name__.lower()}(…) there"
+        )
+
+    def __repr__(self) -> str:
+        held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
+        rows = ", ".join(f"{lease.open_rows} rows" for lease in held) or "no batch"
+        state = "ended" if self._closed else f"holds {rows}"
+        return f"<{self._kind} of {self._what}: {state}>"
+
+
+class StreamLoop(AsyncIterator[Batch]):
+    """One loop over a stream, and the lease of its current batch. When the loop goes, the batch is
+    released."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.lease: Lease | None = None
+        refuse_workers()
+        self._stream = stream
+        self._given = 0
+        self._over = False
+        stream._loops.add(self)
+
+    @public
+    async def __anext__(self) -> Batch:
+        try:
+            return await self._advance()
+        except StreamEnd:
+            raise StopAsyncIteration from None
+
+    async def _advance(self) -> Batch:
+        """Ack the current batch and claim the next, in one message. StreamEnd if there is none."""
+        stream, lease, call = self._stream, self.lease, None
+        try:
+            if lease is not None and lease.state == "leased" and not stream._closed:
+                if not self._is_over:
+                    call = stream._claiming.call(after=lease.id)
+                deadline = Deadline(stream._claiming.limit_s)
+                await lease.finish("ack", deadline, then=call)
+            lease = self.lease = None
+            await stream._settle([])
+            if self._is_over:
+                raise StreamEnd("this loop has already ended")
+            claims = stream._claiming
+            if call is not None and call.sent is not None:  # it went along
+                claimed = await claims.claimed(call)
+            else:
+                claimed = await claims.claim()
+        except StreamEnd as exc:
+            if not self._is_over:
+                self._over = True
+                tell_what_is_left(exc)
+            raise
+        finally:
+            if call is not None:  # its answer is nobody's, unless it was waited for
+                call.leave()
+        batch = Batch(claims._handle, claims._stage, claimed)
+        self.lease, self._given = batch.lease, self._given + 1
+        if stream._closed:  # meanwhile, by another thread or task
+            self.lease = None
+            await batch.lease.give_back(Deadline(stream._claiming.limit_s))
+            raise StreamEnd("the stream was closed")
+        return batch
+
+    @property
+    def _is_over(self) -> bool:
+        return self._over or self._stream._closed or self._given == self._stream.batches
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception. The caller may still hold the batch, so that its
+        # own end cannot be waited for; and nothing may be waited for in here.
+        lease = self.lease
+        if lease is not None and lease.state == "leased":
+            lease.abandon(None if self._stream._entered else LEFT)  # a `with` releases on purpose
+            if self._stream._entered:
+                self._stream._left.append(lease)

@@ -1,0 +1,101 @@
+"""Claims: one request for rows of a stage, sent once or again and again.
+
+Generated from dataplane/client/_async/claiming.py: change that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from dataplane.client import arguments
+from dataplane.client._sync.attaching import attach_to_wait
+from dataplane.client._sync.calls import expect, limit_beside, milliseconds, send
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.requests import Demand
+from dataplane.client.session.outgoing import Call
+from dataplane.errors import InvalidCall
+from dataplane.wire.messages import Claim, Claimed
+from dataplane.wire.records import KEY
+from dataplane.wire.tables import volume
+
+
+class Claiming:
+    """Rows of a stage to be claimed, once or again and again. InvalidCall for what is no claim."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        fields: Sequence[str] | None,
+        timeout: float | None,
+        lease_s: float | None,
+        ahead: bool = False,
+    ) -> None:
+        """timeout: waits so long, or for as long as rows can come. ahead: claims while the caller
+        works on what was claimed before, and does not wait."""
+        self._handle, self._demand, self._ahead = handle, demand, ahead
+        self._unit = handle.unit
+        self._want = demand.want(self._unit)
+        self._stage = arguments.text(stage, "a stage")
+        self._wanted = arguments.optional_texts(fields, "fields")
+        self._timeout = arguments.seconds(timeout, "timeout")
+        self.limit_s = limit_beside(self._timeout)
+        """for the acks and releases of what is claimed"""
+        lease_s = arguments.seconds(lease_s, "lease")
+        if lease_s is not None and lease_s <= 0:
+            raise InvalidCall(f"lease={lease_s:g}: expected a positive number of seconds, or None")
+        self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
+
+    def claim(self) -> Claimed:
+        """Rows, leased."""
+        if self._handle.defined is None:
+            attach_to_wait(self._handle, self._timeout)
+        return self.claimed(self.call())
+
+    def call(self, after: int | None = None) -> Call:
+        """The request, of a handle that is attached. after: the lease that is finished before."""
+        handle = self._handle
+        if self._unit != handle.unit:  # it was attached since
+            self._unit, self._want = handle.unit, self._demand.want(handle.unit)
+        body = Claim(
+            handle.name,
+            handle.generation,
+            self._stage,
+            self._want,
+            self._wanted,
+            declare=None if self._stage in handle.definition.stages else self._wanted,
+            timeout_ms=milliseconds(self._timeout),
+            lease_ms=self._lease_ms,
+            own=not self._ahead and handle.session.leases.mine(handle.name, but=after),
+        )
+        return Call(body, Deadline(self._timeout), True)
+
+    def claimed(self, call: Call) -> Claimed:
+        """What it is answered."""
+        session, stage, began = self._handle.session, self._stage, time.monotonic()
+        try:
+            claimed = expect(send(session, call), Claimed, call.body)
+        except BaseException:
+            session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+            if session.spans is not None:
+                session.spans.claim(self._handle.name, stage, began, ahead=self._ahead)
+            raise
+        session.leased(claimed.lease, self._handle.name)
+        rows = claimed.table.rows
+        session.tally.of_stage(
+            stage,
+            wait_s=time.monotonic() - began,
+            claims=1,
+            rows=len(rows.keys) // KEY.itemsize,
+            bytes=volume(claimed.table.columns),
+        )
+        if session.spans is not None:
+            tags = claimed.table.tags
+            session.spans.claim(
+                self._handle.name, stage, began, claimed.lease, tags, ahead=self._ahead
+            )
+        session.familiar.note(self._handle.generation, rows.group_keys or rows.keys)
+        return claimed

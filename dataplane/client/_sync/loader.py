@@ -1,0 +1,242 @@
+"""Loaders: a stage's batches for a training loop, which claim the next one while it trains.
+
+The rule is that of streams: a batch is acked when the loop asks for the next one. A loop that ends
+in any other way releases it, and what was prefetched.
+
+
+Generated from dataplane/client/_async/loader.py: change that.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from dataplane.client import arguments
+from dataplane.client._sync.backend import Prefetch
+from dataplane.client._sync.batch import Batch
+from dataplane.client._sync.calls import public
+from dataplane.client._sync.claiming import Claiming
+from dataplane.client._sync.lease import LEFT, Lease
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.requests import Demand
+from dataplane.errors import InvalidCall, StreamEnd
+from dataplane.wire.tables import Name
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+class Loader:
+    """An iterator for the training process. It claims the next batch and calls `collate` with it
+    while the loop works on the current one.
+
+    A batch is acked when the loop asks for the next one. `break`, an exception or the end of a
+    `with` releases it. `batch` is the current one. `state_dict()` says which rows were handed out,
+    so that a loader of a restored plane continues after them. Raises InvalidCall in a worker of
+    torch's DataLoader.
+    """
+
+    _kind = "Loader"
+    _behind: tuple[Prefetch[Batch], list[Lease]] | None = None
+    """Of the loop that ended last. The end of a `with` releases its leases."""
+    _entered = False
+
+    def __init__(
+        self,
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        collate: Callable[[Batch], Any] | None,
+        prefetch: int,
+        batches: int | None,
+        **how: Any,
+    ) -> None:
+        refuse_workers()
+        if collate is not None and not callable(collate):
+            raise InvalidCall(f"collate={collate!r:.80}: expected a function that takes a batch")
+        self.stage = stage
+        self._collate = collate
+        self._ahead = arguments.count(prefetch, "prefetch")
+        self._batches = None if batches is None else arguments.count(batches, "batches")
+        self._handle = handle
+        # Built here, so that wrong arguments raise here and not in the loop.
+        self._claiming = Claiming(handle, stage, demand, ahead=True, **how)
+        self._limit_s = self._claiming.limit_s
+        self._given = 0
+        self._done: set[Name] = set()
+        self._latest: weakref.ref[LoaderLoop] | None = None  # weak, so that `break` ends the loop
+
+    @property
+    def _loop(self) -> LoaderLoop | None:
+        return None if self._latest is None else self._latest()
+
+    @property
+    def _wanted(self) -> int | None:
+        """How many batches a loop that begins now may give out; None for no limit."""
+        return None if self._batches is None else self._batches - self._given
+
+    @property
+    def batch(self) -> Batch | None:
+        """The current batch."""
+        loop = self._loop
+        return None if loop is None else loop.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which rows were handed out, to save with the model and `plane.checkpoint`. The
+        current batch counts as done, prefetched ones do not. Plain numbers, texts and lists."""
+        batch = self.batch
+        held = batch.keys if batch is not None and batch.state == "leased" else []
+        return {
+            "version": STATE_VERSION,
+            "partition": self._handle.name,
+            "stage": self.stage,
+            "batches": self._given,
+            "done": [*held, *self._done.difference(held)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after a `state_dict`: the rows that it lists are acked when they come, not
+        handed out. Raises InvalidCall for the state of another partition or stage."""
+        wanted = (STATE_VERSION, self._handle.name, self.stage)
+        given = tuple(state.get(name) for name in ("version", "partition", "stage"))
+        if given != wanted:
+            raise InvalidCall(
+                f"this state belongs to (version, partition, stage) {given}, but this loader to "
+                f"{wanted}: load it into a loader of the same stage"
+            )
+        loop = self._loop
+        if loop is not None and not loop.over:
+            raise InvalidCall("call load_state_dict before the loader's loop starts")
+        self._given, self._done = state["batches"], set(state["done"])
+
+    def __iter__(self) -> LoaderLoop:
+        refuse_workers()
+        if self._loop is not None:
+            self._loop.leave()
+        loop = LoaderLoop(self)
+        self._latest = weakref.ref(loop)
+        return loop
+
+    @public
+    def close(self) -> None:
+        """Release the current batch and the prefetched ones, and end the loop."""
+        if self._loop is not None:
+            self._loop.leave()
+        if self._behind is None:
+            return
+        (prefetch, held), self._behind = self._behind, None
+        prefetch.end()
+        deadline = Deadline(self._limit_s)
+        for lease in held + prefetch.left():
+            lease.give_back(deadline)
+
+    def __enter__(self) -> Loader:
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        self.close()
+
+    def _take(self) -> Batch:
+        """Claim the next batch, without rows that a loaded state lists; those are acked."""
+        while True:
+            claimed = self._claiming.claim()
+            batch = Batch(self._handle, self.stage, claimed)
+            done = np.array([key in self._done for key in batch.keys] if self._done else [], bool)
+            if not done.any():
+                return batch
+            self._done.difference_update(batch.keys)
+            batch.rows(done).ack(timeout=self._limit_s)
+            if not done.all():
+                return batch.rows(~done)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidCall(_WHY)
+
+    def __repr__(self) -> str:
+        held = "no current batch" if self.batch is None else repr(self.batch)
+        return f"<{self._kind} of {self._handle.name!r} for {self.stage!r}: {held}>"
+
+
+class LoaderLoop(Iterator[Any]):
+    """One loop over a loader. Its end releases the batches that it has."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.batch: Batch | None = None
+        self.over = False
+        self._loader = loader
+        self._prefetch = Prefetch(
+            loader._take, loader._collate, loader._ahead, loader._wanted, loader._handle.session
+        )
+
+    @public
+    def __next__(self) -> Any:
+        batch, self.batch = self.batch, None
+        if batch is not None and batch.state == "leased":
+            try:
+                batch.ack(timeout=self._loader._limit_s)
+            except BaseException:
+                self.batch = batch
+                raise
+        if self.over:
+            raise StopIteration
+        try:
+            self.batch, made = self._prefetch.next()
+        except StreamEnd as exc:
+            self.over = True
+            tell_what_is_left(exc)
+            raise StopIteration from None
+        except Exception:
+            self._loader.close()
+            raise
+        self._loader._given += 1
+        return made
+
+    def leave(self, forgotten: tuple[str, str] | None = None) -> None:
+        """End the loop: release the current batch and the prefetched ones, without waiting. The end
+        of the loader's `with` waits. forgotten: as in `Abandoned`, for the current batch."""
+        if self.over:
+            return
+        self.over = True
+        batch, self.batch = self.batch, None
+        self._prefetch.stop()
+        if batch is not None:
+            batch.lease.abandon(forgotten)
+        held = self._prefetch.left() + ([] if batch is None else [batch.lease])
+        for lease in held:
+            lease.abandon()
+        self._loader._behind = self._prefetch, held
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception.
+        if hasattr(self, "_prefetch"):
+            self.leave(None if self._loader._entered else LEFT)
+
+
+def tell_what_is_left(end: StreamEnd) -> None:
+    """A loop ends without a word, also where its filter left rows out that nobody may ask for."""
+    if end.details.get("remaining"):
+        log.warning("stream ended: %s", end.message)
+
+
+_WHY = (
+    "claim batches in the training process: a DataLoader's worker cannot ack a batch when the "
+    "training loop is done with it, and the workers would wait for each other's rows. Iterate "
+    "over part.loader(…) directly, without a DataLoader: it prefetches, and its collate= replaces "
+    "the workers"
+)
+
+
+def refuse_workers() -> None:
+    """InvalidCall in a worker of torch's DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
+        raise InvalidCall(_WHY)

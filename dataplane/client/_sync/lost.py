@@ -1,0 +1,52 @@
+"""Which rows were lost with a peer.
+
+Generated from dataplane/client/_async/lost.py: change that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dataplane.client import arguments
+from dataplane.client._sync.attaching import attach_to_wait
+from dataplane.client._sync.calls import milliseconds, public, wait_for
+from dataplane.client.handle import Handle
+from dataplane.errors import PartitionGone
+from dataplane.wire.messages import Losses, LossesDone
+from dataplane.wire.tables import Name
+
+
+class Lost(Iterator[list[Name]]):
+    """Lists of keys, until no row can be lost any more: the partition was dropped, or is sealed and
+    every stage has its rows. `missed`: how many rows were lost so long ago that the peer has
+    forgotten their names."""
+
+    def __init__(self, handle: Handle, timeout: float | None) -> None:
+        self.missed = 0
+        self._handle = handle
+        self._timeout = timeout
+        self._after = 0
+        self._ended = False
+
+    @public
+    def __next__(self) -> list[Name]:
+        if self._ended:
+            raise StopIteration
+        timeout = arguments.seconds(self._timeout, "timeout")
+        generation = attach_to_wait(self._handle, timeout)
+        body = Losses(self._handle.name, generation, self._after, milliseconds(timeout))
+        try:
+            done = wait_for(self._handle.session, body, LossesDone, timeout)
+        except PartitionGone as exc:
+            if exc.details.get("reason") == "lost":
+                raise  # with all of its rows, whose names nobody knows
+            done = LossesDone(self._after, ended=True)
+        self._after, self._ended = done.after, done.ended
+        self.missed += done.missed
+        if done.ended:
+            raise StopIteration
+        return done.names
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else f"{self._after} so far"
+        return f"<Lost rows of {self._handle.name!r}: {state}>"

@@ -1,0 +1,478 @@
+"""Partition: put, claim, stream, read, and the end of it.
+
+Generated from dataplane/client/_async/partition.py: change that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from dataplane.client import arguments
+from dataplane.client._sync import changes
+from dataplane.client._sync.attaching import attach, attach_to_wait
+from dataplane.client._sync.batch import Batch, Rows
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, public, wait_for
+from dataplane.client._sync.claiming import Claiming
+from dataplane.client._sync.loader import Loader
+from dataplane.client._sync.lost import Lost
+from dataplane.client._sync.plan import Plan
+from dataplane.client._sync.plan_part import join
+from dataplane.client._sync.producing import Admission, Producer, T
+from dataplane.client._sync.put import put
+from dataplane.client._sync.queries import partition_stats
+from dataplane.client._sync.reads import read
+from dataplane.client._sync.stream import Stream
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.ref import Dropped, Ref
+from dataplane.client.requests import Demand, shape_of
+from dataplane.client.write.rows import Names, TagValues, name_list
+from dataplane.errors import InvalidCall
+from dataplane.metadata.tables.where import Where
+from dataplane.wire.messages import Advance, Close, Defined, Done, Reset, Seal, Wait
+from dataplane.wire.tables import Name, Scalar
+
+
+class Partition:
+    """A named set of rows.
+
+    `timeout` is in seconds. Default: 30. Calls that wait for rows (`claim`, `stream`, `plan`,
+    `wait`, `admit`) default to None, which waits as long as rows can arrive.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        """The partition's name, unique in the plane."""
+        return self._handle.name
+
+    # writing
+
+    @public
+    def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        key: Names | None = None,
+        group: Names | Sequence[Name | None] | None = None,
+        tags: TagValues | None = None,
+        dedup: Collection[str] = (),
+        replace: bool = False,
+        reuse: bool = False,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Ref:
+        """Write rows. `columns`: per field a sequence or an array `[n, …]`; or a TensorDict.
+
+        A value that is a flat list of numbers of one kind is stored as an array; wrap it in
+        `dataplane.object(x)` to keep it a list. In a nested tensor each row is an array. A nested
+        TensorDict gives fields named "a.b", and its non-tensor data are stored as objects.
+
+        - `key`: one id per row, str or int. Rows without keys get generated ones. Rows that exist
+          get the new fields and tags.
+        - `group`: one id per row, or one for all rows.
+        - `tags`: small scalars, one per row or one for all rows.
+        - `dedup`: fields whose equal values are stored once per host.
+        - `replace`: overwrite fields that exist, instead of raising FieldExists.
+        - `reuse`: allow new rows to take the names of freed and dropped rows, instead of raising
+          RowsDropped.
+
+        It is safe to repeat a put with the same keys. The repeat stores the rows that the first
+        attempt did not store, and skips rows that have all of these fields or have been freed.
+        `ref.kept` counts the skipped rows. If there is nothing to store, the put raises
+        FieldExists, or RowsGone if every row has been freed. It also raises FieldExists if a row
+        has some of these fields but not all.
+
+        If all values of a field are on a GPU and the peer has a device arena there, the put copies
+        them into that arena, on their CUDA streams. Otherwise, or if the arena is full, it copies
+        them into host memory.
+
+        Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
+        never fit. Raises PutIncomplete if only some rows were stored: `details["rows"]` lists
+        them. Put the other rows again.
+        """
+        return put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
+
+    @public
+    def tag(
+        self,
+        keys: Names,
+        tags: TagValues,
+        *,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Set tags of rows. `expect`: set them only if the tags have these values now; otherwise
+        raise TagConflict."""
+        changes.tag(self._handle, keys, tags, expect, timeout)
+
+    @public
+    def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Set the size of a group to n rows, dropped ones included. It closes when it has them.
+
+        A no-op for a group that has been freed. To close a new group of that name, first put its
+        rows with `reuse=True`.
+        """
+        handle, deadline = self._handle, Deadline(timeout)
+        (name,) = name_list([group], "group")
+        n = arguments.count(n, "n")
+        body = Close(handle.name, attach(handle, deadline), name, n)
+        ask(handle.session, body, Done, deadline)
+
+    @public
+    def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Forbid new rows from now on. New fields of existing rows are still accepted.
+
+        Open groups close as they are. In a partition with `group_size` an open group is short, so
+        it is dropped: `stats()["short_groups"]` counts them, and a later put of its rows raises
+        RowsDropped. `short="keep"` keeps short groups.
+        """
+        handle, deadline = self._handle, Deadline(timeout)
+        if short not in ("drop", "keep"):
+            raise InvalidCall(f"short={short!r:.40}: expected 'drop' or 'keep'")
+        body = Seal(handle.name, attach(handle, deadline), short == "keep")
+        ask(handle.session, body, Done, deadline)
+
+    @public
+    def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Make every row claimable by the stage again, for another epoch."""
+        handle, deadline = self._handle, Deadline(timeout)
+        arguments.text(stage, "a stage")
+        body = Reset(handle.name, attach(handle, deadline), stage)
+        ask(handle.session, body, Done, deadline)
+
+    @public
+    def drop(
+        self,
+        keys: Names | None = None,
+        groups: Names | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Dropped:
+        """Drop rows by key, group or filter, or the whole partition if none is given.
+
+        A later put of dropped rows raises RowsDropped. Returns how many rows and bytes were freed.
+        """
+        return changes.drop(self._handle, keys, groups, where, timeout)
+
+    # consuming
+
+    @public
+    def claim(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Batch:
+        """Lease rows for a stage. Give exactly one of `rows`, `groups` or `budget`.
+
+        - `rows`, `groups`: how many. Groups are never split.
+        - `budget={tag: sum}`: as many groups as fit, at least one; rows if the partition has no
+          `group_size`. The tag must be a finite number of 0 or more, else InvalidRows.
+        - `unit`: "groups" or "rows", to choose what `budget` counts.
+        - `min`: accept fewer rows or groups, but at least this many.
+        - `where`: only rows with such tags, or groups whose rows all have them.
+        - `fields`: what to fetch at once. Default: the fields of the stage.
+        - `lease`: seconds after which the rows return to the stage, even if this process still
+          works on them. Default: the lease lasts as long as the process.
+
+        Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has received
+        every row.
+        """
+        demand = Demand(rows, groups, budget, min, where, unit)
+        claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
+        return Batch(self._handle, stage, claiming.claim())
+
+    def stream(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        batches: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Stream:
+        """Claim batches until the partition is sealed and the stage has received every row.
+
+        The next iteration acks the current batch. `break`, `return` or an exception releases it.
+
+        - `batches`: end after this many batches, and ack the last.
+        - `timeout`: how long to wait for each batch. It also limits each ack or release, to between
+          1 and 30 s.
+
+        The other arguments are those of `claim`.
+        """
+        return Stream(
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
+        )
+
+    def loader(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        collate: Callable[[Batch], Any] | None = None,
+        prefetch: int = 1,
+        batches: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Loader:
+        """A stream for training loops. It prepares the next `prefetch` batches in a thread, or in a
+        task of the event loop, while the loop works on the current one.
+
+        `collate` is called there with each batch. The loop gets what it returns (or awaits), for
+        example `lambda batch: batch.tensordict(device="cuda")`. `loader.batch` is the batch itself.
+        The other arguments are those of `stream`.
+        """
+        return Loader(
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            collate,
+            prefetch,
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
+        )
+
+    @public
+    def plan(
+        self,
+        stage: str,
+        *,
+        rank: int,
+        ranks: int,
+        minibatches: int = 1,
+        budget: Mapping[str, float] | None = None,
+        balance: str | None = None,
+        epochs: int = 1,
+        seed: int = 0,
+        remainder: str = "pad",
+        unit: str = "rows",
+        fields: Sequence[str] | None = None,
+        prefetch: int = 1,
+        timeout: float | None = None,
+    ) -> Plan:
+        """Return this rank's part of the stage's remaining rows.
+
+        All ranks of a trainer call this with the same arguments. Each gets the same number of
+        mini-batches and micro-batches, so no collective hangs. Waits until the partition is sealed
+        and all remaining rows are ready.
+
+        - `rank`: processes of one tensor- or pipeline-parallel replica pass the same rank.
+        - `minibatches`: per epoch.
+        - `budget={tag: sum}`: no micro-batch exceeds this sum, unless it is a single row. None: one
+          micro-batch per mini-batch.
+        - `balance`: the tag whose sums are made as equal as possible between ranks. Default: the
+          tag of `budget`. Every rank gets the same number of rows, or of groups with
+          `unit="groups"`.
+        - `epochs`, `seed`: every epoch shuffles the rows again.
+        - `remainder`: if rows are not a multiple of ranks × minibatches, "pad" adds rows that
+          `micro.mask` marks; "drop" leaves rows out, and acks them with the others.
+        - `fields`: what to fetch. Default: the fields of the stage.
+        - `prefetch`: how many micro-batches to fetch ahead.
+
+        The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
+        plan with other arguments, InvalidRows for a row without the tag, ClaimTimeout, and
+        StreamEnd when the stage has received every row.
+        """
+        shape, rank = shape_of(
+            rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
+        )
+        ahead = arguments.count(prefetch, "prefetch")
+        return Plan(join(self._handle, stage, shape, rank, fields, timeout), ahead)
+
+    @public
+    def wait(
+        self,
+        stage: str | None = None,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        below: int | None = None,
+        key: Name | None = None,
+        unit: str | None = None,
+        where: Where | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait until enough rows or groups are ready for a stage, or few enough are unfinished.
+
+        - `rows`, `groups`: wait until at least this many are ready.
+        - `below`: wait until fewer than this many are unfinished: groups if the partition has a
+          `group_size`, else rows. A producer can use this to limit how far it runs ahead.
+        - `where`: count only those that match. Rows that are leased or not ready yet always count,
+          because their tags may still change.
+        - `key`: wait until a row with this key exists. Pass no stage:
+          `part.wait(key="version-7")`.
+
+        Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition can no longer
+        be met; RowsGone or RowsDropped if the row with this key was freed or dropped."""
+        handle = self._handle
+        if key is not None:
+            if any(a is not None for a in (stage, rows, groups, below, unit, where)):
+                raise InvalidCall(
+                    "wait(key=…) waits for one row and takes no argument other than timeout="
+                )
+            timeout = arguments.seconds(timeout, "timeout")
+            (name,) = name_list([key], "key")
+            generation = attach_to_wait(handle, timeout)
+            limit_ms = milliseconds(timeout)
+            body = Wait(handle.name, generation, "", "rows", timeout_ms=limit_ms, key=name)
+            wait_for(handle.session, body, Done, timeout)
+            return
+        if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
+            raise InvalidCall(
+                "wait takes either a stage and exactly one of rows=, groups= and below=, or key= "
+                "alone"
+            )
+        if unit not in (None, "rows", "groups"):
+            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
+        wanted = most = 0
+        if below is not None:
+            most = arguments.count(below, "below")
+        else:
+            unit = "rows" if groups is None else "groups"
+            wanted = arguments.count(rows if groups is None else groups, unit)
+        timeout = arguments.seconds(timeout, "timeout")
+        arguments.text(stage, "a stage")
+        generation = attach_to_wait(handle, timeout)
+        body = Wait(
+            handle.name,
+            generation,
+            stage,
+            unit or handle.unit,  # type: ignore[arg-type]
+            count=wanted,
+            below=most,
+            timeout_ms=milliseconds(timeout),
+            where=arguments.filter_of(where),
+        )
+        wait_for(handle.session, body, Done, timeout)
+
+    def admit(
+        self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
+    ) -> Admission:
+        """`with part.admit(4, per_version=512):` waits until n more groups may start. This
+        limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
+
+        There are (max_lag + 1) × per_version places. A group takes a place with its permit, and
+        keeps it until all stages have acked the group and the trainer has advanced. A finished
+        group also keeps its place until all groups that were in progress when it finished are
+        complete. Dropped and lost groups free their places at once.
+
+        Groups that this session starts inside the `with` use the permits. Unused permits return at
+        the end of the `with`, or when the process ends. Every caller must pass the same `max_lag`
+        and `per_version`, and the partition needs a `group_size`.
+
+        Raises ClaimTimeout, PartitionSealed and PartitionGone; PartitionConflict for a different
+        bound; and InvalidCall for more groups than there are places.
+        """
+        return Admission(self._handle, n, max_lag, per_version, timeout)
+
+    @public
+    def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Set the version of the trainer's weights, which starts at 0. Groups that the trainer has
+        finished then free their places for `admit`, so ack them before this call. Repeating a
+        version is a no-op; an older version raises InvalidCall."""
+        handle, deadline = self._handle, Deadline(timeout)
+        version = arguments.whole(version, "version")
+        body = Advance(handle.name, attach(handle, deadline), version)
+        ask(handle.session, body, Done, deadline)
+
+    def producing(self, items: Iterable[T]) -> Producer[T]:
+        """`for prompt in part.producing(prompts):` yields one item after another. The
+        loop ends without an error when no items are left, or when the partition takes no new rows:
+        it was sealed or dropped, or all its `groups=` have closed.
+
+        Put the item's rows in the body, in the same thread or task, through this partition object.
+        If the partition stops taking rows meanwhile, a put stores nothing and returns an empty
+        ref, and `admit` gives `n` = 0. Outside such a loop both raise.
+        """
+        return Producer(self._handle, items)
+
+    def lost(self, timeout: float | None = None) -> Lost:
+        """Iterate over lists of keys of rows whose bytes were lost with a peer, to put them again.
+
+        The first list has the losses so far. A new list comes within seconds of each loss. If a
+        group lost a row, the list has all rows of the group. The loop ends when the partition was
+        dropped, or is sealed and every stage has received every row.
+
+        `timeout`: how long to wait for each list before raising DeadlineExceeded. None waits as
+        long as rows can be lost.
+        """
+        return Lost(self._handle, timeout)
+
+    # looking
+
+    @public
+    def get(
+        self,
+        keys: Names | None = None,
+        fields: Sequence[str] | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """Read rows without a lease: by `keys`, in that order; by filter; or all.
+
+        `fields`: which fields to read; None reads all. Raises RowsGone for rows that were freed or
+        never put.
+        """
+        return Rows(self._handle, *read(self._handle, keys, where, fields, timeout))
+
+    @public
+    def rows(
+        self,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """Return the keys, groups and tags of rows, without values."""
+        return self.get(fields=(), where=where, timeout=timeout)
+
+    @public
+    def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """Return rows, groups and bytes of this partition, as nested dicts."""
+        return partition_stats(self._handle, timeout)
+
+    def __reduce__(self) -> Any:
+        """In another process: the same partition, through a client of that process."""
+        return _reattached, (self._handle.plane, self.name, self._handle.defined)
+
+    def __repr__(self) -> str:
+        defined = self._handle.defined
+        state = "not attached yet" if defined is None else f"generation {defined.generation}"
+        return f"<Partition {self.name!r} of plane {self._handle.session.plane!r}, {state}>"
+
+
+def _reattached(plane: Any, name: str, defined: Defined | None) -> Partition:
+    return Partition(Handle(plane._session, name, defined, plane))

@@ -1,0 +1,227 @@
+"""connect() and Plane.
+
+Generated from dataplane/client/_async/plane.py: change that.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from dataplane.client import arguments
+from dataplane.client._sync import queries, restore, save
+from dataplane.client._sync.attaching import define
+from dataplane.client._sync.backend import Connecting, leave
+from dataplane.client._sync.batch import Rows
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._sync.partition import Partition
+from dataplane.client._sync.reads import handle_of, read_ref
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.ref import Ref
+from dataplane.client.requests import definition_of
+from dataplane.client.session.devices import wish_of
+from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.opening import open_session, reconnect
+from dataplane.events.merge import Event
+from dataplane.timeline.why import figures
+
+
+def connect(
+    name: str | None = None,
+    *,
+    run: str | None = None,
+    fresh: bool | Literal["force"] = False,
+    devices: str | None = None,
+) -> Plane:
+    """Attach to this host's peer, or start one: `with connect() as plane: …`, or
+    `plane = connect()`.
+
+    - `name`: the peer to attach to, if several peers of the run are on this host. Default:
+      `DATAPLANE_PEER`.
+    - `run`: the name of the run. Default: `DATAPLANE_RUN`, else the launcher's id, else an unnamed
+      run of this process. Processes that this one starts later join the same run. Programs that are
+      started separately, in several terminals or by several lines of a script, share a run only
+      if you give them the same name. An unnamed run ends with its last process.
+    - `fresh`: True starts the run empty. If an earlier launch left the run behind, it is ended with
+      all its rows. This happens once per launch, so every process of the launch may pass True. In a
+      run of several hosts every process must pass it, and the launcher must give each launch an id.
+      If the old run has clients, it is not ended, and RunInUse names them. "force" ends it anyway.
+    - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
+      GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
+      are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
+
+    The log says which run was started or joined, and warns if that may not be what you want. Raises
+    PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError; and
+    InvalidCall if `fresh` is not possible.
+    """
+    return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
+
+
+class Plane:
+    """A client of the plane, for any number of threads and event loops. Use it as a context
+    manager, or call `close`.
+
+    A forked child must call `connect()` again.
+    """
+
+    def __init__(self, keeper: Housekeeper) -> None:
+        self._session = keeper.session
+        self._keeper = keeper
+        weakref.finalize(self, keeper.desert).atexit = False
+
+    @property
+    def name(self) -> str:
+        """The plane's name, which is the name of its run."""
+        return self._session.plane
+
+    @property
+    def peer(self) -> str:
+        """The name of the peer that this client is attached to."""
+        return self._session.peer
+
+    @public
+    def partition(
+        self,
+        name: str,
+        stages: Mapping[str, Sequence[str]] | None = None,
+        group_size: int | None = None,
+        groups: int | None = None,
+        free: str | None = None,
+        replicas: int = 1,
+        fields: Mapping[str, str] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Partition:
+        """Declare a partition, or attach to an existing one.
+
+        - `stages`: for each stage, the fields that a row must have before the stage gets it.
+        - `group_size`: a group closes when it has this many rows.
+        - `groups`: seal the partition after this many closed groups.
+        - `free`: "acked" frees a row when every stage has acked it; "drop" keeps rows until they
+          are dropped. Default: "acked" if there are stages.
+        - `replicas`: 2 keeps a second copy of all values on another peer.
+        - `fields`: types of fields, such as `{"tokens": "int64[*]"}`. A put of another dtype or
+          rank raises InvalidValue. `float32` is one number, `float32[3,*]` three vectors per row,
+          `bfloat16[...]` any shape, `object` a Python object.
+
+        Every process that declares the partition must give the same definition; PartitionConflict
+        otherwise. With a name alone, the first call on the partition waits until another process
+        has declared it.
+        """
+        handle = Handle(self._session, arguments.text(name, "a partition"), plane=self)
+        definition = definition_of(stages, group_size, groups, free, replicas, fields)
+        if definition is not None:
+            define(handle, definition, Deadline(timeout))
+        return Partition(handle)
+
+    @public
+    def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
+        """Return the names of all partitions that have not been dropped, including drained ones."""
+        return queries.partitions(self._session, timeout)
+
+    @public
+    def get(
+        self,
+        ref: Ref,
+        fields: Sequence[str] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """Read the rows of a ref, wherever they are. `fields`: which to read; None reads all."""
+        handle = handle_of(self, self._session, ref)
+        return Rows(handle, *read_ref(handle, ref, fields, timeout))
+
+    @public
+    def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """Return statistics of this peer, as nested dicts: `stats()["arena"]["used_bytes"]`."""
+        return queries.stats(self._session, timeout)
+
+    @public
+    def metrics(
+        self, step: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Return metrics of this client since the last call, and of its peer, as a flat dict of
+        floats for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
+
+        For each stage it has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others.
+        Puts, gets, copied and pulled bytes and the arena follow. It takes as long as `stats`.
+
+        `step`: a partition. Asks all peers for their events, and adds why that step took as long as
+        it did (a sentence), its idle share, how stale its groups were, what workers waited for, and
+        the bytes between hosts.
+        """
+        deadline = Deadline(timeout)
+        stats = self.stats(timeout=timeout)
+        of_step: dict[str, Any] = {}
+        if step is not None:
+            of_step = figures(self.events(timeout=deadline.left("metrics")), step)
+        # Taken last: if a request fails, the next call still reports these sums.
+        return {**self._session.tally.take(stats), **of_step}
+
+    @public
+    def events(
+        self, since: float | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> list[Event]:
+        """Return the recent events of the plane, oldest first.
+
+        Events are puts, leases, waits, pulls and rows that became ready. docs/observe.md lists the
+        kinds. Every peer keeps its last 16,384 events. A call records one event for each group that
+        it touches. An event of kind `missing` names a peer whose events are incomplete.
+
+        `since`: return only events after this time, which is on the clock of `Event.at`.
+        """
+        return queries.events(self._session, since, timeout)
+
+    @public
+    def checkpoint(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> None:
+        """Write all rows, their values and the state of the stages to a new directory.
+
+        Each group is saved as it was at one moment, while other calls continue. The checkpoint has
+        every row that was put before the call, unless the row was freed meanwhile. Leased rows are
+        saved as ready. `timeout` None: each request to a peer has 30 s, and the whole call has no
+        limit. If the checkpoint cannot be finished, it raises CheckpointFailed and leaves no
+        directory of that name.
+        """
+        save.checkpoint(self._session, directory, timeout)
+
+    @public
+    def restore(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> list[str]:
+        """Put the rows of a checkpoint back, and return the names of its partitions.
+
+        All rows are then on this host, whichever plane they came from. CheckpointCorrupt names a
+        file that has changed; PartitionConflict names a partition that exists. In both cases
+        nothing is restored. A restore that fails, is cancelled or is interrupted drops what it
+        has restored. If its process is killed, the restored rows stay.
+        """
+        return restore.restore(self._session, directory, timeout)
+
+    def close(self) -> None:
+        """Release all leases and disconnect.
+
+        Values that were read stay readable. Calls that other threads or tasks are making raise
+        ClientClosed at once; they may have taken effect.
+        """
+        why = "this client was closed; call dataplane.connect() for another"
+        leave(self._keeper, why)
+
+    def __reduce__(self) -> Any:
+        """In another process: a client of the same run, one per process."""
+        return reconnect, (Plane, *self._session.origin)
+
+    def __enter__(self) -> Plane:
+        return self
+
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._session.closed else ""
+        return f"<Plane {self.name!r} at peer {self.peer!r}{state}>"

@@ -1,0 +1,212 @@
+"""put: which way the values of a put go, and the handle on its rows.
+
+Whatever can be wrong with a put is found before its first byte leaves: an error behind the first
+message would leave rows that a second try puts twice.
+
+
+Generated from dataplane/client/_async/put.py: change that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dataplane.client._sync.attaching import attach, comes_too_late
+from dataplane.client._sync.backend import offload
+from dataplane.client._sync.on_device import DevicePart, OnDevice, take_located
+from dataplane.client._sync.write import Putting, row_cost
+from dataplane.client.arguments import flag, texts
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.ref import Ref
+from dataplane.client.session.extents import AHEAD_BYTES
+from dataplane.client.write import schema
+from dataplane.client.write.few import lay_few
+from dataplane.client.write.layout import plan_beside
+from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.rows import (
+    Names,
+    TagValues,
+    check_groups,
+    check_names,
+    identify,
+    name_list,
+    row_names,
+    tag_columns,
+)
+from dataplane.client.write.values import Prepared, by_name, prepare
+from dataplane.errors import DataplaneError, FieldExists, RowsGone, counted
+from dataplane.wire.tables import Name
+
+log = logging.getLogger(__name__)
+
+SHOWN_NAMES = 8
+"""How many names an error carries."""
+
+
+def put(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    key: Names | None,
+    group: Names | Sequence[Name | None] | None,
+    tags: TagValues | None,
+    dedup: Collection[str],
+    replace: bool,
+    reuse: bool,
+    timeout: float | None,
+) -> Ref:
+    """Write rows. In the body of a loop over `producing`, a put of new rows that arrives too late
+    stores nothing and returns a Ref of no rows."""
+    try:
+        return _put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
+    except DataplaneError as exc:
+        if not comes_too_late(handle, exc):
+            raise
+        log.info(
+            "partition %r: put arrived too late and stored nothing: %s", handle.name, exc.message
+        )
+    session = handle.session
+    return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
+
+
+def _put(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    key: Names | None,
+    group: Names | Sequence[Name | None] | None,
+    tags: TagValues | None,
+    dedup: Collection[str],
+    replace: bool,
+    reuse: bool,
+    timeout: float | None,
+) -> Ref:
+    """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
+    session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
+    columns = by_name(columns)
+    if isinstance(columns, (dict, Mapping)):
+        columns = dict(columns.items())  # its own way to iterate may be another one
+    dedup = texts(dedup, "dedup")
+    replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
+    names = None if key is None else name_list(key, "key")
+    n = None if names is None else len(names)
+    prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
+    if handle.defined is None:
+        attach(handle, deadline)
+        if handle.definition.fields:
+            prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
+    n = prepared.n
+    identity = identify(session, n, names, group)
+    tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
+    inline = handle.takes_inline()
+    one_group = identity.group_index is not None and not identity.group_index.any()
+    few = None if on_devices else lay_few(prepared, inline, one_group)
+    parts: list[list[Parcel]] = []
+    if few is None:
+        everything = [prepared, *(one.prepared for one in on_devices)]
+        parts = offload(
+            lambda: plan_beside(everything, identity.group_index, inline, identity.group_names),
+            (n << 6) + (AHEAD_BYTES if dedup else 0),
+        )
+    generation = attach(handle, deadline)
+    check_groups(identity, handle.definition.group_size)
+    work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+    if few is not None:
+        work.put_few(few)
+    else:
+        if len(parts[0]) > 1:
+            check_names(identity)
+            work.check_units(parts[0])
+        work.elsewhere = [
+            DevicePart(one.opened, parcels)
+            for one, parcels in zip(on_devices, parts[1:], strict=True)
+        ]
+        work.put_parcels(parts[0], row_cost(prepared, identity))
+    session.familiar.note(generation, identity.familiar_keys())
+    session.tally.add("put", wait_s=time.monotonic() - began)
+    if session.spans is not None:
+        session.spans.put(handle.name, began, n, tagged)
+    _check_passed_over(work, next(iter(columns), ""))
+    return Ref(
+        session.plane,
+        session.peer,
+        handle.name,
+        generation,
+        identity.keys.tobytes(),
+        None if identity.names is None else tuple(identity.names),
+        tuple(identity.group_names or ()),
+        tuple(columns),
+        work.gone + work.there,
+    )
+
+
+def _check_passed_over(work: Putting, field: str) -> None:
+    """FieldExists or RowsGone where all rows of a put were there. field: one that it brings."""
+    partition, identity = work.handle.name, work.identity
+    n = len(identity)
+    if work.gone + work.there < n:
+        if work.there:
+            log.warning(
+                "partition %r: %d of %d rows of a put already exist with these fields and keep "
+                "their values (ref.kept); the others were put",
+                partition,
+                work.there,
+                n,
+            )
+        return
+    keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+    if work.there:
+        freed = f" ({work.gone} of them freed since)" if work.gone else ""
+        raise FieldExists(
+            f"nothing was put: partition {partition!r} already has all {counted(n, 'row')} of "
+            f"this put with these fields{freed}, for example {keys[0]!r}. If this put is a retry, "
+            "the first attempt succeeded. Fields are written once; pass replace=True to write "
+            "new values",
+            field=field,
+            keys=keys,
+        )
+    groups = list(identity.group_names or ())[:SHOWN_NAMES]
+    which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
+    which += ", …" if len(groups or keys) > 1 else ""
+    raise RowsGone(
+        f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
+        f"({which}) were put before and acked by every stage. A restarted producer should "
+        "continue with its next rows. If these are new rows under old names, pass reuse=True",
+        keys=keys,
+        groups=groups,
+    )
+
+
+def _prepare(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    n: int | None,
+    dedup: Collection[str],
+    deadline: Deadline,
+) -> tuple[Prepared, list[OnDevice]]:
+    """The fields that go to the host arena, and those of values that lie on a device. All are as
+    the schema has them, as far as that is known."""
+    session, fields = handle.session, handle.definition.fields
+
+    def check_time() -> None:
+        deadline.check("put")
+
+    if session.devices is None:
+        return prepare(columns, n, dedup, fields, check_time=check_time), []
+    on_devices = take_located(session.devices, columns, n, dedup)
+    taken = {column.field for one in on_devices for column in one.prepared.columns}
+    if isinstance(columns, Mapping):
+        rest = {name: column for name, column in columns.items() if name not in taken}
+        session.devices.tell_of_host_copies(
+            rest, "not all values of this field are arrays on one device"
+        )
+    if not on_devices:
+        return prepare(columns, n, dedup, fields, check_time=check_time), []
+    n = on_devices[0].prepared.n
+    for one in on_devices:
+        schema.check(one.prepared, fields)
+    return prepare(rest, n, dedup, fields, check_time=check_time) if rest else Prepared(
+        n, [], []
+    ), on_devices

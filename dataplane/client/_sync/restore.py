@@ -1,0 +1,173 @@
+"""`plane.restore`: the rows of a checkpoint, put into a plane of any number of peers.
+
+Every file is verified before anything is put. Rows and bytes go to this host, as if this client had
+put them; ready ones are claimable as they come. A restore that fails half-way, or is cancelled or
+interrupted, drops what it has brought.
+
+
+Generated from dataplane/client/_async/restore.py: change that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataplane import progress
+from dataplane.client._sync.attaching import attach, define
+from dataplane.client._sync.calls import UNKNOWN, ask, expect, send
+from dataplane.client._sync.save import filing, path_of, within
+from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.session.outgoing import Call
+from dataplane.client.session.session import Session
+from dataplane.errors import DataplaneError, PartitionConflict
+from dataplane.memory.placement import place, remainder
+from dataplane.progress import Bar
+from dataplane.wire import messages
+from dataplane.wire.checkpoint import Census, CensusDone, Progress, Restore
+from dataplane.wire.messages import Done, Drop, PutDone, Reserve, Reserved, Seal
+from dataplane.wire.records import EXTENT, U8, column
+from dataplane.wire.tables import Rows
+
+if TYPE_CHECKING:
+    from dataplane.client.checkpoint.arrow_in import Portion
+
+log = logging.getLogger(__name__)
+
+PORTION_BYTES = 32 << 20
+"""Values that go with one message; no more than a quarter of what may be put at once."""
+UNDO_S = 10.0
+"""How long a restore that failed, or was cancelled, takes to drop what it has brought."""
+_WAITING = "waiting for space in the arena"
+_RESTORING = "the restore"
+
+
+def restore(session: Session, directory: Any, timeout: float | None) -> list[str]:
+    with progress.bar("restore") as bar:
+        return _restore(session, path_of(directory), Deadline(timeout), bar)
+
+
+def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list[str]:
+    manifest: Manifest = filing(lambda: verified(path, bar))
+    names = [note.name for note in manifest.partitions]
+    census = ask(session, Census(), CensusDone, within(deadline, _RESTORING))
+    there = sorted({*names} & {*census.partitions})
+    if there:
+        raise PartitionConflict(
+            f"{len(there)} of the {len(names)} partitions of this checkpoint already exist in "
+            f"plane {session.plane!r}, for example {there[0]!r}; drop them, or restore into "
+            "another plane",
+            partitions=there,
+        )
+    begun: list[tuple[Handle, PartitionNote]] = []
+    try:
+        for number, note in enumerate(manifest.partitions):
+            handle = Handle(session, note.name)
+            begun.append((handle, note))
+            _partition(handle, note, path / directory_name(number), deadline, bar)
+    except GeneratorExit:  # nobody carries out another step
+        raise
+    except BaseException as exc:  # cancelled and interrupted ones too
+        _undo(begun, exc)
+        raise
+    return names
+
+
+def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> None:
+    """Drop what was restored so far, so that it can be restored again."""
+    deadline = Deadline(UNDO_S)
+    refused = isinstance(failure, DataplaneError) and not isinstance(failure, UNKNOWN)
+    for handle, note in begun:
+        try:
+            if handle.defined is None:
+                if refused:
+                    continue
+                # Nobody knows whether it was declared: it is there after this, and then it is not.
+                define(handle, note.definition, deadline)
+            body = Drop(handle.name, handle.generation)
+            ask(handle.session, body, messages.Dropped, deadline)
+        except DataplaneError as exc:
+            said = f"partition {handle.name!r}: restored in part, and could not be dropped: {exc}"
+            failure.add_note(said)
+            log.warning("%s", said)
+
+
+def _partition(
+    handle: Handle, note: PartitionNote, part: Path, deadline: Deadline, bar: Bar
+) -> None:
+    from dataplane.client.checkpoint.arrow_in import PartReader
+
+    define(handle, note.definition, within(deadline, _RESTORING))
+    with ExitStack() as opened:  # also where this is cancelled as it opens them
+        reader: PartReader = filing(lambda: opened.enter_context(closing(PartReader(part))))
+        most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
+        portions: Iterator[Portion] = reader.portions(most)
+        while True:
+            portion: Portion | None = filing(lambda: next(portions, None))
+            if portion is None:
+                break
+            _put(handle, reader, portion, deadline)
+            bar.advance(int(portion.sizes.sum()), f"partition {handle.name!r}")
+    generation = attach(handle, deadline)
+    if note.closed_groups:
+        body = Restore(
+            handle.name, generation, Rows(b""), [], [], {}, Progress(), note.closed_groups
+        )
+        ask(handle.session, body, PutDone, within(deadline, _RESTORING))
+    if note.sealed:
+        ask(
+            handle.session,
+            Seal(handle.name, generation, keep_short=True),
+            Done,
+            within(deadline, _RESTORING),
+        )
+
+
+def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> None:
+    """Copy the values of a portion into the arena, and say what they are."""
+    session = handle.session
+    generation = attach(handle, deadline)
+    sizes, ranges = portion.sizes.astype(U8), np.zeros(len(portion.sizes), EXTENT)
+    if len(sizes):
+        unit = Reserve(handle.name, generation, [sizes.tobytes()])
+        reserved = ask(session, unit, Reserved, within(deadline, _WAITING), _WAITING)
+        extents = column(reserved.extents, EXTENT)
+        try:
+            ranges["offset"], ranges["length"] = place(sizes, extents), sizes
+            filing(lambda: _fill(session, reader, portion, ranges))
+        except BaseException:
+            session.keep(extents)
+            raise
+        session.keep(remainder(sizes, ranges["offset"].copy(), extents))
+    call = None
+    try:
+        body = Restore(
+            handle.name,
+            generation,
+            portion.rows,
+            portion.columns,
+            portion.specs,
+            portion.tags,
+            portion.progress,
+            ranges=ranges.tobytes(),
+        )
+        call = Call(body, within(deadline, _RESTORING))
+        done = expect(send(session, call), PutDone, body)
+    except BaseException:
+        if call is None or not call.in_flight:
+            session.keep(ranges)
+        raise
+    session.keep(column(done.extents, EXTENT))
+
+
+def _fill(session: Session, reader: Any, portion: Portion, ranges: Any) -> None:
+    for block, (offset, length) in zip(portion.blocks, ranges.tolist(), strict=True):
+        if length:
+            reader.read(block, memoryview(session.writes.view(offset, length)))  # type: ignore[arg-type]

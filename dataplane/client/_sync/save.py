@@ -1,0 +1,236 @@
+"""`plane.checkpoint`: all rows of a plane, group by group, into a directory.
+
+Values that lie on other hosts are pulled to
+this one on the way; at most one answer of the peer is under way, whatever the plane holds.
+
+
+Generated from dataplane/client/_async/save.py: change that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dataplane import progress
+from dataplane.client._sync.attaching import attach, define
+from dataplane.client._sync.backend import offload
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask
+from dataplane.client.checkpoint.archive import (
+    FILES,
+    Archive,
+    FileNote,
+    PartitionNote,
+    directory_name,
+)
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.session.session import Session
+from dataplane.errors import (
+    CheckpointFailed,
+    DeadlineExceeded,
+    InvalidCall,
+    PartitionGone,
+    PartitionUndefined,
+    RowsGone,
+    Unavailable,
+)
+from dataplane.metadata.tables.incoming import keys_in
+from dataplane.progress import Bar
+from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
+from dataplane.wire.records import KEY
+
+if TYPE_CHECKING:
+    from dataplane.client.checkpoint.arrow_out import PartFiles
+
+T = TypeVar("T")
+
+SAVE_BYTES = 32 << 20
+"""Values that are asked for at once; no more than a quarter of what the peer may pull."""
+MAX_UNITS = 4096
+"""Groups, or rows without one, that are asked for at once."""
+ATTACH_S = 5.0
+"""A partition that nobody has declared by then was dropped."""
+_TIMES = int(DEFAULT_TIMEOUT_S / ATTACH_S)
+_FILE_WORK = 1 << 62
+"""More bytes than any copy has."""
+_TRIES = 16
+_ROSTERS = 3
+"""How often a checkpoint starts over if the peers change meanwhile."""
+
+
+def path_of(directory: Any) -> Path:
+    """The directory that a user named."""
+    given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    try:
+        names_one = isinstance(given, str) and b"\0" not in os.fsencode(given)
+    except UnicodeEncodeError:
+        names_one = False
+    if not isinstance(given, str) or not names_one:
+        raise InvalidCall(f"directory={directory!r:.80}: expected a path")
+    return Path(os.path.abspath(given))
+
+
+def filing(work: Callable[[], T]) -> T:
+    """Work on files, which always leaves an event loop."""
+    return offload(work, _FILE_WORK)
+
+
+def within(deadline: Deadline, doing: str) -> Deadline:
+    """For one request: a peer that does not answer is noticed, however long the whole may take."""
+    left = deadline.left(doing)
+    return Deadline(DEFAULT_TIMEOUT_S if left is None else min(left, DEFAULT_TIMEOUT_S))
+
+
+def checkpoint(session: Session, directory: Any, timeout: float | None) -> None:
+    with progress.bar("checkpoint") as bar:
+        work = _Checkpoint(session, Archive(path_of(directory)), Deadline(timeout), bar)
+        try:
+            filing(work.archive.begin)
+            work.write()
+        except BaseException:
+            work.archive.discard()
+            raise
+
+
+class _Checkpoint:
+    """One checkpoint under way."""
+
+    def __init__(self, session: Session, archive: Archive, deadline: Deadline, bar: Bar) -> None:
+        self.session = session
+        self.archive = archive
+        self.deadline = deadline
+        self.bar = bar
+        self.notes: list[PartitionNote] = []
+        self.number = 0
+        """of the partition that is being written, among those that there are"""
+
+    def write(self) -> None:
+        for _ in range(_ROSTERS):
+            before = self._census()
+            self.bar.expect(len(before.partitions))
+            for number, name in enumerate(before.partitions):
+                self.number = number
+                self._partition(name)
+            after = self._census()
+            if after.placement == before.placement:
+                filing(lambda: self.archive.commit(self.session.plane, self.notes))
+                return
+            self.notes = []
+            filing(self.archive.clear)
+        raise CheckpointFailed(
+            "rows moved between peers during every attempt, because peers joined, left or "
+            "died; call checkpoint again",
+            path=str(self.archive.target),
+        )
+
+    def _limit(self) -> Deadline:
+        return within(self.deadline, "the checkpoint")
+
+    def _census(self) -> CensusDone:
+        return ask(self.session, Census(), CensusDone, self._limit())
+
+    def _partition(self, name: str) -> None:
+        """One that was dropped meanwhile is left out."""
+        from dataplane.client.checkpoint.arrow_out import PartFiles
+
+        handle, number = Handle(self.session, name), len(self.notes)
+        for again in reversed(range(_TIMES)):
+            self.deadline.check("the checkpoint")
+            try:
+                define(handle, None, Deadline(ATTACH_S))
+                break
+            except PartitionUndefined:
+                return
+            except (DeadlineExceeded, Unavailable):  # a fail-over takes longer
+                if not again:
+                    raise
+        archive = self.archive
+        with ExitStack() as opened:  # also where this is cancelled as it opens them
+            files: PartFiles = filing(
+                lambda: opened.enter_context(
+                    closing(PartFiles(archive.directory(number), archive.target))
+                )
+            )
+            try:
+                closed = self._rows(handle, files)
+            except PartitionGone:
+                opened.close()
+                filing(lambda: archive.abandon(number))
+                return
+            notes: list[FileNote] = filing(files.finish)
+        self.notes.append(_note(handle, closed))
+        for file, note in zip(FILES, notes, strict=True):
+            archive.files[f"{directory_name(number)}/{file}"] = note
+
+    def _rows(self, handle: Handle, files: PartFiles) -> int:
+        """Returns the groups that closed and are gone."""
+        groups, rows, closed = self._survey(handle)
+        groups, rows = _each_once([groups, rows])
+        return closed + self._save_all(handle, files, groups, rows)
+
+    def _survey(self, handle: Handle) -> tuple[bytes, bytes, int]:
+        """The keys of all groups, and of rows without one, and how many groups closed and went."""
+        groups, rows, closed, cursor = [], [], None, 0
+        generation = attach(handle, self.deadline)
+        while True:
+            body = Survey(handle.name, generation, cursor)
+            found = ask(self.session, body, SurveyDone, self._limit())
+            groups.append(found.groups)
+            rows.append(found.rows)
+            closed = found.closed_groups if closed is None else closed
+            cursor = found.cursor
+            if not cursor:
+                return b"".join(groups), b"".join(rows), closed
+
+    def _save_all(self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes) -> int:
+        width = KEY.itemsize
+        ended, many, tries, at = 0, MAX_UNITS, 0, 0
+        while at < len(groups) + len(rows):
+            some = groups[at : at + many * width]
+            first = max(0, at - len(groups))
+            others = rows[first : first + many * width - len(some)]
+            try:
+                units, more = self._save(handle, files, some, others)
+            except RowsGone:  # freed before they were read: now they are not there
+                many, tries = max(1, many // 4), tries + 1
+                if tries > _TRIES:
+                    raise
+                continue
+            many, tries = MAX_UNITS, 0
+            ended += more
+            at += units * width
+            share = at / (len(groups) + len(rows))
+            self.bar.at(self.number + share, f"partition {handle.name!r}")
+        return ended
+
+    def _save(
+        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
+    ) -> tuple[int, int]:
+        session = self.session
+        nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
+        generation = attach(handle, self.deadline)
+        body = Save(handle.name, generation, groups, rows, nbytes)
+        found = ask(session, body, SaveDone, self._limit())
+        arena = session.reads.base_array(session.pinned(found.pin))
+        filing(lambda: files.write(found, arena))
+        return found.units, found.ended_groups
+
+
+def _each_once(columns: list[bytes]) -> list[bytes]:
+    """A name that was freed and put again meanwhile was told twice: where it is now counts."""
+    told = [dict.fromkeys(keys_in(column)) for column in columns]
+    last = {key: number for number, keys in enumerate(told) for key in keys}
+    return [
+        b"".join([key for key in keys if last[key] == number]) for number, keys in enumerate(told)
+    ]
+
+
+def _note(handle: Handle, closed: int) -> PartitionNote:
+    assert handle.defined is not None
+    given = {f: getattr(handle.definition, f) for f in handle.definition.__struct_fields__}
+    sealed = handle.defined.phase != "open"
+    return PartitionNote(handle.name, **given, sealed=sealed, closed_groups=closed)

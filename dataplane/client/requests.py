@@ -1,0 +1,153 @@
+"""What the arguments of `partition`, `claim` and `plan` ask for, checked, as messages carry it.
+
+Pure: InvalidCall names the argument that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
+
+import msgspec
+
+from dataplane.client import arguments
+from dataplane.client.write import schema
+from dataplane.errors import InvalidCall
+from dataplane.metadata.tables.where import Where
+from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Definition, Shape
+
+
+def definition_of(
+    stages: Mapping[str, Sequence[str]] | None,
+    group_size: int | None,
+    groups: int | None,
+    free: str | None,
+    replicas: int,
+    fields: Mapping[str, str] | None = None,
+) -> Definition | None:
+    """The definition that the arguments of `partition(…)` spell; None where they only attach."""
+    if (stages, group_size, groups, free, replicas, fields) == (None, None, None, None, 1, None):
+        return None
+    if group_size is not None:
+        group_size = arguments.count(group_size, "group_size")
+    if groups is not None:
+        groups = arguments.count(groups, "groups")
+    free = free or ("acked" if stages else "drop")
+    if free not in ("acked", "drop"):
+        raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
+    if replicas not in (1, 2):
+        raise InvalidCall(
+            f"replicas={replicas!r}: expected 1, or 2 for a second copy on another peer"
+        )
+    named: dict[str, list[str]] = {}
+    form = "of stage names to lists of fields"
+    for stage, needed in arguments.mapping(stages or {}, "stages", form).items():
+        named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
+    copies: Literal[1, 2] = 2 if replicas == 2 else 1
+    return Definition(
+        named,
+        group_size,
+        groups,
+        free,  # type: ignore[arg-type]
+        copies,
+        schema.canonical(fields or {}),
+    )
+
+
+class Demand(msgspec.Struct, eq=False):
+    """What a claim's arguments ask for; `want` checks them."""
+
+    rows: int | None
+    groups: int | None
+    budget: Mapping[str, float] | None
+    minimum: int | None
+    where: Where | None
+    unit: str | None
+
+    def want(self, default_unit: str) -> Want:
+        """The demand as it travels. InvalidCall unless it is exactly one of the three."""
+        if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
+            raise InvalidCall("a claim takes exactly one of rows=, groups= and budget={tag: sum}")
+        where = arguments.filter_of(self.where)
+        if self.budget is not None:
+            return self._budget(self.budget, self.unit or default_unit, where)
+        kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
+        count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
+        if self.unit not in (None, kind):
+            raise InvalidCall(
+                f"unit={self.unit!r} can only be combined with budget=; {kind}= already sets "
+                "the unit"
+            )
+        least = count if self.minimum is None else arguments.count(self.minimum, "min")
+        if least > count:
+            raise InvalidCall(f"min={least!r}: expected a number from 1 to {kind}={count}")
+        return Want(kind, count, least, where)
+
+    def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
+        shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
+        if len(budget) != 1:
+            raise InvalidCall(
+                f"budget={shown!r}: expected one tag and the largest sum of its values"
+            )
+        if self.minimum is not None:
+            raise InvalidCall("min= cannot be combined with budget=, which takes whatever fits")
+        if unit not in ("rows", "groups"):
+            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
+        ((tag, amount),) = budget.items()
+        number = isinstance(amount, Real) and not isinstance(amount, bool)
+        if not number or not 0 < amount < math.inf:
+            raise InvalidCall(f"budget={shown!r}: the sum must be a finite number above 0")
+        arguments.text(tag, "a tag")
+        kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
+        return Want(kind, 0, 0, where, tag, float(amount))
+
+
+def shape_of(
+    rank: int,
+    ranks: int,
+    minibatches: int,
+    budget: Mapping[str, float] | None,
+    balance: str | None,
+    epochs: int,
+    seed: int,
+    remainder: str,
+    unit: str,
+) -> tuple[Shape, int]:
+    """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
+    rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
+    if ranks > MAX_RANKS:
+        raise InvalidCall(f"ranks={ranks}: a plan can have at most {MAX_RANKS} ranks")
+    if rank >= ranks:
+        raise InvalidCall(f"rank={rank}: with ranks={ranks}, expected 0 to {ranks - 1}")
+    minibatches = arguments.count(minibatches, "minibatches")
+    if ranks * minibatches > MAX_PLAN_PARTS:
+        raise InvalidCall(
+            f"ranks={ranks} × minibatches={minibatches} is over the limit of "
+            f"{MAX_PLAN_PARTS} parts: use fewer mini-batches"
+        )
+    if remainder not in ("pad", "drop"):
+        raise InvalidCall(f"remainder={remainder!r:.40}: expected 'pad' or 'drop'")
+    if unit not in ("rows", "groups"):
+        raise InvalidCall(f"unit={unit!r:.40}: expected 'rows' or 'groups'")
+    tag, amount = None, 0.0
+    if budget is not None:
+        want = Demand(None, None, budget, None, None, None).want("rows")
+        tag, amount = want.budget_tag, want.budget
+    ways: dict[str, Literal["pad", "drop"]] = {"pad": "pad", "drop": "drop"}
+    units: dict[str, Literal["rows", "groups"]] = {"rows": "rows", "groups": "groups"}
+    shape = Shape(
+        ranks,
+        minibatches,
+        tag,
+        amount,
+        tag if balance is None else arguments.text(balance, "a tag"),
+        arguments.count(epochs, "epochs"),
+        arguments.whole(seed, "seed"),
+        ways[remainder],
+        units[unit],
+    )
+    return shape, rank

@@ -204,18 +204,30 @@ def _shares(placements: list[list[Run]]) -> str:
         return ""
     recorded = finished[0][0]["recorded_step_seconds"]
     shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
-    said = f"Recorded rollout and training of the step took {_seconds(recorded)}. Moving data is"
+    said = (
+        f"In the trace, rollout and training of the step take {_seconds(recorded)}. Moving data is"
+    )
     if (most := max(map(max, shares))) < _HARDLY:
         return f"{said} at most {most:.1%} of the step and hardly matters."
-    told = [_listed([f"{share:.0%}" for share in some]) for some in shares]
-    return f"{said} {_by_case(told, [same[0] for same in finished], ' of the step')}."
+    told = [[f"{share:.0%}" for share in some] for some in shares]
+    return f"{said} {_by_case(told, finished, ' of the step')}."
 
 
-def _by_case(told: Sequence[str], runs: Sequence[Run], what: str = "") -> str:
-    """Figures of each placement. With two, the sentence before named both."""
-    if len(told) == 2:
-        return f"{told[0]}{what}. If {_placed(runs[1])}: {told[1]}"
-    return f"{told[0]}{what} if {_placed(runs[0])}"
+def _by_case(
+    told: Sequence[Sequence[str]], placements: Sequence[Sequence[Run]], what: str = ""
+) -> str:
+    """Figures of each placement. The first list names the planes, and so does a second one of other
+    planes. With two placements, the sentence before named both."""
+    names = [[_called(run) for run in same] for same in placements]
+    first, *others = [
+        _listed([f"{one} ({name})" for one, name in zip(some, mine, strict=True)])
+        if mine is names[0] or mine != names[0]
+        else _listed(some)
+        for some, mine in zip(told, names, strict=True)
+    ]
+    if others:
+        return f"{first}{what}. If {_placed(placements[1][0])}: {others[0]}"
+    return f"{first}{what} if {_placed(placements[0][0])}"
 
 
 def _computed(placements: list[list[Run]]) -> str:
@@ -227,10 +239,10 @@ def _computed(placements: list[list[Run]]) -> str:
     one = full[0][0]["full_step"]
     rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
     busy = [[run["full_step"]["link_seconds"] for run in some] for some in full]
-    told = [_listed(list(map(_seconds, some))) for some in busy]
+    told = [list(map(_seconds, some)) for some in busy]
     said = (
         f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links: the busiest link is "
-        f"busy for {_by_case(told, [same[0] for same in full])}. "
+        f"busy for {_by_case(told, full)}. "
         f"Rollout and training take {_seconds(one['recorded_seconds'])}."
     )
     if max(map(max, busy)) < _HARDLY * one["recorded_seconds"]:
@@ -268,18 +280,24 @@ def _memory(runs: list[Run]) -> str:
     prompts = limited[0]["prompts"]
     said = f"{prompts} video prompts with {limit:g} GiB of memory a host."
     for dedup in (True, False):
-        if told := [f"{_called(run)} {_fate(run)}" for run in limited if run["dedup"] is dedup]:
+        same = [run for run in limited if run["dedup"] is dedup]
+        told = []
+        for run in (run for run in same if not run["phased"]):
+            phased = [r for r in same if r["phased"] and r["plane"] == run["plane"]]
+            fates = [_fate(one).removeprefix("needed ") for one in phased]
+            when = [f" ({fate} if no stage overlaps rollout)" for fate in fates]
+            told.append(f"{_called(run)} {_fate(run)}{''.join(when)}")
+        if told:
             said += f" Dedup {'on' if dedup else 'off'}: {_listed(told)}."
     return said
 
 
 def _fate(run: Run) -> str:
-    when = " if no stage overlaps rollout" if run["phased"] else ""
     if run["status"] == "oom":
-        return f"was killed by the kernel{when}"
+        return "was killed by the kernel"
     if run["status"] != "ok":
-        return f"ended with {run['status']!r}{when}"
-    return f"needed {max(run['peak_host_bytes']) / (1 << 30):.2g} GiB{when}"
+        return f"ended with {run['status']!r}"
+    return f"needed {max(run['peak_host_bytes']) / (1 << 30):.2g} GiB"
 
 
 def _faster(runs: list[Run]) -> str:

@@ -46,13 +46,15 @@ def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
         "controller with barriers. If every host runs every stage: 0.4 s, 10 s and 22 s."
     )
     assert shares == (
-        "Recorded rollout and training of the step took 30 s. Moving data is 14%, 17% and 19% of "
-        "the step. If every host runs every stage: 1%, 25% and 42%."
+        "In the trace, rollout and training of the step take 30 s. Moving data is 14% (dataplane), "
+        "17% (a streaming controller) and 19% (a controller with barriers) of the step. If every "
+        "host runs every stage: 1%, 25% and 42%."
     )
     assert computed == (
-        "Computed for 64 prompts a step and 100 Gbit/s links: the busiest link is busy for 0.5 s, "
-        "0.5 s and 0.5 s. If every host runs every stage: 0.5 s, 0.5 s and 0.5 s. Rollout and "
-        "training take 60 s. At that rate links alone are no reason to choose a plane."
+        "Computed for 64 prompts a step and 100 Gbit/s links: the busiest link is busy for 0.5 s "
+        "(dataplane), 0.5 s (a streaming controller) and 0.5 s (a controller with barriers). If "
+        "every host runs every stage: 0.5 s, 0.5 s and 0.5 s. Rollout and training take 60 s. At "
+        "that rate links alone are no reason to choose a plane."
     )
     assert faster == "No controller was faster in any job of this set."
 
@@ -125,10 +127,9 @@ def test_memory_is_told_by_dedup_with_the_fate_of_each_plane() -> None:
         run("dataplane", "video", 2, [1.0], **limit, **needed, **{"phased": True}),
     ]
     assert sentences(runs)[0] == (
-        "16 video prompts with 3 GiB of memory a host. Dedup on: dataplane needed 2 GiB, a "
-        "controller with barriers needed 2 GiB and dataplane needed 2 GiB if no stage overlaps "
-        "rollout. Dedup off: dataplane needed 2 GiB and a controller with barriers was killed by "
-        "the kernel."
+        "16 video prompts with 3 GiB of memory a host. Dedup on: dataplane needed 2 GiB (2 GiB if "
+        "no stage overlaps rollout) and a controller with barriers needed 2 GiB. Dedup off: "
+        "dataplane needed 2 GiB and a controller with barriers was killed by the kernel."
     )
     unmeasured = [{**one, "status": "not run", "error": "no cgroup"} for one in runs]
     assert sentences(unmeasured)[0] == "Memory was not measured: no cgroup."
@@ -153,3 +154,5 @@ def test_planes_are_named_again_if_others_finished_on_the_other_placement() -> N
     told = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[0]
     taken = "a step's data takes 0.4 s through dataplane and 22 s through a controller with"
     assert f"If every host runs every stage, {taken} barriers." in told
+    shares = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[1]
+    assert shares.endswith(": 1% (dataplane) and 42% (a controller with barriers).")

@@ -167,8 +167,8 @@ TABLE = (
         "seeds",
         "tcp://HOST:PORT,… or dns://NAME:PORT/COUNT",
         "the launcher's, else this host alone",
-        "all founding peers, in the same order on every host; `none`: this host alone; dns://: the "
-        "peer waits up to 300 s until NAME resolves to COUNT addresses",
+        "all founding peers, in the same order on every host; `none`: this host alone; dns://: a "
+        "name that resolves to COUNT addresses, for which the peer waits up to 300 s",
         values.parse_seeds,
         field="seeds",
         text=lambda seeds: ",".join(seeds) or "none",
@@ -195,8 +195,8 @@ TABLE = (
         "lost-after",
         "SECONDS",
         "20",
-        "the roster keeper declares a peer lost that is silent for so many seconds although its "
-        "host answers; under 30; set it on the keeper",
+        "seconds that a peer may be silent, while its host answers, before the roster keeper "
+        "declares it lost; under 30; the keeper's value applies",
         values.parse_lost_after,
         field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",

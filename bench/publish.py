@@ -122,9 +122,7 @@ def _step(run: Run) -> str:
     if run["status"] != "ok" or median is None or ends is None:
         return str(run["status"])
     link = run["busiest_link"]
-    full = (
-        f"; link full {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
-    )
+    full = f"; link {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
     return f"{median:.2f} s ({ends[0]:.2f}–{ends[1]:.2f}){full}"
 
 
@@ -176,5 +174,5 @@ def _made(told: Report) -> str:
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    first, *others = [f"| {' | '.join(row)} |\n" for row in (head, *lines)]
+    return "".join([first, f"|{'---|' * len(head)}\n", *others])

@@ -30,7 +30,7 @@ def test_a_table_has_each_job_once_with_medians_and_ranges(told: dict[str, Any])
     assert head == "| steady step | dataplane | a controller with barriers |"
     assert lines[-1] == (
         "| math, 8 hosts, 16 prompts × 8, 400 Mbit/s links, every stage on every host "
-        "| 0.60 s (0.50–0.70); link full 10% | 8.60 s (8.50–8.70); link full 90% |"
+        "| 0.60 s (0.50–0.70); link 10% | 8.60 s (8.50–8.70); link 90% |"
     )
     assert len(lines) == 3
     assert (

@@ -45,8 +45,8 @@ def _when(kind: type[errors.DataplaneError]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *others = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    return "".join([first, f"|{'---|' * len(head)}\n", *others])
 
 
 def main() -> None:

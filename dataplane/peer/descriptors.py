@@ -32,8 +32,8 @@ def allow() -> None:
     most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if most < LEAST:
         raise InvalidConfig(
-            f"a peer needs at least {LEAST} file descriptors, and {OF_A_CLIENT} more per "
-            f"client; this process may open only {most}: raise the limit (ulimit -n)",
+            f"a peer needs at least {LEAST} file descriptors, plus {OF_A_CLIENT} per client, but "
+            f"this process may open only {most}: raise the limit (ulimit -n)",
             limit=most,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

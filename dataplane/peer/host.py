@@ -191,8 +191,8 @@ class Progress:
 
 def _late() -> Unavailable:
     return Unavailable(
-        "the backup of this host's peer did not confirm the call in time. The call may "
-        "have taken effect; repeat it"
+        "the backup of this host's peer did not confirm the call in time. The call may have taken "
+        "effect: repeat it"
     )
 
 
@@ -449,7 +449,7 @@ class Serving:
             raise Unavailable(
                 f"peer {self.host.name!r} cannot serve requests now: {self._why()}, so another "
                 "peer may already have taken over its partitions. Repeat the call; if this "
-                "persists, check the network between the two"
+                "persists, check the network between the peers"
             ) from exc
         finally:
             self.waiting -= 1

@@ -102,7 +102,7 @@ async def _serve(
                 metrics.hide()
         if not again:
             return str(why.details["why"]) if why is not None else ""
-        log.warning("peer %r: restarting empty, as a new peer", config.name)
+        log.warning("peer %r: restarting as a new, empty peer", config.name)
 
 
 def _end(peer: Peer, who: str) -> PeerEnded | None:
@@ -163,8 +163,8 @@ async def _metrics(config: PeerConfig) -> Metrics | None:
         from dataplane.peer.watch.metrics import Metrics
     except ImportError as exc:
         raise InvalidConfig(
-            f"metrics need {exc.name}: pip install 'dataplane-rl[metrics]', or leave out --metrics "
-            "and DATAPLANE_METRICS"
+            f"metrics need the package {exc.name}: install it with pip install "
+            "'dataplane-rl[metrics]', or leave out --metrics and DATAPLANE_METRICS"
         ) from exc
     metrics = Metrics()
     await metrics.open(config.metrics.host, config.metrics.port)

@@ -175,8 +175,9 @@ class Repeats:
             op < self._given.floor or (forgotten is not None and op in forgotten)
         ):
             raise ProtocolError(
-                f"operation {op} of this session was already answered, but the reply is no "
-                "longer stored: read the rows to see whether it took effect, then make a new call",
+                f"operation {op} of this session was already answered, but the reply is no longer "
+                "stored: read the rows to see whether it took effect, and make a new call if it "
+                "did not",
                 op=op,
                 floor=self._given.floor,
             )

@@ -40,7 +40,7 @@ def test_a_killed_producers_permits_return_and_the_trainers_advance_lets_others_
         holder = cluster.worker(HOLDER)
         assert line(holder) == "permitted"
         with (
-            pytest.raises(dataplane.ClaimTimeout, match=f"3 permitted to pid {holder.pid} on"),
+            pytest.raises(dataplane.ClaimTimeout, match=f"3 by permits of pid {holder.pid} on"),
             part.admit(1, per_version=2, timeout=0.5),
         ):
             pass

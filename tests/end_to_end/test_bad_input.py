@@ -128,7 +128,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a row in two groups": (
         lambda p: p.put({"y": [1]}, key=["a"], group="h"),
         dataplane.InvalidRows,
-        "the group of a row never changes",
+        "a row cannot change its group",
     ),
     "a key twice": (lambda p: p.put({"x": [1, 2]}, key=["c", "c"]), dataplane.InvalidRows, "'c'"),
     "a key of no type": (lambda p: p.put({"x": [1]}, key=[1.5]), dataplane.InvalidRows, "str or"),

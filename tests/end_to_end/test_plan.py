@@ -141,7 +141,7 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
                 for r, each in enumerate((plane, other))]  # fmt: skip
         both[1].release()
         loop = iter(both[0])
-        with pytest.raises(dataplane.LeaseExpired, match="rank 1 of 2 left before"):
+        with pytest.raises(dataplane.LeaseExpired, match="rank 1 of 2 stopped before"):
             list(next(loop))
         del both, loop
         # one that nobody keeps, without `with`, is released
@@ -322,7 +322,7 @@ def test_of_ranks_in_collectives_one_is_killed_and_the_next_plan_goes_on_with_ev
         said = [line(trainer) for _ in range(15)]
         told = [one for one in said if "has ended" in one]
         assert len(told) == 7
-        assert all("rank 3 of 8 left before it had acked" in one for one in told)
+        assert all("rank 3 of 8 stopped before it had acked" in one for one in told)
         saw = {one.split(" saw ")[1] for one in said if one not in told}
         assert len(saw) == 1, saw
         assert saw.pop().startswith("70 rows in ")

@@ -58,7 +58,7 @@ def test_a_claim_waits_for_views_and_says_so(ends: Ends) -> None:
     held.ack()
     ends.put(12, first=12)
     with pytest.raises(
-        dataplane.ClaimTimeout, match="in view or being read.*delete batches and arrays"
+        dataplane.ClaimTimeout, match="in views or being read.*delete batches and arrays"
     ) as told:
         ends.far.claim("train", rows=12, timeout=0.5)
     assert told.value.details["needed_bytes"] > told.value.details["credit_bytes"]
@@ -78,7 +78,7 @@ def test_rows_of_a_claim_that_waited_for_room_in_vain_go_back(ends: Ends) -> Non
     views = list(held["x"])
     held.ack()
     ends.put(12, first=12)
-    with pytest.raises(dataplane.ClaimTimeout, match="in view or being read"):
+    with pytest.raises(dataplane.ClaimTimeout, match="in views or being read"):
         ends.far.claim("train", rows=12, timeout=0.5)
     assert firsts(ends.near.claim("train", rows=12, timeout=20)) == list(range(12, 24))
     assert len(views) == 12

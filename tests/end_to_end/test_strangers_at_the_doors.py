@@ -170,7 +170,7 @@ def test_a_seed_that_does_not_answer_is_named_in_bounded_time(cluster: Cluster) 
     cluster.await_up("a")
     with cluster.connect("a") as plane:
         began = time.monotonic()
-        with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*check that it runs"):
+        with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*check that it is running"):
             for i in range(64):
                 plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
         assert time.monotonic() - began < 10

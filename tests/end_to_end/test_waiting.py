@@ -115,8 +115,8 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
         return caught.value.message.partition(": ")[2].partition("; the partition is not")[0]
 
     assert said(part.claim, budget={"n": 50}) == (
-        "2 of 2 rows ready, and the claim returns once its budget of 50 of `n` is full or the "
-        "partition is sealed"
+        "2 of 2 rows ready, and the claim returns once its budget of 50 (tag `n`) is full or "
+        "the partition is sealed"
     )
     assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 wanted")
     stale = said(part.wait, below=1, where=tag("n") > 5)

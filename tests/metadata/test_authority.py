@@ -80,7 +80,7 @@ def test_a_plane_has_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("dataplane.metadata.roster.authority.MAX_MEMBERS", 3)
     made = authority(A, B)
     made.beat(Owner(C, 3), (3, 1), Beat())
-    with pytest.raises(LimitExceeded, match="at most 3 peers"):
+    with pytest.raises(LimitExceeded, match="already has 3 peers, the maximum"):
         made.beat(Owner(D, 4), (4, 1), Beat())
     assert D not in made.roster.members
 

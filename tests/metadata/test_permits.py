@@ -179,7 +179,7 @@ def test_what_can_never_be_is_said_at_once() -> None:
     with pytest.raises(InvalidCall, match="no group_size"):
         admit(store(size=None), 1)
     assert admit(s, 1)
-    with pytest.raises(PartitionConflict, match="the same bound"):
+    with pytest.raises(PartitionConflict, match="the same max_lag and per_version"):
         admit(s, 1, 2, per=3)
     s.seal()
     with pytest.raises(PartitionSealed):

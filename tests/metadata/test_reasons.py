@@ -48,7 +48,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing was ever put": (
         {},
         "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it: start "
-        "its producer, in this run and with this partition name",
+        "its producer in this run, with this partition name",
     ),
     "the partition's name is misspelt": (
         {"near_partitions": ["step1"]},
@@ -127,17 +127,17 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "nobody runs the stage before": (
         {"units": 4, "missing": {"reward": 4}, "idle": [("judge", 4, None)], **PUT},
         "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; 4 rows are "
-        f"ready for stage 'judge', which no client has ever claimed; {FROM}",
+        f"ready for stage 'judge', from which no client has ever claimed; {FROM}",
     ),
     "the stage before has stopped": (
         {"units": 4, "missing": {"reward": 1}, "idle": [("judge", 1, 240.0)], **PUT},
         "0 of 4 rows ready, 4 wanted; 1 row lacks `reward`, which stage 's' needs; 1 row is ready "
-        f"for stage 'judge', which no client has claimed for 4 min; {FROM}",
+        f"for stage 'judge', from which no client has claimed for 4 min; {FROM}",
     ),
     "a field is misspelt": (
         {"units": 4, "missing": {"reward": 4}, "near_fields": {"reward": "rewrad"}, **PUT},
         "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; rows have "
-        f"`rewrad`, which no stage needs: is it a misspelt `reward`?; {FROM}",
+        f"`rewrad`, which no stage needs: is it a misspelling of `reward`?; {FROM}",
     ),
     "a tag of the filter is misspelt": (
         {"units": 4, "excluded": 4, "unknown_tags": {"verison": "version"}, **PUT},
@@ -146,7 +146,8 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rows have no group": (
         {"unit": "groups", "alone": 1, **PUT},
-        "no group ready, 4 wanted; 1 row has no group, so no claim of groups gets it; " + FROM,
+        "no group ready, 4 wanted; 1 row has no group, so a claim of groups cannot include it; "
+        + FROM,
     ),
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
@@ -201,8 +202,8 @@ def told(of: Store, stage: str, unit: str = "rows", **how: Any) -> str:
 def test_misspelt_names_are_seen_by_the_shard() -> None:
     one = store()
     put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
-    assert "`rewrad`, which no stage needs: is it a misspelt `reward`?" in told(one, "train")
-    assert "2 rows are ready for stage 'reward', which no client has ever claimed" in told(
+    assert "`rewrad`, which no stage needs: is it a misspelling of `reward`?" in told(one, "train")
+    assert "2 rows are ready for stage 'reward', from which no client has ever claimed" in told(
         one, "train"
     )
     assert "no row has the tag 'verison' of the filter: did you mean 'version'?" in told(
@@ -218,8 +219,9 @@ def test_a_group_that_was_closed_and_got_no_row_is_named_with_a_near_one() -> No
     one.close("tpye", 2)  # legal: a producer may close a group before it puts rows
     one.close("zzz", 1)
     assert (
-        "3 groups are still open: 'tpye' was closed with 2 rows and has none (did you mean 'type'?)"
-        ", 'zzz' was closed with 1 row and has none, 'type' has 2 rows, and part.close() has not"
+        "3 groups are still open: 'tpye' was closed with 2 rows, but has none (did you mean "
+        "'type'?), 'zzz' was closed with 1 row, but has none, 'type' has 2 rows, and part.close() "
+        "has not"
     ) in told(one, "train", "groups")
 
 
@@ -230,7 +232,7 @@ def test_a_stage_that_is_claimed_is_not_called_idle() -> None:
     assert "nobody" not in told(one, "train")  # it has leased some
     finish(one, taken)
     assert "nobody" not in told(one, "train", now=29.0)  # it is at work elsewhere, perhaps
-    assert "1 row is ready for stage 'reward', which no client has claimed for 60 s" in told(
+    assert "1 row is ready for stage 'reward', from which no client has claimed for 60 s" in told(
         one, "train", now=60.0
     )
 
@@ -273,8 +275,8 @@ ADMISSION = {
     "before": 0,
 }
 HELD = (
-    "1 of 4 places wanted; taken: 1 group unfinished, 2 finished before it; groups started "
-    "at version 2 are not complete yet; "
+    "1 of 4 places wanted; taken: 1 by unfinished groups, 2 by groups finished at earlier "
+    "versions; groups started at version 2 are not complete yet; "
 )
 
 
@@ -283,12 +285,12 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     put(one, ["a", "b"], ["g", "g"])
     slow = unfinished(one, next(iter(one.groups.values())), 100.0)
     assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
-        "group 'g' has all its rows and lacks `reward`, which stage 'train' needs; 2 rows are "
-        "ready for stage 'reward', which no client has ever claimed"
+        "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs; 2 rows are "
+        "ready for stage 'reward', from which no client has ever claimed"
     )
     slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
-        "group 'g' has all its rows and lacks `reward`, which stage 'train' needs and stage "
+        "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs and stage "
         "'reward' adds"
     )
     put(one, ["c"], ["h"])
@@ -302,18 +304,18 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
     told = ADMISSION | {"unfinished_groups": 4, "held_groups": 0}
     leases = [(ME, "train", 2, 5.0)]
     assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
-        "1 of 4 places wanted; taken: 4 groups unfinished; 6 rows are ready for stage 'train', "
-        f"which no client has ever claimed; 2 rows have been leased by this process ({ME}) for "
-        "stage 'train' for 5 s"
+        "1 of 4 places wanted; taken: 4 by unfinished groups; 6 rows are ready for stage 'train', "
+        f"from which no client has ever claimed; 2 rows have been leased by this process ({ME}) "
+        "for stage 'train' for 5 s"
     )
 
 
 def test_admit_says_that_the_trainer_has_to_go_on() -> None:
     told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
     assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (
-        f"1 of 4 places wanted; taken: 1 group unfinished, 1 permitted to this process ({ME}), 2 "
-        f"permitted to {OTHER}, 3 finished at version 3; 1 call waits ahead of it; finished groups "
-        "free their places at the next part.advance(version)"
+        f"1 of 4 places wanted; taken: 1 by unfinished groups, 1 by permits of this process ({ME})"
+        f", 2 by permits of {OTHER}, 3 by groups finished at version 3; 1 call waits ahead of it; "
+        "finished groups free their places at the next part.advance(version)"
     )
 
 
@@ -324,7 +326,10 @@ NEEDS = (
     "a put of new rows needs 6.0 MiB, but the arena of peer 'a' has only 2.0 MiB available for it "
     "(60.0 MiB of 64.0 MiB are used); "
 )
-LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE"
+LARGER = (
+    "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a spill directory "
+    "(--spill DIR:SIZE)"
+)
 
 
 @pytest.mark.parametrize(
@@ -333,15 +338,15 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
         ({}, "", "Consume or drop rows"),
         (
             {"kept": [Kept("step-1", 5, [("judge", 5, None)])]},
-            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', which no client "
-            "has ever claimed",
+            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', from which no "
+            "client has ever claimed",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (
             {"kept": [Kept("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
             f"partition 'step-1' has 5 rows: 5 rows have been leased by {OTHER} for stage 'train' "
             "for 90 s",
-            "Claim fewer rows at a time, or pass min=, where claims wait for more rows than fit",
+            "Claim fewer rows at a time (or pass min=), if claims wait for more rows than fit",
         ),
         (
             {
@@ -350,19 +355,19 @@ LARGER = "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill D
                     *[Kept(f"p{i}", 1) for i in range(3)],
                 ]
             },
-            "partition 'w' has 5 rows and keeps them until they are dropped; partition 'p0' has 1 "
+            "partition 'w' has 5 rows, which stay until they are dropped; partition 'p0' has 1 "
             "row; partition 'p1' has 1 row; 1 more partition has rows",
             "Drop rows that are no longer needed (part.drop)",
         ),
         (
             {"kept": [Kept("step-1", 5, lacks=[("train", "reward", 5)])]},
             "partition 'step-1' has 5 rows: 5 rows lack `reward`, which stage 'train' needs",
-            "Add `reward`",
+            "Add the missing field `reward`",
         ),
         (
             {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},
-            f"3 values here belong to partitions that other peers serve; {OTHER} has 40.0 MiB "
-            "reserved or in view",
+            f"3 values here belong to partitions that other peers serve; {OTHER} holds "
+            "40.0 MiB in reservations and views",
             "Delete batches and arrays that you no longer need",
         ),
     ],
@@ -458,7 +463,11 @@ def test_durations_are_rounded_to_two_digits(seconds: float, shown: str) -> None
 @pytest.mark.parametrize(
     ("near", "told", "says"),
     [
-        ("", {}, "; no rows have been put into the partition: start its producer, in this run and"),
+        (
+            "",
+            {},
+            "; no rows have been put into the partition: start its producer in this run, with",
+        ),
         (
             "version-7",
             {"put_rows": 4, "producers": [ALIVE]},

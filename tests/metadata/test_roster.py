@@ -73,7 +73,7 @@ def test_partitions_spread_over_the_hosts() -> None:
 
 
 def test_strangers_and_twins_are_refused() -> None:
-    with pytest.raises(RosterMismatch, match="twice"):
+    with pytest.raises(RosterMismatch, match="contains a duplicate"):
         Roster.from_seeds([SEEDS[0], SEEDS[0]])
     with pytest.raises(RosterMismatch, match="not one of"):
         Roster.from_seeds(SEEDS).shards_of("tcp://10.9.9.9:1")
@@ -84,10 +84,10 @@ def test_a_table_that_does_not_fit_together_is_refused() -> None:
     assert Roster.from_table(table).table == table
     for name in ("primaries", "backups", "in_sync"):
         short = msgspec.structs.replace(table, **{name: getattr(table, name)[:-1]})
-        with pytest.raises(RosterMismatch, match="is inconsistent"):
+        with pytest.raises(RosterMismatch, match="inconsistent roster"):
             Roster.from_table(short)
     stranger = msgspec.structs.replace(table, primaries=b"\x08\0" * SHARDS)
-    with pytest.raises(RosterMismatch, match="that it does not list"):
+    with pytest.raises(RosterMismatch, match="does not list"):
         Roster.from_table(stranger)
 
 

@@ -99,8 +99,8 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     ("groups", "why"),
     [
         (["full"], r"'full' already has all its 2 rows: a restarted producer should continue"),
-        (["short", "short"], r"'short' closes with 2 rows and has 1, and this put adds 2\. "),
-        (["new"] * 3, r"'new' closes with 2 rows and has 0, and this put adds 3\. "),
+        (["short", "short"], r"'short' has 1 of 2 rows, so this put cannot add 2 more\. "),
+        (["new"] * 3, r"'new' has 0 of 2 rows, so this put cannot add 3 more\. "),
     ],
 )
 def test_a_group_without_room_says_what_it_has(groups: list[str], why: str) -> None:

@@ -141,9 +141,9 @@ def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:
     s.declare_stage("late", ["tokens"])
     assert (s.counts("late").ready, s.counts("late", "groups").ready) == (3, 1)
     s.declare_stage("late", ["tokens"])
-    with pytest.raises(PartitionConflict, match="choose another"):
+    with pytest.raises(PartitionConflict, match="claim for another stage"):
         s.declare_stage("late", ["other"])
-    with pytest.raises(StageUndefined, match="may have missed rows"):
+    with pytest.raises(StageUndefined, match="may already have missed rows"):
         store(free="acked").declare_stage("late", ["tokens"])
 
 
@@ -198,7 +198,7 @@ def test_a_read_goes_on_behind_the_last_row_also_where_that_has_gone(gone: list[
 
 
 def test_a_read_goes_on_behind_nothing_else() -> None:
-    with pytest.raises(ProtocolError, match="must be 10 bytes long"):
+    with pytest.raises(ProtocolError, match="must have 10 bytes"):
         rows_out.read(store(), after=bytes(16))
 
 

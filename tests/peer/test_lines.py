@@ -80,9 +80,11 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
         space.give_back(1 + n // 8, held[n])
     with pytest.raises(BackPressure, match="fragmented: one value needs 16.0 KiB") as caught:
         await room.reserve(2, Admission.PULL, pages(4), 0.01)
-    kept = [f"partition 'step-{n}' has {n} rows and keeps them until they are" for n in (5, 4, 3)]
+    kept = [f"partition 'step-{n}' has {n} rows, which stay until they are" for n in (5, 4, 3)]
     assert all(one in caught.value.message for one in kept)
-    said = "2 more partitions have rows; pid 7 has 32.0 KiB reserved or in view. "  # two sessions
+    said = (  # pid 7 has two sessions
+        "2 more partitions have rows; pid 7 holds 32.0 KiB in reservations and views. "
+    )
     assert said in caught.value.message
 
 

@@ -94,17 +94,19 @@ async def test_all_who_ask_a_peer_wait_for_one_greeting(mesh: Mesh, far: Far) ->
 async def test_a_late_answer_of_a_peer_that_is_connected_is_not_taken_for_a_wrong_setting(
     mesh: Mesh, far: Far
 ) -> None:
-    with pytest.raises(Unavailable, match="check that it runs, with the same --run"):
+    with pytest.raises(Unavailable, match="check that it is running with the same --run"):
         await mesh.call(THERE, Stats(), timeout_s=0.05)
     mesh.part(THERE)
     far.answer = far.welcome
-    with pytest.raises(Unavailable, match=r"Stats within .* s: it is still conn.*repeat the call"):
+    with pytest.raises(
+        Unavailable, match=r"Stats within .* s: the peer is still conn.*repeat the call"
+    ):
         await mesh.call(THERE, Stats(), timeout_s=1.0)
     far.answer = None
     far.streams.close()
     while mesh.is_linked(Owner(THERE, 2)):
         await asyncio.sleep(0.01)
-    with pytest.raises(Unavailable, match="the connection to it was lost"):
+    with pytest.raises(Unavailable, match="the connection was lost"):
         await mesh.call(THERE, Stats(), timeout_s=0.05)
 
 

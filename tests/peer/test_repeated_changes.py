@@ -319,7 +319,7 @@ def test_a_caller_that_has_too_many_changes_above_its_floor_is_refused_and_other
     shard = Shard(Store("p", Definition(free="drop"), 1))
     for number in range(1, 5):
         shard.change(body(named([number]), number))
-    with pytest.raises(LimitExceeded, match="4 changes above its floor"):
+    with pytest.raises(LimitExceeded, match="4 unconfirmed changes"):
         shard.change(body(named([5]), 5))
     for refused in range(6, 9):
         with pytest.raises(LimitExceeded):

@@ -43,7 +43,7 @@ def test_a_partition_whose_hosts_died_was_there_before() -> None:
         return caught.value.message.replace(repr(name), "NAME")
 
     told = played(cluster, script)
-    assert told.startswith("partition NAME was not found: it was in run ")
+    assert told.startswith("partition NAME was not found: it existed in run ")
     assert told.endswith(
-        " before, and was dropped or lost: declare it again with plane.partition(NAME, stages={…})"
+        " before, but was dropped or lost: declare it again with plane.partition(NAME, stages={…})"
     )

@@ -101,7 +101,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("peer %s: asked to leave", peer.peer)
+            log.info("peer %s: leave requested", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
@@ -152,7 +152,11 @@ class Authority:
     def _join(self, peer: Owner) -> None:
         """A new member gets shards as soon as those that have them say in which nothing lives."""
         if len(self.roster.members) >= MAX_MEMBERS:
-            raise LimitExceeded(f"a plane has at most {MAX_MEMBERS} peers", limit=MAX_MEMBERS)
+            raise LimitExceeded(
+                f"this plane already has {MAX_MEMBERS} peers, the maximum: stop a peer first, or "
+                "join another run",
+                limit=MAX_MEMBERS,
+            )
         members = (*self.roster.members, peer.peer)
         incarnations = (*self.roster.incarnations, peer.incarnation)
         joined = dataclasses.replace(self.roster, members=members, incarnations=incarnations)
@@ -173,7 +177,7 @@ class Authority:
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
-            log.info("roster: %d empty shards moved to peers without shards", given)
+            log.info("roster: moved %d empty shards to peers that had none", given)
             unsynced = roster.in_sync & (primaries == roster.primaries)
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))
@@ -185,7 +189,7 @@ class Authority:
             return
         in_sync = self.roster.in_sync.copy()
         in_sync[mine] = synced
-        log.info("peer %s: backup %s", address, "in sync" if synced else "no longer in sync")
+        log.info("peer %s: its backup is %s", address, "in sync" if synced else "no longer in sync")
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
     def _relieve(self, address: str) -> None:
@@ -212,7 +216,7 @@ class Authority:
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
-                "peer %s: lost; %s takes over its shards%s",
+                "peer %s: declared lost; %s takes over its shards%s",
                 address,
                 roster.members[heir],
                 f", but {partly} of {int(mine.sum())} start empty" if partly else "",
@@ -220,7 +224,9 @@ class Authority:
             primaries[mine] = heir
             lost[mine & ~roster.in_sync] += 1
         elif mine.any():
-            log.warning("peer %s: lost without a backup in sync; its shards start empty", address)
+            log.warning(
+                "peer %s: declared lost with no backup in sync; its shards start empty", address
+            )
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
             lost[mine] += 1

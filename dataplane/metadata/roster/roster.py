@@ -86,7 +86,8 @@ class Roster:
         members = tuple(canonical(seed) for seed in seeds) or ("",)
         if len(set(members)) != len(members):
             raise RosterMismatch(
-                f"a seed is listed twice ({', '.join(members)}): list each seed once", seeds=members
+                f"the seed list ({', '.join(members)}) contains a duplicate: list each seed once",
+                seeds=members,
             )
         hosts = list(range(1 if keeps and len(members) >= 3 else 0, len(members)))
         primaries = proposed(members, hosts, shards)
@@ -112,14 +113,18 @@ class Roster:
             or len(table.incarnations) != len(members)
             or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
-            raise RosterMismatch(f"a roster of {len(members)} members is inconsistent")
+            raise RosterMismatch(
+                f"received an inconsistent roster of {len(members)} members: its columns do not "
+                "match"
+            )
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
         in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8), count=shards)
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
             raise RosterMismatch(
-                f"a roster of {len(members)} members refers to members that it does not list"
+                f"received a roster of {len(members)} members that refers to members that it does "
+                "not list"
             )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
@@ -261,7 +266,8 @@ class Roster:
             return self.members.index(canonical(address))
         except ValueError:
             raise RosterMismatch(
-                f"{address} is not one of this plane's seeds ({', '.join(self.members)})",
+                f"{address} is not one of this plane's seeds ({', '.join(self.members)}): start "
+                "all peers with the same --seeds",
                 address=address,
                 seeds=self.members,
             ) from None

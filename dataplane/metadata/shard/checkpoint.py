@@ -143,7 +143,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the snapshot has {dropped} dropped rows, but {gone} freed rows"
+                f"group {at} of the snapshot has {dropped} dropped rows out of {gone} freed rows: "
+                f"expected 0 to {gone}"
             )
     return found
 
@@ -214,7 +215,9 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     group_keys = _new(state.groups, op.rows.group_keys, "group", state.partition)
     rows = rows_in(op.rows) if keys else None
     if op.closed_groups < 0:
-        raise ProtocolError(f"the snapshot has {op.closed_groups} closed groups")
+        raise ProtocolError(
+            f"the snapshot has closed_groups={op.closed_groups}: expected 0 or more"
+        )
     if rows is None and (op.columns or op.tags):
         raise ProtocolError(
             f"the snapshot has {len(op.columns)} columns and {len(op.tags)} tags, but no rows"
@@ -243,7 +246,7 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
             raise ProtocolError(f"group {at} of the snapshot is closed, but has no rows")
         if full and not closed:
             raise ProtocolError(
-                f"group {at} of the snapshot has all its {expected} rows, but is open"
+                f"group {at} of the snapshot has all its {expected} rows, but is still open"
             )
     return rows, values, sizes
 
@@ -253,8 +256,8 @@ def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
-            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}; drop "
-            "it first, or restore into another plane",
+            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}: drop the "
+            "partition first, or restore into another plane",
             partition=partition,
         )
     return keys

@@ -108,12 +108,10 @@ class ClaimQueue:
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
-            raise ProtocolError(
-                f"a claim of {want.count} {want.unit} takes no rows; ask for at least 1"
-            )
+            raise ProtocolError(f"cannot claim {want.count} {want.unit}: ask for at least 1")
         if want.budget_tag is not None and not want.budget > 0:
             raise ProtocolError(
-                f"a claim with a budget of {want.budget} takes no rows; pass a budget above 0"
+                f"cannot claim with a budget of {want.budget}: the budget must be above 0"
             )
         before = self._claims.get(claim.number)
         if before is not None and before.lane != claim.lane:
@@ -312,9 +310,9 @@ class ClaimQueue:
         if store.stage(stage).lost:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
-                f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost with "
-                f"their peer, such as {keys[:3]}. part.lost() lists them all: put them into a new "
-                "partition",
+                f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost when a "
+                f"peer died, for example {keys[:3]}. part.lost() lists them all: put them into a "
+                "new partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,
@@ -325,7 +323,7 @@ class ClaimQueue:
         left = counts.remaining
         if split := counts.outstanding - counts.to_come:
             had += (
-                " that remains in whole groups; single rows were taken from "
+                " that is part of a complete group; single rows were claimed from "
                 f"{counted(split, unit[:-1])}"
             )
         elif left:
@@ -338,10 +336,10 @@ class ClaimQueue:
         return self._over(
             claim,
             ValueTooLarge(
-                f"a claim for stage {self.stage!r} of partition {self.store.partition!r} needs "
-                f"{needed_bytes} bytes from other hosts at once, but this host can hold at most "
-                f"{claim.asked.most_bytes}: claim fewer rows at a time (or pass min=), or make "
-                "its arena larger (--arena, DATAPLANE_ARENA)",
+                f"a claim for stage {self.stage!r} of partition {self.store.partition!r} needs to "
+                f"pull {needed_bytes} bytes from other hosts, but the arena of this host can hold "
+                f"at most {claim.asked.most_bytes} of them at a time: claim fewer rows at a time "
+                "(or pass min=), or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

@@ -68,8 +68,8 @@ def close(state: State, name: Name, size: int) -> int:
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"group {name!r} cannot close with {counted(size, 'row')}: pass a number from 1 "
-            f"to {limit}"
+            f"group {name!r} cannot be closed with {counted(size, 'row')}: pass a number from 1 to "
+            f"{limit}"
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more

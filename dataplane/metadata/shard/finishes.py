@@ -43,8 +43,8 @@ def lease_of(state: State, number: int) -> Lease:
         raise LeaseExpired(
             state.leases.why_ended(number)
             or (
-                "this lease has ended: it timed out and its rows returned to the stage, or it "
-                "was already finished. This call stored nothing; claim again"
+                "this lease has already ended: it was acked or released, or it timed out and its "
+                "rows returned to the stage. This call stored nothing; claim again"
             ),
             lease=number,
         )
@@ -55,15 +55,19 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     """See `Store.finish`."""
     outcome, columns, tags = asked_for.outcome, asked_for.columns, asked_for.tags
     if outcome not in OUTCOMES:
-        raise ProtocolError(f"a lease must end with one of {OUTCOMES}, not with {outcome!r}")
+        raise ProtocolError(
+            f"invalid outcome {outcome!r:.40} for a lease: expected one of {', '.join(OUTCOMES)}"
+        )
     if columns and outcome == "drop":
-        raise InvalidRows("a drop cannot add fields to the rows it drops: ack the rows instead")
+        raise InvalidRows("cannot add fields to rows that are being dropped: ack the rows instead")
     index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
     count = sum([len(part.rows) for part in asked])
     if not count:
         if columns:
-            raise InvalidRows("the call adds fields, but to no row of the lease")
+            raise InvalidRows(
+                "this call adds fields, but selects no rows of the lease: select at least one row"
+            )
         return {}
     parts = [there for part in asked if (there := part.there()).rows]
     rows = sum([len(part.rows) for part in parts])
@@ -117,7 +121,7 @@ def positions_of(lease: Lease, index: bytes) -> list[int]:
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
         raise InvalidRows(
-            f"row {max(positions)} is outside this lease of {counted(lease.count, 'row')}",
+            f"row {max(positions)} is out of range: this lease has {counted(lease.count, 'row')}",
             rows=lease.count,
         )
     return positions
@@ -128,7 +132,9 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     positions = positions_of(lease, index)
     if len(set(positions)) != len(positions):
         twice = next(p for p, count in Counter(positions).items() if count > 1)
-        raise InvalidRows(f"the call names row {twice} of lease {lease.number} twice")
+        raise InvalidRows(
+            f"row {twice} of lease {lease.number} appears twice in this call: list each row once"
+        )
     for part in lease.at(positions):
         if over := part.bits & ~lease.left[part.number]:
             name = part.block.name(rows_of(over)[0])

@@ -197,7 +197,7 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
     if state.tombstones.freed(key):
         return RowsGone(f"{row} was put, acked by every stage, and freed", keys=[name])
     if state.tombstones.dropped(key):
-        return RowsDropped(f"{row} was dropped, so a wait for it cannot succeed", keys=[name])
+        return RowsDropped(f"{row} was dropped, so waiting for it cannot succeed", keys=[name])
     if state.sealed:
         return StreamEnd(f"partition {state.partition!r} is sealed and has no row {name!r}")
     return None

@@ -97,8 +97,8 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
             store.carry_out(op)
     except DataplaneError as exc:
         raise ProtocolError(
-            f"{type(op).__name__} cannot be applied to this copy of partition "
-            f"{store.partition!r}, which must be copied again: {exc}",
+            f"cannot apply {type(op).__name__} to this copy of partition {store.partition!r}, "
+            f"which must be copied again: {exc}",
             partition=store.partition,
         ) from exc
 
@@ -107,7 +107,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _begun(store: Store, op: Begun, now: float) -> None:
-    raise ProtocolError(f"partition {store.partition!r} was already started")
+    raise ProtocolError(f"received a second start of partition {store.partition!r}")
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -115,7 +115,9 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     _new_lease(store, op.lease)
     rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
-        raise ProtocolError(f"lease {op.lease} of stage {op.stage!r} has a row that is not ready")
+        raise ProtocolError(
+            f"lease {op.lease} of stage {op.stage!r} contains a row that is not ready"
+        )
     _each_once(rows)
     if op.unit == "rows":
         store.take_rows(stage, rows.parts)
@@ -125,7 +127,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
             [one.states[stage.number] != READY for one in groups]
         ):
             raise ProtocolError(
-                f"lease {op.lease} of stage {op.stage!r} has a group that is not ready or not "
+                f"lease {op.lease} of stage {op.stage!r} contains a group that is not ready or not "
                 "complete"
             )
         for group in groups:
@@ -152,10 +154,13 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None or op.permit in permits.given or op.count < 1:
-        raise ProtocolError(f"permit {op.permit} already exists, or admits no groups")
+        raise ProtocolError(
+            f"permit {op.permit} for {op.count} groups already exists, has no groups, or belongs "
+            "to a partition without admission limits"
+        )
     if not 0 <= op.used <= op.count:
         raise ProtocolError(
-            f"permit {op.permit} for {op.count} groups cannot be used for {op.used}"
+            f"permit {op.permit} is for {op.count} groups, but {op.used} of them are used"
         )
     permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
 
@@ -175,7 +180,7 @@ def _paced(store: Store, op: Paced, now: float) -> None:
         )
     if op.per_version < 0 or op.max_lag < 0:
         raise ProtocolError(
-            f"max_lag={op.max_lag}, per_version={op.per_version}: expected 0 or more"
+            f"invalid limits max_lag={op.max_lag}, per_version={op.per_version}: expected 0 or more"
         )
     permits.version = op.version
     permits.begin(store)
@@ -194,7 +199,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
-            raise ProtocolError(f"the group has an invalid state: {one}")
+            raise ProtocolError(f"a group has an invalid state: {one}")
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -221,7 +226,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
         if len(one.names or keys) != len(keys) or not of_stages:
             raise ProtocolError(
-                f"block {one.number} of {len(keys)} rows has {len(one.names or keys)} names, and "
+                f"block {one.number} has {len(keys)} rows, but {len(one.names or keys)} names and "
                 f"states for {len(one.acked)} of {len(store.stages)} stages"
             )
         if one.number in store.blocks or (one.group and one.group not in store.groups):
@@ -245,7 +250,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
 def _given(store: Store, op: Given, now: float) -> None:
     blocks = [_block(store, number) for number in column(op.numbers, U8).tolist()]
     if len(set(blocks)) < len(blocks):
-        raise ProtocolError(f"the record names {len(blocks)} blocks, but some of them twice")
+        raise ProtocolError(f"some of the {len(blocks)} blocks in the record are listed twice")
     counts = [block.count for block in blocks]
     values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
     store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)
@@ -256,7 +261,7 @@ def _given(store: Store, op: Given, now: float) -> None:
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.having([field]) & gone for field in mine.fields]):
             raise ProtocolError(
-                f"the record has values of rows that block {block.number} does not have"
+                f"the record has values for rows that are not in block {block.number}"
             )
         if op.stage and mine.fields:
             store.note_progress(block, op.stage, range(block.count), mine)
@@ -271,7 +276,7 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
         raise ProtocolError(
-            f"stage {op.stage!r}: some of these {len(keys)} groups do not exist, or are not pending"
+            f"stage {op.stage!r}: some of {len(keys)} groups do not exist, or are not pending"
         )
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
@@ -290,7 +295,7 @@ def _held(store: Store, op: Held, now: float) -> None:
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count or rest & ~bits:
-            raise ProtocolError(f"lease {op.lease} names rows that its blocks do not have")
+            raise ProtocolError(f"lease {op.lease} refers to rows that are not in its blocks")
         parts.append((block, bits))
         left.append(rest)
     lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
@@ -313,7 +318,9 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.check_fields(op.fields)
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
-        raise ProtocolError(f"a block with a number above {op.numbers} already exists")
+        raise ProtocolError(
+            f"expected no group or block with a number above {op.numbers}, but one already exists"
+        )
     store.sealed, store.last_number = op.sealed, op.numbers
     store.fields |= dict.fromkeys(op.fields, True)
     store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
@@ -348,7 +355,7 @@ def _each_once(rows: Rows) -> Rows:
         seen = Counter[int]()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
-                raise ProtocolError(f"the record names a row of block {block.number} twice")
+                raise ProtocolError(f"the record lists a row of block {block.number} twice")
             seen[block.number] |= bits
     return rows
 
@@ -357,7 +364,7 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
     if any([bits & ~stage.pending(block) for block, bits in parts]):
         raise ProtocolError(
-            f"stage {stage.name!r}: some of these rows do not exist, or are not pending"
+            f"stage {stage.name!r}: some of the rows do not exist, or are not pending"
         )
     return _each_once(Rows(parts))
 
@@ -365,7 +372,9 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
 def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
-        raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s already exist")
+        raise ProtocolError(
+            f"{len(keys) - len(new)} of {len(keys)} {what}s already exist or are listed twice"
+        )
 
 
 def _new_lease(store: Store, number: int) -> None:

@@ -154,29 +154,30 @@ class Permits:
         places = (max_lag + 1) * per_version
         if count < 1 or max_lag < 0 or per_version < 1 or places > MAX_PLACES:
             raise InvalidCall(
-                f"admit({count}, max_lag={max_lag}, per_version={per_version}): expected 1 or "
-                "more groups, a max_lag of 0 or more, a per_version of 1 or more, and at most "
-                f"{MAX_PLACES} places in all"
+                f"admit({count}, max_lag={max_lag}, per_version={per_version}) is invalid: the "
+                "number of groups and per_version must be at least 1, max_lag at least 0, and "
+                f"(max_lag + 1) * per_version at most {MAX_PLACES}"
             )
         if state.definition.group_size is None:
             raise InvalidCall(
-                f"admit counts groups, and partition {state.partition!r} has no group_size: "
-                "declare it with plane.partition(…, group_size=n); use 1 for single rows"
+                f"admit() admits whole groups, and partition {state.partition!r} has no "
+                "group_size: declare it with plane.partition(…, group_size=n), or with "
+                "group_size=1 to admit single rows"
             )
         if count > places:
             raise InvalidCall(
                 f"admit({count}) can never succeed: with max_lag={max_lag} and "
-                f"per_version={per_version} at most {places} groups can be unfinished at a time. "
-                "Ask for fewer",
+                f"per_version={per_version}, at most {places} groups can be unfinished at a time. "
+                f"Admit at most {places} groups per call",
                 places=places,
             )
         if self.limits not in (None, (max_lag, per_version)):
             assert self.limits is not None
             raise PartitionConflict(
-                f"partition {state.partition!r} already admits with "
-                f"max_lag={self.limits[0]}, per_version={self.limits[1]}, so it cannot use "
-                f"max_lag={max_lag}, per_version={per_version}: pass the same bound in "
-                "every process",
+                f"partition {state.partition!r} already limits admission with "
+                f"max_lag={self.limits[0]}, per_version={self.limits[1]}, which conflicts with "
+                f"max_lag={max_lag}, per_version={per_version}: pass the same max_lag and "
+                "per_version in every process",
                 max_lag=self.limits[0],
                 per_version=self.limits[1],
             )
@@ -286,11 +287,13 @@ class Permits:
     def advance(self, version: int, state: State) -> None:
         """The trainer is at this version. InvalidCall for an older one."""
         if not 0 <= version < DONE:
-            raise InvalidCall(f"advance({version}): a version must be an int of 0 or more")
+            raise InvalidCall(
+                f"advance({version}) is invalid: a version must be an int of 0 or more"
+            )
         if version < self.version:
             raise InvalidCall(
-                f"advance({version}): partition {state.partition!r} is already at version "
-                f"{self.version}, and versions only increase. To start again at an older "
+                f"advance({version}) is invalid: partition {state.partition!r} is already at "
+                f"version {self.version}, and versions only increase. To start again at an older "
                 "version, drop the partition first",
                 version=self.version,
             )

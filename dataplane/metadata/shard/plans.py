@@ -40,13 +40,13 @@ def check(shape: Shape, rank: int) -> None:
     """ProtocolError where no plan is like that, or has no such rank."""
     if not 0 <= rank < shape.ranks <= MAX_RANKS:
         raise ProtocolError(
-            f"rank {rank} of {shape.ranks}: expected a rank from 0 to {shape.ranks - 1}, and at "
-            f"most {MAX_RANKS} ranks"
+            f"invalid rank {rank} of {shape.ranks}: expected a rank from 0 to {shape.ranks - 1}, "
+            f"and at most {MAX_RANKS} ranks"
         )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"{shape.ranks} ranks × {shape.minibatches} mini-batches: expected a product from 1 to "
-            f"{MAX_PLAN_PARTS}"
+            f"invalid plan of {shape.ranks} ranks × {shape.minibatches} mini-batches: the product "
+            f"must be from 1 to {MAX_PLAN_PARTS}"
         )
 
 
@@ -78,7 +78,7 @@ def join(
     if plan.shape != shape:
         raise PartitionConflict(
             f"the plan of stage {stage.name!r} was started with {difference(plan.shape, shape)}: "
-            "call plan() with the same arguments on all ranks, except rank=",
+            "all ranks must call plan() with the same arguments, except rank=",
             stage=stage.name,
         )
     of_rank = [one for one in plan.members.values() if one.rank == rank]
@@ -92,7 +92,8 @@ def join(
         )
     if len(plan.members) >= MAX_RANKS:
         raise LimitExceeded(
-            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the maximum",
+            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the maximum: use "
+            "fewer ranks",
             limit=MAX_RANKS,
         )
     member = Member(next(state.numbers), plan, rank, holder, claim, now)
@@ -130,17 +131,24 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     heard that it takes part, and does not (`leave`)."""
     plan = member.plan
     if member.acked:
-        raise LeaseExpired("this rank has already acked its part of the plan", lease=member.number)
+        raise LeaseExpired(
+            "this rank has already acked its part of the plan: call part.plan(…) for the next one",
+            lease=member.number,
+        )
     if asked.outcome == "leave":
         _leave(state, member)
         return {}
     if asked.outcome == "keep":
         return finishes.finish(state, plan.lease, asked)
     whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
-    if not whole or asked.columns or asked.tags:
+    if not whole:
         raise InvalidRows(
-            "a plan is acked or released as a whole, and fields must be added before that; to "
-            "drop single rows use part.drop(keys=…)"
+            "cannot ack, release or drop only some rows of a plan: ack or release the whole plan; "
+            "to drop single rows, use part.drop(keys=…)"
+        )
+    if asked.columns or asked.tags:
+        raise InvalidRows(
+            "cannot add fields or tags while acking or releasing a plan: add them beforehand"
         )
     if asked.outcome != "ack":
         end(state, member, finishes.REASONS[asked.outcome])
@@ -171,9 +179,9 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
         state.happened(_record(Kind.LEASE_END, one, how), one.started)
     state.leases.end_plan(
         plan,
-        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} left before it had acked "
-        "(its process ended, or released the plan), so all rows returned to the stage. Leave the "
-        "loop on every rank and call part.plan(…) again",
+        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} stopped before it had "
+        "acked (its process ended, or released the plan), so all rows returned to the stage. "
+        "Leave the loop on every rank and call part.plan(…) again",
     )
     return finishes.give_back(state, plan.lease, reason)
 
@@ -207,8 +215,8 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     ready = Rows(list(stage.rows.plain))
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
-            f"{len(ready)} rows are left for stage {stage.name!r}, but a plan can have at most "
-            f"{MAX_PLAN_ROWS}: put fewer rows into a partition, or claim some of them first",
+            f"stage {stage.name!r} has {len(ready)} rows left, but a plan can have at most "
+            f"{MAX_PLAN_ROWS}: put fewer rows into each partition, or claim some of the rows first",
             rows=len(ready),
             limit=MAX_PLAN_ROWS,
         )

@@ -281,8 +281,8 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             keys = shown(rows.names, rows.keys, dropped)
             said = counted(len(dropped), "row of this put was", "rows of this put were")
             raise RowsDropped(
-                f"{said} dropped from partition {state.partition!r}: {keys}. Put the other "
-                "rows without them",
+                f"{said} dropped earlier from partition {state.partition!r}: {keys}. Leave them "
+                "out and repeat the put",
                 keys=keys,
                 rows=len(dropped),
             )
@@ -298,10 +298,10 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             groups = sorted({rows.group[i] for i in new if rows.group[i] >= 0})
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
-            f"partition {state.partition!r} is sealed and takes no new rows: "
-            f"{counted(len(new), 'row')} of this put would be new. Put them into another "
-            "partition; existing rows still take new fields. If an earlier launch of this run "
-            "left the partition behind, connect(fresh=True) ends that launch first",
+            f"partition {state.partition!r} is sealed and takes no new rows, but "
+            f"{counted(len(new), 'row')} of this put would be new: put them into another partition "
+            "(existing rows still take new fields). If the partition is left over from an earlier "
+            "launch of this run, call connect(fresh=True), which ends that launch first",
             partition=state.partition,
             rows=len(new),
         )
@@ -368,9 +368,9 @@ def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
         )
     seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
     return (
-        f"group {name!r} closes with {counted(size, 'row')} and has {seen}, and this put adds "
-        f"{added}. If the put is repeated, give its rows the same key=: it then skips those that "
-        "exist"
+        f"group {name!r} has {seen} of {counted(size, 'row')}, so this put cannot add {added} "
+        "more. If this put repeats an earlier one, pass the same key= values: rows that exist are "
+        "then skipped"
     )
 
 
@@ -379,8 +379,8 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(
-            f"groups {names} were dropped, so their rows are refused: put the other rows "
-            "without them",
+            f"groups {names} were dropped and take no more rows: leave their rows out and repeat "
+            "the put",
             groups=names,
         )
 
@@ -396,8 +396,8 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
     if wrong:
         keys = shown(rows.names, rows.keys, wrong)
         raise InvalidRows(
-            f"row {keys[0]!r} already belongs to another group, and the group of a row "
-            "never changes: use another key, or the same group",
+            f"row {keys[0]!r} already belongs to another group, and a row cannot change its group: "
+            "use another key, or the same group",
             keys=keys,
         )
 

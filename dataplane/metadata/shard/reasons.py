@@ -124,17 +124,17 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     if facts.weightless:
         rows, tag, such = facts.weightless
         parts.append(
-            f"{counted(rows, 'row has', 'rows have')} no valid weight in the tag `{tag}` (a number "
-            f"of 0 or more), such as {such!r}"
+            f"{counted(rows, 'row has', 'rows have')} no valid weight (a number of 0 or more) in "
+            f"the tag `{tag}`, for example row {such!r}"
         )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
     parts += [_nobody_claims(*one) for one in facts.idle]
     if facts.unit == "groups":
         parts += _open(facts)
         if facts.alone:
-            one, many = "row has no group, so no", "rows have no group, so no"
+            one, many = "row has no group, so a claim", "rows have no group, so a claim"
             them = "it" if facts.alone == 1 else "them"
-            parts.append(f"{counted(facts.alone, one, many)} claim of groups gets {them}")
+            parts.append(f"{counted(facts.alone, one, many)} of groups cannot include {them}")
     parts += _leases(facts.leases, stage, me)
     if facts.waiting_puts:
         parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for space")
@@ -178,15 +178,14 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
     if name in facts.adders:
         said += f" and stage {facts.adders[name]!r} adds"
     if near := facts.near_fields.get(name):
-        said += f"; rows have `{near}`, which no stage needs: is it a misspelt `{name}`?"
+        said += f"; rows have `{near}`, which no stage needs: is it a misspelling of `{name}`?"
     return said
 
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
-    when = "has ever claimed" if asked_s is None else f"has claimed for {duration(asked_s)}"
-    return (
-        f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}, which no client {when}"
-    )
+    when = "ever claimed" if asked_s is None else f"claimed for {duration(asked_s)}"
+    ready = counted(rows, "row is", "rows are")
+    return f"{ready} ready for stage {stage!r}, from which no client has {when}"
 
 
 def _open(facts: Facts) -> list[str]:
@@ -203,7 +202,7 @@ def _open(facts: Facts) -> list[str]:
 def _size_of(name: object, rows: int, needed: int, near: object) -> str:
     if not rows:
         question = f" (did you mean {near!r}?)" if near != "" else ""
-        return f"{name!r} was closed with {counted(needed, 'row')} and has none{question}"
+        return f"{name!r} was closed with {counted(needed, 'row')}, but has none{question}"
     if needed < 0:
         return f"{name!r} has {counted(rows, 'row')}, and part.close() has not been called for it"
     return f"{name!r} has {rows} of {counted(needed, 'row')}"
@@ -233,7 +232,7 @@ def _elsewhere(facts: Facts, it: str = "it") -> str:
         said += f"; a partition with this name also exists in {few(facts.elsewhere, SHOWN_OTHERS)}"
         said += ": connect both sides to the same run with connect(run=…)"
     else:
-        said += ": start its producer, in this run and with this partition name"
+        said += ": start its producer in this run, with this partition name"
     return said
 
 
@@ -351,7 +350,7 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
         one, many = "value here belongs", "values here belong"
         parts.append(f"{counted(full.elsewhere, one, many)} to partitions that other peers serve")
     parts += [
-        f"{who} has {sized(nbytes)} reserved or in view"
+        f"{who} holds {sized(nbytes)} in reservations and views"
         for who, nbytes in full.holders[:SHOWN_OTHERS]
     ]
     return f"{'; '.join(parts)}. {_make_room(full)}"
@@ -360,7 +359,7 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
 def _kept(one: Kept) -> list[str]:
     said = f"partition {one.partition!r} has {counted(one.rows, 'row')}"
     if one.until_dropped:
-        return [f"{said} and keeps them until they are dropped"]
+        return [f"{said}, which stay until they are dropped"]
     clauses = [_nobody_claims(*idle) for idle in one.idle]
     for stage, name, rows in one.lacks[:SHOWN_OTHERS]:
         clauses.append(
@@ -382,20 +381,24 @@ def _make_room(full: FullArena) -> str:
     said = []
     if stages:
         names = " and ".join(map(repr, stages[:SHOWN_OTHERS]))
-        it = "it" if len(stages) == 1 else "them"
-        said.append(f"run the stage {names}, or leave {it} out of stages= if nobody needs {it}")
+        those, it = ("stage", "it") if len(stages) == 1 else ("stages", "them")
+        said.append(f"run the {those} {names}, or leave {it} out of stages= if nobody needs {it}")
     elif fields:
-        said.append(f"add {' and '.join(f'`{name}`' for name in fields[:SHOWN_OTHERS])}")
+        names = " and ".join(f"`{name}`" for name in fields[:SHOWN_OTHERS])
+        said.append(f"add the missing {'field' if len(fields) == 1 else 'fields'} {names}")
     if any(one.until_dropped for one in full.kept):
         said.append("drop rows that are no longer needed (part.drop)")
     if full.claims:
         said.append(
-            "claim fewer rows at a time, or pass min=, where claims wait for more rows than fit"
+            "claim fewer rows at a time (or pass min=), if claims wait for more rows than fit"
         )
     if sum(nbytes for _, nbytes in full.holders) > full.used_bytes // 2:
         said.append("delete batches and arrays that you no longer need")
     said = said or ["consume or drop rows"]
-    said.append("give the peer a larger arena (--arena, DATAPLANE_ARENA) or a --spill DIR:SIZE")
+    said.append(
+        "give the peer a larger arena (--arena, DATAPLANE_ARENA) or a spill directory (--spill "
+        "DIR:SIZE)"
+    )
     text = "; or ".join(said)
     return text[0].upper() + text[1:]
 
@@ -413,15 +416,15 @@ def of_admission(
     many groups each may still open, of whom `me` is who asks. slow: what `inspection.unfinished`
     says of groups that are not complete, and so hold places. idle, leases: as of `Facts`."""
     version = told["version"]
-    taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
+    taken = f"{told['unfinished_groups']} by unfinished groups"
     for who, n in list(holders.items())[:SHOWN_LEASES]:
-        taken += f", {n} permitted to {_named(who, me)}"
+        taken += f", {n} by permits of {_named(who, me)}"
     more = sum(list(holders.values())[SHOWN_LEASES:])
-    taken += f", and {more} to others" if more else ""
+    taken += f", {more} by permits of others" if more else ""
     if told["finished_groups"]:
-        taken += f", {told['finished_groups']} finished at version {version}"
+        taken += f", {told['finished_groups']} by groups finished at version {version}"
     if told["held_groups"]:
-        taken += f", {told['held_groups']} finished before it"
+        taken += f", {told['held_groups']} by groups finished at earlier versions"
     parts = [f"{wanted} of {counted(told['places'], 'place')} wanted; taken: {taken}"]
     if told["before"]:
         parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of it")
@@ -451,7 +454,7 @@ def _slow(group: Mapping[str, Any]) -> str:
         f"`{field}`, which stage {stage!r} needs" + (f" and stage {by!r} adds" if by else "")
         for field, (stage, by) in group["lacks"].items()
     ]
-    return f"{name} has all its rows and lacks {' and '.join(lacks)}"
+    return f"{name} has all its rows, but lacks {' and '.join(lacks)}"
 
 
 def _named(who: str, me: str) -> str:

@@ -36,7 +36,7 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"{gone} of {counted(left, 'row')} of lease {number} were dropped or lost; claim again",
+            f"lease {number}: {gone} of {counted(left, 'row')} dropped or lost; claim again",
             rows=gone,
         )
     return held
@@ -256,7 +256,7 @@ def place_of(rows: Rows) -> bytes:
 def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
     """What follows a place. Blocks are numbered as they come."""
     if len(place) != _PLACE.size:
-        raise ProtocolError(f"the read position must be {_PLACE.size} bytes long, not {len(place)}")
+        raise ProtocolError(f"a read position must have {_PLACE.size} bytes, not {len(place)}")
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)
     rest = list(parts[first:])

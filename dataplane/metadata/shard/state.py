@@ -215,8 +215,8 @@ class State:
             new = [name for name in names if (stage, name) not in self.progress]
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
-                f"a partition can have at most {MAX_FIELDS} fields, including the progress fields "
-                f"of its rows; {len(new)} of the fields {list(names)} of this call are new",
+                f"cannot add {', '.join(map(repr, new)):.200}: a partition can have at most "
+                f"{MAX_FIELDS} fields, including the progress fields of its rows. Use fewer fields",
                 limit=MAX_FIELDS,
             )
 

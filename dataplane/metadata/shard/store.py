@@ -140,7 +140,7 @@ class Store(State):
             if other:
                 raise TagConflict(
                     f"{counted(len(other), 'row does', 'rows do')} not have the expected tags "
-                    f"{dict(expect)}, for example {other[0]!r}: read the tags and decide again",
+                    f"{dict(expect)} (for example {other[0]!r}): read the tags and decide again",
                     keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),
                 )
@@ -169,8 +169,8 @@ class Store(State):
         if definition not in (self.declared, self.definition):
             raise PartitionConflict(
                 f"partition {self.partition!r} was declared with "
-                f"{plans.difference(self.declared, definition)}; "
-                f"drop it first, or attach with plane.partition({self.partition!r})",
+                f"{plans.difference(self.declared, definition)}: drop it first, or attach to it "
+                f"with plane.partition({self.partition!r})",
                 partition=self.partition,
                 declared=msgspec.to_builtins(self.declared),
             )
@@ -183,9 +183,9 @@ class Store(State):
         if known is not None:
             if set(known.fields) != set(fields):
                 raise PartitionConflict(
-                    f"stage {name!r} of partition {self.partition!r} needs the fields "
-                    f"{known.fields}, not {list(fields)}: claim without fields= or choose another "
-                    "stage",
+                    f"stage {name!r} of partition {self.partition!r} is defined with the fields "
+                    f"{known.fields}, but this claim asks for {list(fields)}: omit fields=, or "
+                    "claim for another stage",
                     stage=name,
                     fields=known.fields,
                 )
@@ -195,8 +195,8 @@ class Store(State):
                 f"partition {self.partition!r} has no stage "
                 f"{name!r}{did_you_mean(name, self.stages)}: its stages are "
                 f"{', '.join(map(repr, sorted(self.stages)))}. Declare all stages in "
-                "plane.partition(stages=…): with free='acked' a stage that is added later may "
-                "have missed rows",
+                "plane.partition(stages=…): with free='acked', a stage that is added later may "
+                "already have missed rows",
                 stage=name,
             )
         self.check_stage_room(name, fields)
@@ -283,7 +283,9 @@ class Store(State):
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
-            raise InvalidRows("a drop takes only one of rows, groups or a filter")
+            raise InvalidRows(
+                "drop takes either rows, groups or a filter: pass exactly one of them"
+            )
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
@@ -400,11 +402,13 @@ def check_definition(partition: str, definition: Definition) -> None:
     """LimitExceeded unless there may be such a partition."""
     if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"the name of a partition must have 1 to {MAX_NAME_BYTES} bytes", limit=MAX_NAME_BYTES
+            f"invalid partition name {partition[:40]!r}: it has {len(partition.encode())} bytes, "
+            f"expected 1 to {MAX_NAME_BYTES}",
+            limit=MAX_NAME_BYTES,
         )
     size = definition.group_size
     if size is not None and not 0 < size <= MAX_GROUP_ROWS:
         raise LimitExceeded(
-            f"partition {partition!r} has group_size={size}; expected 1 to {MAX_GROUP_ROWS}",
+            f"partition {partition!r} has group_size={size}: expected 1 to {MAX_GROUP_ROWS}",
             limit=MAX_GROUP_ROWS,
         )

@@ -130,7 +130,9 @@ def take(
     """
     stage = state.stage(name)
     if want.unit not in ("rows", "groups"):
-        raise ProtocolError(f"a claim is for rows or groups, not {want.unit!r}")
+        raise ProtocolError(
+            f"invalid unit {want.unit!r:.40} of a claim: expected 'rows' or 'groups'"
+        )
     units, by_count = stage.units(want.unit), want.budget_tag is None
     lane, ready = units.lane(want.where), units.ready(want.where)
     least = max(1, min(want.minimum, want.count)) if by_count and not sealed else 1
@@ -326,9 +328,9 @@ def _told(values: Values) -> int:
 
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
-        f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values would "
-        f"need a message of {nbytes} bytes, over the limit of {GRANTED_BYTES}: claim fewer rows "
-        "at a time (or pass min=), or select fewer fields with fields=",
+        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their small "
+        f"values would have {nbytes} bytes, over the limit of {GRANTED_BYTES}: claim fewer rows at "
+        "a time (or pass min=), or select fewer fields with fields=",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

@@ -72,7 +72,7 @@ class Answers:
         if answer is None:
             raise ChangeExpired(
                 f"change {change.number} of peer {change.caller.peer} arrived after it had been "
-                "cancelled, so it was not applied; repeat the call",
+                "cancelled, so it was not applied: repeat the call",
                 number=change.number,
             )
         return answer
@@ -97,7 +97,7 @@ class Answers:
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
                 f"change {change.number} of peer {change.caller.peer} arrived after the peer had "
-                "stopped waiting for it, so it was not applied; read the rows to see whether an "
+                "stopped waiting for it, so it was not applied: read the rows to see whether an "
                 "earlier attempt took effect, or repeat the call",
                 number=change.number,
             )
@@ -106,8 +106,8 @@ class Answers:
             above = sum([number >= change.floor for number in caller.answers])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
-                f"peer {change.caller.peer} has {above} changes above its floor, over the limit "
-                f"of {MAX_CHANGES_ABOVE_FLOOR}: it must wait until the lowest is answered",
+                f"peer {change.caller.peer} has {above} unconfirmed changes, and the limit is "
+                f"{MAX_CHANGES_ABOVE_FLOOR}: it must wait for the reply to the oldest",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

@@ -54,7 +54,7 @@ def different(raw: bytes, what: str) -> list[bytes]:
     """The same, each once. ProtocolError for one that is there twice."""
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
-        raise ProtocolError(f"the message names a {what} twice")
+        raise ProtocolError(f"the message lists a {what} twice")
     return keys
 
 
@@ -63,20 +63,22 @@ def rows_in(rows: Rows) -> RowsIn:
     keys = keys_in(rows.keys)
     count = len(keys)
     if not count:
-        raise InvalidRows("this call has no rows; pass at least one")
+        raise InvalidRows("this call has no rows: pass at least one")
     if count > MAX_ROWS_PER_MESSAGE:
         raise LimitExceeded(
-            f"this message has {count} rows, over the limit of {MAX_ROWS_PER_MESSAGE}: put fewer "
-            "rows per call",
+            f"this message has {count} rows, over the limit of {MAX_ROWS_PER_MESSAGE}: split the "
+            "rows across several calls",
             rows=count,
             limit=MAX_ROWS_PER_MESSAGE,
         )
     if rows.names is not None and len(rows.names) != count:
-        raise InvalidRows(f"the call has {len(rows.names)} names for {count} keys")
+        raise InvalidRows(
+            f"got {len(rows.names)} names for {count} keys: expected one name per key"
+        )
     if len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
-        raise InvalidRows(f"key {shown!r} occurs twice in one call: give each row its own key")
+        raise InvalidRows(f"key {shown!r} appears twice in this call: give each row its own key")
     group, group_keys = _groups_in(rows, count)
     whole = len(group_keys) == 1 and rows.group_index == bytes(U4.itemsize * count)
     return RowsIn(keys, rows.names, group, group_keys, rows.group_names, whole)
@@ -88,7 +90,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
     group_keys = keys_in(rows.group_keys)
     if rows.group_names is not None and len(rows.group_names) != len(group_keys):
         raise InvalidRows(
-            f"the call has {len(rows.group_names)} names for {len(group_keys)} groups"
+            f"got {len(rows.group_names)} names for {len(group_keys)} groups: expected one name "
+            "per group"
         )
     if not rows.group_index:
         return None, group_keys
@@ -105,7 +108,7 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         )
     if len(set(group_keys)) != len(group_keys):
         raise InvalidRows(
-            f"{len(group_keys) - len(set(group_keys))} of the {len(group_keys)} groups of this "
-            "call occur twice"
+            f"{len(group_keys) - len(set(group_keys))} of the {len(group_keys)} groups in this "
+            "call are repeated: list each group once"
         )
     return index, group_keys

@@ -31,12 +31,12 @@ def hash_name(name: Name) -> bytes:
         if name.startswith(MINTED_MARK):
             return parse_minted(name)
         if not name.isascii() and (reason := unencodable(name)):
-            raise InvalidRows(f"the name is {name!r:.80}, {reason}")
+            raise InvalidRows(f"invalid key or group id {name!r:.80}, {reason}")
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
                 f"the name {name!r:.40}… has {len(text)} bytes, over the limit of "
-                f"{MAX_NAME_BYTES}: use a shorter one",
+                f"{MAX_NAME_BYTES}: use a shorter name",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
             )
@@ -46,7 +46,7 @@ def hash_name(name: Name) -> bytes:
     if isinstance(name, str):
         return hash_name(str(name))
     if not -(1 << 63) <= name < 1 << 64:
-        raise InvalidRows(f"the name is {name!r:.80}, {unencodable(name)}")
+        raise InvalidRows(f"invalid key or group id {name!r:.80}, {unencodable(name)}")
     return xxh3_128_digest(b"i%d" % name)
 
 
@@ -98,7 +98,7 @@ def parse_minted(name: str) -> bytes:
     """The key of a shown minted name. InvalidRows for other names that start with its mark."""
     if not _MINTED.fullmatch(name):
         raise InvalidRows(
-            f"the name {name!r} starts with {MINTED_MARK!r}, which is reserved for "
-            "generated keys; choose another first character"
+            f"the name {name!r} starts with {MINTED_MARK!r}, which is reserved for generated keys: "
+            "choose another first character"
         )
     return bytes.fromhex(name[1:])

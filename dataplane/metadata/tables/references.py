@@ -98,8 +98,8 @@ class Move:
         lengths = {len(ranges), len(new_ranges), len(reach), len(np.unique(ids_of(ranges)))}
         if len(lengths) != 1:
             raise ProtocolError(
-                f"cannot move {len(ranges)} ranges to {len(new_ranges)}: expected one new range "
-                "for each old one, without repeats"
+                f"cannot move {len(ranges)} ranges to {len(new_ranges)} new ones: expected one "
+                "distinct new range per old range"
             )
         self._order = np.argsort(ids_of(ranges))
         self._from = ids_of(ranges)[self._order]

@@ -41,13 +41,13 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
     for name, values in tags.items():
         if len(name) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"the name of tag {name[:40]!r}… is longer than the limit of {MAX_NAME_BYTES} "
-                "characters"
+                f"tag name {name[:40]!r}… has {len(name)} characters, over the limit of "
+                f"{MAX_NAME_BYTES}: use a shorter name"
             )
         if len(values) != rows and len(values) != 1:
             raise InvalidRows(
-                f"tag {name!r} has {counted(len(values), 'value')} for "
-                f"{counted(rows, 'row')}; pass one value per row, or one for all",
+                f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}: "
+                "pass one value per row, or one for all rows",
                 tag=name,
                 values=len(values),
                 rows=rows,
@@ -55,14 +55,14 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
         wrong = set(map(type, values)) - _SCALARS
         if wrong:
             raise InvalidValue(
-                f"tag {name!r} has a value of type {wrong.pop().__name__}; a tag must be a "
-                "bool, int, float, str or None",
+                f"tag {name!r} has a value of type {wrong.pop().__name__}: a tag must be a bool, "
+                "int, float, str or None",
                 tag=name,
             )
     if tags and len(tags.keys() | known) > MAX_TAGS:
         raise LimitExceeded(
-            f"a partition can have at most {MAX_TAGS} different tags, and this call adds "
-            f"{counted(len(tags.keys() - set(known)), 'tag')}: put the values as a field",
+            f"cannot add {counted(len(tags.keys() - set(known)), 'tag')}: a partition can have at "
+            f"most {MAX_TAGS} different tags. Store the values in a field instead",
             limit=MAX_TAGS,
         )
 

@@ -533,20 +533,22 @@ def values_in(
     a typed error, and nothing is believed because the sender should have known better."""
     if len(columns) > MAX_FIELDS:
         raise LimitExceeded(
-            f"the message has more than {MAX_FIELDS} fields: use fewer fields per call",
+            f"the message has {len(columns)} fields, over the limit of {MAX_FIELDS}: use fewer "
+            "fields per call",
             limit=MAX_FIELDS,
         )
     fields = tuple([one.field for one in columns])
     if len(set(fields)) != len(fields):
-        raise InvalidRows(f"the call names a field twice: {', '.join(sorted(fields)):.200}")
+        twice = next(name for name in fields if fields.count(name) > 1)
+        raise InvalidRows(f"field {twice!r:.80} appears twice in this call: pass each field once")
     if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
-        raise ProtocolError("the message names an owner of values twice")
+        raise ProtocolError("the message lists an owner of values twice")
     has_leaves = False
     for one in columns:
         if not 0 < len(one.field) <= MAX_NAME_BYTES:
             raise InvalidRows(
-                f"the name of a field must have 1 to {MAX_NAME_BYTES} characters, not "
-                f"{len(one.field)}: {one.field[:40]!r}"
+                f"invalid field name {one.field[:40]!r}: it has {len(one.field)} characters, "
+                f"expected 1 to {MAX_NAME_BYTES}"
             )
         if len(one.values) != count * _SIZE:
             raise _not_one_a_row(one, count)
@@ -571,7 +573,8 @@ def values_in(
 def _not_one_a_row(one: Column, rows: int) -> InvalidRows:
     values = len(column(one.values, VALUE))
     return InvalidRows(
-        f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
+        f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}: pass one "
+        "value per row",
         field=one.field,
         values=values,
         rows=rows,
@@ -655,7 +658,9 @@ def _leaves_in(
             continue
         leaves = column(one.leaves, VALUE)
         if not one.leaf_counts:
-            raise ProtocolError(f"field {one.field!r} has leaves but no leaf counts")
+            raise ProtocolError(
+                f"field {one.field!r} has inner arrays, but no array counts per row"
+            )
         counts = column(one.leaf_counts, U4, rows).astype(np.int64)
         if int(counts.max()) > MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
@@ -666,13 +671,13 @@ def _leaves_in(
         without = holes.get(one.field, 0) & of_mask(counts > 0)
         if (total := int(counts.sum())) != len(leaves):
             raise ProtocolError(
-                f"field {one.field!r} has {len(leaves)} inner arrays, but its leaf counts add up "
-                f"to {total}"
+                f"field {one.field!r} has {len(leaves)} inner arrays, but its array counts per row "
+                f"add up to {total}"
             )
         if without:
             raise ProtocolError(
                 f"field {one.field!r} has inner arrays for {counted(without.bit_count(), 'row')} "
-                "without a value"
+                f"that {'has' if without.bit_count() == 1 else 'have'} no value"
             )
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
@@ -686,22 +691,25 @@ def _check_inline(values: Values) -> None:
     """ProtocolError unless what is named of the small values is there, and all of it small."""
     inline = values.inline
     if INLINE not in values.owners:
-        raise ProtocolError(f"the message has {len(inline)} bytes of values without an owner")
+        raise ProtocolError(
+            f"the message has {len(inline)} bytes of small values, but does not list the shard as "
+            "an owner"
+        )
     mine = np.frombuffer(values.blob, VALUE)
     if len(values.owners) > 1 or values.holes:
         mine = mine[mine["owner"] == values.owners.index(INLINE)]
     if not len(mine):
         if inline:
             raise ProtocolError(
-                f"the message has {len(inline)} bytes of values that no field refers to"
+                f"the message has {len(inline)} bytes of small values that no field refers to"
             )
         return
     starts, sizes = mine["range"], mine["nbytes"]
     most = int(np.maximum.reduce(sizes))
     if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
-            f"a value of {most} bytes is too large for the shard, over the limit of "
-            f"{INLINE_LIMIT_BYTES}",
+            f"a value of {most} bytes is too large to store in the shard: the limit is "
+            f"{INLINE_LIMIT_BYTES} bytes",
             limit=INLINE_LIMIT_BYTES,
         )
     ends = _ends(starts, sizes)
@@ -710,11 +718,14 @@ def _check_inline(values: Values) -> None:
         end, named = int(np.maximum.reduce(ends)), int(np.add.reduce(ends - starts))
         astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if end > len(inline):
-        raise ProtocolError(f"a value ends at byte {end}, but the message has {len(inline)} bytes")
+        raise ProtocolError(
+            f"a small value ends at byte {end}, but the message has only {len(inline)} bytes of "
+            "small values"
+        )
     if astray:
-        raise ProtocolError(f"a value in the message is not aligned to {_STEP} bytes")
+        raise ProtocolError(f"a small value in the message is not aligned to {_STEP} bytes")
     if named > len(inline):  # rows that part would take a copy each
         raise ProtocolError(
-            f"values in the message overlap: {named} bytes of values in a buffer of {len(inline)} "
-            "bytes"
+            f"small values in the message overlap: they have {named} bytes in total, but the "
+            f"buffer has only {len(inline)}"
         )

@@ -169,7 +169,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(
-            f"a filter nests deeper than the limit of {MAX_NESTING}", limit=MAX_NESTING
+            f"a filter is nested deeper than the limit of {MAX_NESTING} levels", limit=MAX_NESTING
         )
     how, rest = wire[0], wire[1:]
     if (how in _JOINTS and rest) or (how == "not" and len(rest) == 1):
@@ -192,7 +192,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise ProtocolError(
-                f"a filter can compare only with a scalar, not {type(value).__name__}"
+                f"a filter can compare a tag only with a scalar, not with a {type(value).__name__}"
             )
 
 
@@ -224,7 +224,7 @@ def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:
         raise ProtocolError(
-            f"a filter has more than {MAX_WHERE_NODES} parts", limit=MAX_WHERE_NODES
+            f"a filter has more than {MAX_WHERE_NODES} parts, the maximum", limit=MAX_WHERE_NODES
         )
 
 

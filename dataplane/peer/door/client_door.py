@@ -165,8 +165,8 @@ class Door:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
                 f"this peer cannot accept another {what}: it has {len(self.sessions)} clients and "
-                f"may open only {descriptors.limit()} file descriptors. Raise its limit (ulimit "
-                "-n) and restart it, or close unused clients",
+                f"may open only {descriptors.limit()} file descriptors. Raise the limit (ulimit "
+                "-n) and restart the peer, or close unused clients",
                 limit=descriptors.limit(),
             )
 
@@ -417,9 +417,9 @@ class Connection(asyncio.Protocol):
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
-                f"the reply would be {exc.details['size']} bytes, over the limit of "
-                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time, or select fewer fields "
-                "with fields=",
+                f"the reply would have {exc.details['size']} bytes, over the limit of "
+                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time, or select fewer fields with "
+                "fields=",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))

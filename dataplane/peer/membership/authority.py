@@ -101,8 +101,8 @@ class Office:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s: uses roster %s, which this roster keeper did not know at startup; "
-                "restarting the keeper to query all peers again",
+                "peer %s: has roster version %s, which this roster keeper did not know at "
+                "startup; restarting the keeper to query all peers again",
                 peer.peer,
                 epoch,
             )
@@ -319,6 +319,6 @@ def _roster(raw: bytes) -> Roster:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
         raise RosterMismatch(
-            f"cannot read the roster in etcd ({exc}): run the release that wrote it, or use "
+            f"cannot read the roster in etcd ({exc}): install the release that wrote it, or use "
             "another run name"
         ) from exc

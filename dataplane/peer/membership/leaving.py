@@ -100,7 +100,8 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: the roster keeper is shutting down; no failover until it restarts",
+            "peer %r: shutting down; it keeps the roster, so there is no failover until it "
+            "restarts",
             self.host.name,
         )
         await self._end_clients(
@@ -216,7 +217,8 @@ class Leaving:
                         await self._copied_on(entry)
         except TimeoutError:
             log.warning(
-                "second copies: not finished in time; the successor's backup will make the others"
+                "second copies: not finished in time; the successor's backup will make the "
+                "remaining ones"
             )
 
     async def _copied_on(self, entry: Entry) -> None:

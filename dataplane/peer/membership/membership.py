@@ -113,8 +113,8 @@ class Membership:
                 continue
             waited_s += BEAT_S
             asks = (
-                f"the roster keeper{self._whereabouts()}: check that it runs with the same --run, "
-                "--seeds, --roster and --token-file"
+                f"the roster keeper{self._whereabouts()}. Check that it is running with the same "
+                "--run, --seeds, --roster and --token-file"
             )
             if waited_s >= timeout_s:
                 raise Unavailable(
@@ -286,8 +286,8 @@ class Membership:
         elif not ours.follows(new.epoch):
             self.beat_now()
             raise StaleEpoch(
-                f"the peer at {self.host.address} rejected roster {new.epoch}, which does not "
-                "follow its own"
+                f"the peer at {self.host.address} rejected roster version {new.epoch}, which does "
+                f"not follow its own, {ours.epoch}"
             )
         return Done()
 

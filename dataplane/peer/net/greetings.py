@@ -103,7 +103,7 @@ class Gate:
         request = asked[1] if len(asked) > 1 else b""
         if known and asked[5:] == self._credentials:
             return [_ZAP_VERSION, request, b"200", b"", b"member", b""]
-        self.refusals.count("its key is not that of this plane")
+        self.refusals.count("its token or run name is not that of this plane")
         return [_ZAP_VERSION, request, b"400", b"not a member of this plane", b"", b""]
 
 
@@ -120,8 +120,8 @@ def bindable(address: str) -> str:
     number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
     if is_loopback(number) and not is_loopback(host):
         raise InvalidConfig(
-            f"{host} resolves to {number} on this host, which other machines cannot reach: "
-            "correct /etc/hosts, or use the host's address in --listen and --seeds",
+            f"{host} resolves to {number} on this host, which other machines cannot reach: correct "
+            "/etc/hosts, or use the host's IP address in --listen and --seeds",
             address=address,
         )
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
@@ -179,8 +179,8 @@ class Greetings:
             self._router.bind(where)
         except zmq.ZMQError as exc:
             raise AddressInUse(
-                f"cannot listen on {address}: {exc}; choose another --listen address or stop the "
-                "process that uses it",
+                f"cannot listen on {address}: {exc}; choose another --listen address, or stop the "
+                "process that uses this one",
                 address=address,
             ) from exc
         return where

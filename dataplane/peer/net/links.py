@@ -104,8 +104,8 @@ class Acquaintances:
                 raise RosterMismatch(
                     f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, but this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds. Either all processes of a launch call "
-                    "connect(fresh=True), or none does",
+                    "with the same --run and --seeds, and call connect(fresh=True) in all "
+                    "processes of a launch or in none",
                     what=what,
                 )
         taken = {met.name: address for address, met in self._met.items()} | {
@@ -115,8 +115,8 @@ class Acquaintances:
         renamed = same and self.name(hello.address) != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
-                f"two peers of plane {mine.plane!r} are named {hello.name!r}: "
-                f"{taken.get(hello.name)} and {hello.address}; give each its own --name",
+                f"two peers of plane {mine.plane!r} are named {hello.name!r}, at "
+                f"{taken.get(hello.name)} and at {hello.address}: give each its own --name",
                 name=hello.name,
             )
 
@@ -207,7 +207,10 @@ class Link:
         link ended with, or as `late` says where it does not come in time (monotonic)."""
         answer, way = self._expect(rid), self._way(kind)
         if self.ended is not None or way is None:
-            fail(answer, again(self.ended or LinkBroken("not greeted", address=self.address)))
+            closed = LinkBroken(
+                f"the connection to {self.address} is not open", address=self.address
+            )
+            fail(answer, again(self.ended or closed))
             return answer
         in_time(answer, until, late)
         way.post(frame)

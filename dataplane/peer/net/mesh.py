@@ -218,17 +218,17 @@ class Mesh:
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
         if address in self._links:
             hint = (
-                "it is still connected, so the request may still take effect. It may be busy, "
-                "stopped, or waiting for another peer: check dataplane status and its log, then "
-                "repeat the call or pass a longer timeout="
+                "the peer is still connected, so the request may still take effect. It may be "
+                "busy, stopped, or waiting for another peer: check dataplane status and the "
+                "peer's log, then repeat the call or pass a longer timeout="
             )
         elif self.others.incarnation(address) is not None:
             hint = (
-                "the connection to it was lost, so it may be stopped, cut off or dead. See its "
+                "the connection was lost, so the peer may be stopped, cut off or dead. Check its "
                 "log, and repeat the call once it is back"
             )
         else:
-            hint = "check that it runs, with the same --run, --seeds and --token-file"
+            hint = "check that it is running with the same --run, --seeds and --token-file"
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
             f"{duration(limit_s)}: {hint}",
@@ -310,7 +310,7 @@ class Mesh:
             dial = self.door.streams.dial
             await link.greet(self._greetings, rid, greeting, self.others.meet, dial)
         except BaseException:
-            link.close(LinkBroken("given up"))
+            link.close(LinkBroken(f"the connection attempt to {address} was abandoned"))
             raise
         self._links[address] = link
         return link
@@ -379,8 +379,8 @@ class Mesh:
         name = self.others.name(link.address)
         log.warning("dropped reply from peer %s: %s", name, exc)
         why = (
-            f"this peer could not apply the log of peer {name} at {link.address}, whose backup "
-            f"it is ({exc}); the call may have taken effect"
+            f"this peer is the backup of peer {name} at {link.address}, and could not apply its "
+            f"log ({exc}); the call may have taken effect"
         )
         link.answered(reply, LinkBroken(why, address=link.address))
 

@@ -205,9 +205,9 @@ class _Call(Call):
             known = sent_by is Sender.MEMBER and sender in roster.owners
         if not known:
             raise StaleEpoch(
-                f"peer {request.sender} uses roster {request.epoch}, but the peer at "
-                f"{host.address} uses {roster.epoch}: repeat the call; both fetch the current "
-                "roster first",
+                f"peer {request.sender} has roster version {request.epoch}, but the peer at "
+                f"{host.address} has {roster.epoch}: repeat the call; both peers will fetch the "
+                "latest roster before it runs",
                 sender=request.sender,
                 number=roster.epoch[1],
             )

@@ -317,7 +317,7 @@ class Streams:
         """The stream that has this name; None for a stranger."""
         expected = self._expected.pop(name, None)
         if expected is None:
-            self.refusals.count("its stream is unknown")
+            self.refusals.count("it named an unknown stream")
             return None
         stream = Stream(self._take, self._ended)
         secret, stream.is_control = expected
@@ -360,8 +360,8 @@ class Streams:
                 )
         except (OSError, TimeoutError) as exc:
             raise LinkBroken(
-                f"cannot open a stream to {address}: {exc or 'no answer'}; peers must be able to "
-                "reach each other's --listen port and ephemeral ports",
+                f"cannot open a stream to {address}: {exc or 'no answer'}; check that no firewall "
+                "blocks the --listen ports or the ephemeral ports of the peers",
                 address=address,
             ) from exc
         transport.write(secret[:ID_BYTES])

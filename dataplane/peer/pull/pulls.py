@@ -163,8 +163,9 @@ class Pulls:
         ended, _ = await asyncio.wait(waits, timeout=limit_s)
         if not ended:
             raise DeadlineExceeded(
-                f"timed out after {duration(limit_s)} waiting for values from {owner.peer}, which "
-                "another call on this host is fetching; pass a longer timeout=",
+                f"timed out after {duration(limit_s)} waiting for values from the peer at "
+                f"{owner.peer}, which another call on this host is already fetching: pass a longer "
+                "timeout=",
                 limit_s=limit_s,
             )
 
@@ -439,7 +440,10 @@ class Pulls:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
-            raise ProtocolError(f"one reply may carry at most {MAX_PULLED_BYTES} bytes of values")
+            raise ProtocolError(
+                f"the request asks for {nbytes} bytes of values, but one reply can have at most "
+                f"{MAX_PULLED_BYTES}"
+            )
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
@@ -518,7 +522,7 @@ def _freed(count: int, owner: Owner) -> RowsGone:
 
 def _went(owner: Owner) -> RowsLost:
     return RowsLost(
-        f"the peer at {owner.peer} was lost, and with it the bytes of these rows unless they have "
-        "a second copy: put the rows again",
+        f"the peer at {owner.peer} was lost, and the values of these rows with it, unless they "
+        "have a second copy: put the rows again",
         peer=owner.peer,
     )

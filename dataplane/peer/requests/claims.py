@@ -74,7 +74,7 @@ class _Claiming(msgspec.Struct, eq=False):
             return f"plan of stage {stage!r} of partition {name!r}"
         want = self.body.want
         if want.budget_tag is not None:
-            much = f"{want.unit} with {want.budget:g} of `{want.budget_tag}`"
+            much = f"{want.unit} with a budget of {want.budget:g} (tag `{want.budget_tag}`)"
         else:
             much = counted(want.count, want.unit[:-1])
         return f"claim of {much} for stage {stage!r} of partition {name!r}"
@@ -156,8 +156,8 @@ class Claims:
                 _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
                 if late:
                     raise ClaimTimeout(
-                        f"{one} failed: this rank's part of the previous plan is still "
-                        "being released; call plan again"
+                        f"{one} failed: this rank's part of the previous plan is still being "
+                        "released; call part.plan(…) again"
                     )
             while True:
                 asked, first, answer = self._asked(one), answer, None

@@ -159,7 +159,7 @@ class Directory:
     def identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:
             raise ProtocolError(
-                f"the request names {len(body.sessions)} sessions, over the limit of "
+                f"the request lists {len(body.sessions)} sessions, over the limit of "
                 f"{MAX_IDENTIFIED}"
             )
         told: list[tuple[str, int]] = []
@@ -193,10 +193,12 @@ class Directory:
         """Why a client that attaches to the partition waits, and what to do."""
         run = f"run {self.host.plane!r}"
         if partition in self._elsewhere or partition in self.host.entries:
-            return f"a peer of {run} has it, but not the peer that serves it now: repeat the call"
+            return (
+                f"a peer of {run} has it, but not yet the peer that serves it now: repeat the call"
+            )
         again = f"with plane.partition({partition!r}, stages={{…}})"
         if partition in self.partitions.declared:
-            return f"it was in {run} before, and was dropped or lost: declare it again {again}"
+            return f"it existed in {run} before, but was dropped or lost: declare it again {again}"
         said = f"no process has declared it in {run}"
         if similar := self.similar(partition):
             said += f", which has a partition {similar[0]!r}: is one of the names misspelt?"

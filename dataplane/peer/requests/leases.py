@@ -98,8 +98,8 @@ class Leases:
             self._heard(lease)
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
-                "this lease has ended: it was acked or released, or it timed out and its rows "
-                "returned to the stage. This call stored nothing; claim again",
+                "this lease has already ended: it was acked or released, or it timed out and its "
+                "rows returned to the stage. This call stored nothing; claim again",
                 lease=number,
             )
         return lease
@@ -268,8 +268,8 @@ class Finishing:
             return
         self._logged[key] = now
         log.warning(
-            "partition %r, stage %r: %s %s while holding %s, without ack, release or drop, so the "
-            "stage will get them again%s. Logged at most once a minute per stage",
+            "partition %r, stage %r: %s %s while holding %s that it had not acked, released or "
+            "dropped, so the stage will get them again%s. Logged at most once a minute per stage",
             lease.partition,
             lease.stage,
             lease.session.who,

@@ -225,7 +225,7 @@ class Reading:
         if failed == ATTEMPTS:
             raise Unavailable(
                 f"a peer that held values of partition {partition!r} was lost, and the shard has "
-                f"not noticed yet ({exc}): {call} again",
+                f"not noticed it yet ({exc}): {call} again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):

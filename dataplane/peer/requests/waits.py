@@ -196,6 +196,6 @@ def _wanted(body: Claim | Wait) -> str:
         least = f" (at least {want.minimum})" if 0 < want.minimum < want.count else ""
         return f"{want.count} wanted{least}" if want.count else ""
     return (
-        f"and the claim returns once its budget of {want.budget:g} of `{want.budget_tag}` is full "
-        "or the partition is sealed"
+        f"and the claim returns once its budget of {want.budget:g} (tag `{want.budget_tag}`) is "
+        "full or the partition is sealed"
     )

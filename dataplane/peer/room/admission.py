@@ -300,11 +300,11 @@ class Room:
                 most["granted_bytes"] + most["pinned_bytes"]
                 > self.space.figures()["used_bytes"] // 2
             ):
-                return f"{most['holder']}, with what it has reserved or in view"
+                return f"reservations and views of {most['holder']}"
         entries = self._host.entries.values()
         entry = max(entries, key=lambda one: len(one.store), default=None)
         if entry is None or not len(entry.store):
-            return "rows of partitions that other peers keep" if len(self._host.lent) else ""
+            return "rows of partitions that other peers serve" if len(self._host.lent) else ""
         now, name = self._host.now(), f"rows of partition {entry.name!r}"
         if entry.store.definition.free == "drop":
             return f"{name}, which stay until they are dropped"
@@ -379,8 +379,8 @@ class Room:
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]
         return (
-            f"the next rows need {sized(needed_bytes)} from other hosts, but this arena has space "
-            f"for only {sized(may)} now ({sized(pinned)} are in view or being read, "
+            f"the next rows need {sized(needed_bytes)} from other hosts, but this arena now has "
+            f"space for only {sized(may)} ({sized(pinned)} are in views or being read, "
             f"{sized(stats['used_bytes'])} of {sized(stats['size_bytes'])} are used): delete "
             "batches and arrays that you no longer read",
             {

@@ -308,7 +308,9 @@ class Shipping:
         """Have the roster call the backup in sync no more. Unless it is overdue, nothing leaves
         this peer before the backup knows."""
         if self.synced and self.backup is not None:
-            log.warning("backup %s: not confirming, removed from the in-sync set", self.backup.peer)
+            log.warning(
+                "backup %s: stopped confirming, removed from the in-sync set", self.backup.peer
+            )
             self.synced = False
             if not self._under_way:
                 self._under_way = True

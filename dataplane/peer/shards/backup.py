@@ -119,8 +119,7 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(
-                f"operations from {caller.address} arrived, but the operations before them are "
-                "missing"
+                f"received operations from {caller.address} without the operations before them"
             )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
@@ -207,7 +206,8 @@ class Replicas:
         """StaleEpoch where its shards were taken over meanwhile."""
         if not self._backs_up(owner, origin):
             raise StaleEpoch(
-                f"the peer at {self.host.address} is no longer the backup of {owner.peer}"
+                f"the peer at {self.host.address} is no longer the backup of {owner.peer}: repeat "
+                "the call"
             )
 
     async def _replay_in_turns(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
@@ -260,8 +260,8 @@ class Replicas:
                 origin.valued += values is not None
             elif copy is None:
                 raise ProtocolError(
-                    f"partition {name!r} (generation {generation}): operations arrived before its "
-                    "declaration"
+                    f"received operations for partition {name!r} (generation {generation}) before "
+                    "its declaration"
                 )
             else:
                 apply(copy.store, op, self.host.now())
@@ -430,7 +430,9 @@ def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
-        raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
+        raise ProtocolError(
+            f"expected operation {origin.next} next, but received operation {body.first}"
+        )
     passed, rest = origin.next - body.first, []
     for one in body.shipments:
         if passed < len(one.ops):

@@ -186,7 +186,9 @@ class Partitions:
 
     async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
-            raise ProtocolError("the number of lost rows must not be negative")
+            raise ProtocolError(
+                f"cannot list lost rows after number {body.after}: expected 0 or more"
+            )
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)
         while True:

@@ -58,7 +58,11 @@ class Retries:
         self._log(what, f"trying {'once more' if is_last else 'again'} in {SWEEP_S:g} s")
         if key not in self._due and len(self._due) >= MAX_DUE:
             given_up = self._due.pop(next(iter(self._due)))
-            log.error("%s: giving up, because more than %d effects failed", given_up.what, MAX_DUE)
+            log.error(
+                "%s: giving up, because over %d failed effects are waiting for a retry",
+                given_up.what,
+                MAX_DUE,
+            )
         self._due[next(self._numbers) if is_last else key] = _Failed(what, again, is_last)
         if not self._is_set:
             self._is_set = True

@@ -146,7 +146,7 @@ class WaitingCalls:
             return Admitted(body.number, permits.given[body.number].version)
         permits.check(entry.store, body.count, body.max_lag, body.per_version)
         if body.number in self._past:
-            raise LeaseExpired("this call was cancelled: call admit again")
+            raise LeaseExpired("this call was cancelled: call part.admit(…) again")
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
         self._check_room(stage, body.number)
@@ -400,7 +400,7 @@ class WaitingCalls:
         if claim in stage.queue:
             told["reason"] = str(stage.queue.reason(claim))
         told["waiting_puts"] = self.producers()
-        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have enough yet", **told)
+        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have enough rows yet", **told)
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
         tag = want.budget_tag if isinstance(want, Want) else None

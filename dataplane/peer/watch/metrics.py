@@ -76,12 +76,14 @@ GROUPS = {
         "put_bytes_total": "Bytes put by clients of this host.",
         "stage_rows_total{stage}": "Rows granted to claims of this host.",
         "stage_bytes_total{stage}": "Bytes of rows granted to claims of this host.",
-        "stage_claim_seconds_total{stage}": "Duration of finished claims, waiting included.",
+        "stage_claim_seconds_total{stage}": "Duration of finished claims, including waits.",
         "stage_acked_rows_total{stage}": "Rows acked by clients of this host.",
         "call_failures_total{error}": "Calls that ended in an error.",
         "waiting_claims": "Claims waiting for rows.",
-        "waits_total{kind,reason}": "Waits of a millisecond or more that have ended.",
-        "wait_seconds_total{kind,reason}": "Seconds that those waits took.",
+        "waits_total{kind,reason}": "Waits of 1 ms or more that have ended.",
+        "wait_seconds_total{kind,reason}": (
+            "Total seconds of waits of 1 ms or more that have ended."
+        ),
     },
     "peer": {
         "info{plane,peer,address,version}": "Identity of the peer; always 1.",
@@ -171,7 +173,7 @@ GROUPS = {
 
 TABLE = {name: help for group in GROUPS.values() for name, help in group.items()}
 
-CALL_SECONDS = "Duration of clients' calls in the peer, waiting for rows included."
+CALL_SECONDS = "Duration of clients' calls in the peer, including waits for rows."
 
 Values = Mapping[Any, float]
 """by the values of the labels, a tuple"""
@@ -414,14 +416,18 @@ class Metrics:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
-            raise InvalidConfig(f"cannot serve metrics at {host}: {exc}", address=host) from exc
+            raise InvalidConfig(
+                f"cannot serve metrics at {host}: {exc}; correct the --metrics address "
+                "(DATAPLANE_METRICS)",
+                address=host,
+            ) from exc
         try:
             where = found[4][:2]
             self._server = await asyncio.start_server(self._serve, *where, limit=MAX_HEAD_BYTES)
         except OSError as exc:
             raise AddressInUse(
-                f"cannot serve metrics at {host}:{port}: {exc}; choose another --metrics "
-                "address (DATAPLANE_METRICS), or stop the process that uses it",
+                f"cannot serve metrics at {host}:{port}: {exc}; choose another --metrics address "
+                "(DATAPLANE_METRICS), or stop the process that uses this one",
                 address=f"{host}:{port}",
             ) from exc
         log.info("metrics: serving at http://%s:%d/metrics", host, port)
@@ -467,9 +473,9 @@ class Metrics:
         """Status, content type, text."""
         peer = self._peer
         if path not in ("/metrics", "/healthz", "/readyz"):
-            return "404 Not Found", TEXT, b"/metrics, /healthz or /readyz\n"
+            return "404 Not Found", TEXT, b"not found: use /metrics, /healthz or /readyz\n"
         if peer is None or (path == "/readyz" and not serves(peer)):
-            return "503 Service Unavailable", TEXT, b"the peer does not serve\n"
+            return "503 Service Unavailable", TEXT, b"the peer is not serving calls\n"
         if path != "/metrics":
             return "200 OK", TEXT, b"ok\n"
         text = await asyncio.to_thread(generate_latest, _Families(families_of(peer, self._meters)))

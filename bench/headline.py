@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from bench import links, outputs, report
 from bench.planes import PLANES
+from bench.planes.base import Job
 from bench.report import Run
-from bench.run import Settings
-from bench.run_command import Planned, carry_out, with_link
+from bench.run_command import carry_out, with_link
 
 HOSTS = (2, 6)
 """Numbers of hosts of the headline: few, so that each run has time for several steady steps."""
@@ -79,26 +80,19 @@ def _rate(options: argparse.Namespace, hosts: int) -> str:
     return str(options.link) if given else links.fair_rate(hosts)
 
 
-def _job(trace: str, hosts: int, steps: int = STEPS) -> Settings:
+def _job(trace: str, hosts: int) -> Job:
     """Every host brings as much work: one video or image prompt, or two of text, a step."""
-    prompts = 2 if trace == "math" else 1
-    return Settings(
-        trace=trace,
-        planes=_PLANES,
-        hosts=hosts,
-        prompts=prompts * hosts,
-        trainers=hosts,
-        steps=steps,
-    )
+    prompts = (2 if trace == "math" else 1) * hosts
+    return Job(plane=OURS, trace=trace, prompts=prompts, hosts=hosts, trainers=hosts, steps=STEPS)
 
 
-def _planned(job: Settings, dedup: bool) -> list[Planned]:
-    return [(job, plane, dedup) for plane in _PLANES]
+def _planned(job: Job, dedup: bool) -> list[Job]:
+    return [replace(job, plane=plane, dedup=dedup) for plane in _PLANES]
 
 
 def _over_links(
     options: argparse.Namespace, counts: Sequence[int], traces: Sequence[str]
-) -> Iterator[Planned]:
+) -> Iterator[Job]:
     """Rollout on half of the hosts, then every stage on every host. Links have one rate for all
     numbers of hosts, that of the most: over hosts only the hosts change."""
     rate = _rate(options, max(counts))
@@ -109,30 +103,31 @@ def _over_links(
                 yield from _planned(replace(job, apart=apart), True)
 
 
-def _beside_transfer_queue(options: argparse.Namespace, traces: Sequence[str]) -> Iterator[Planned]:
+def _beside_transfer_queue(options: argparse.Namespace, traces: Sequence[str]) -> Iterator[Job]:
     """TransferQueue has no dedup, so in this comparison nobody has."""
     for trace in traces:
         job = with_link(_job(trace, _QUEUE_HOSTS), _rate(options, max(HOSTS)), options.no_links)
         for apart in (True, False):
             for plane in (OURS, "controller-stream", _QUEUE):
-                yield replace(job, apart=apart, timeout_s=_QUEUE_TIMEOUT_S), plane, False
+                alike = {"apart": apart, "dedup": False, "timeout_s": _QUEUE_TIMEOUT_S}
+                yield replace(job, plane=plane, **alike)
 
 
-def _without_links() -> Iterator[Planned]:
+def _without_links() -> Iterator[Job]:
     """What links have no part in: small text on two hosts, and memory under a limit."""
     yield from _planned(replace(_job("math", 2), prompts=16), True)
-    limited = Settings(
+    limited = Job(
+        plane=OURS,
         trace="video",
-        planes=_PLANES,
         prompts=_LIMITED_PROMPTS,
         memory_limit_bytes=_LIMIT_BYTES,
         arena_bytes=_LIMITED_ARENA_BYTES,
     )
     for dedup in (True, False):
         for plane in (OURS, "controller"):
-            yield limited, plane, dedup
+            yield replace(limited, plane=plane, dedup=dedup)
     # Where rollout and training share GPUs no stage overlaps: an arena holds a step.
-    yield replace(limited, phased=True), OURS, True
+    yield replace(limited, phased=True)
 
 
 def sentences(runs: list[Run]) -> list[str]:

@@ -15,32 +15,24 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from bench import cpu, figures
 from bench.check import Ledger
-from bench.columns import DEDUP, all_fields, group_bytes, rollout_fields
+from bench.columns import all_fields, group_bytes, rollout_fields
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
-from bench.links import (
-    NODE_BITS,
-    Network,
-    NoNamespaces,
-    Traffic,
-    address,
-    bits_per_second,
-)
+from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_second
 from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds, recorded_seconds
-from bench.planes import PLANES, Plane
+from bench.planes import PLANES
 from bench.planes.base import Counts, Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
-from bench.traces import TASKS
 
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
@@ -55,57 +47,19 @@ class RunTimeout(RuntimeError):
     """The run was not over at its deadline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line says. `dedup` None: each plane as it is, see `dedup_variants`."""
-
-    trace: str
-    planes: tuple[str, ...]
-    hosts: int = 2
-    prompts: int = 16
-    seed: int = 0
-    trainers: int = 2
-    dedup: bool | None = None
-    arena_bytes: int | None = None
-    memory_limit_bytes: int | None = None  # of each host
-    timeout_s: float = 240.0
-    steps: int = 1
-    staleness: int = 0
-    pace: float = 0.0  # recorded seconds in one; 0: none are waited for
-    apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
-    phased: bool = False  # stages begin a step when rollout has finished it
-    trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
-    link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
-    computed_link: str | None = None  # where there are no links: the rate to compute for
-    logs: Path = Path(tempfile.gettempdir())  # where a run that fails leaves those of its processes
-
-
-def variants(settings: Settings) -> list[tuple[str, bool]]:
-    """The runs that the settings ask for: (plane, dedup)."""
-    written = rollout_fields(TASKS[settings.trace])
-    media = any(field.name in DEDUP for field in written)
-    runs = []
-    for name in settings.planes:
-        ways = PLANES[name].dedup_variants if media else PLANES[name].dedup_variants[:1]
-        ways = ways if settings.dedup is None else (settings.dedup,)
-        runs += [(name, dedup) for dedup in ways]
-    return runs
-
-
-def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> dict[str, Any]:
-    """One run of one plane, as a plain dict for the report."""
+def execute(job: Job, progress: Progress) -> dict[str, Any]:
+    """One run, as a plain dict for the report."""
     with run_folder() as folder:
-        job = job_of(settings, dedup, str(folder))
+        job = prepared(job, folder)
         prompts = job.generate()
         filtered = {prompt.index for prompt in prompts if not job.is_trained(prompt)}
         ledger = Ledger(len(prompts), job.samples, job.stages()["train"], filtered)
-        run = _Run(job, PLANES[name], ledger, time.monotonic() + settings.timeout_s, progress)
-        run.computed_link = settings.computed_link
-        if missing := PLANES[name].missing():
-            return run.result(name, "not installed", f"it needs {', '.join(missing)}")
+        run = _Run(job, ledger, progress)
+        if missing := PLANES[job.plane].missing():
+            return run.result("not installed", f"it needs {', '.join(missing)}")
         kills = oom_kills()
         try:
-            with _network(settings) as run.network:
+            with Network(job.hosts, job.link) if job.link else nullcontext() as run.network:
                 run.perform()
             problems = ledger.problems()
             status = "error" if problems else "ok"
@@ -123,71 +77,38 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
             whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
             problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
         if status == "error":
-            problems += [*run.endings, *_kept(folder, settings.logs)]
-        return run.result(name, status, "\n".join(problems))
+            problems += [*run.endings, *_kept(folder)]
+        return run.result(status, "\n".join(problems))
 
 
-def _kept(folder: Path, logs: Path) -> list[str]:
+def _kept(folder: Path) -> list[str]:
     """Copy the logs of a run's processes to where they outlive it, and say where."""
     if not (found := sorted(folder.glob("*.log"))):
         return []
-    kept = tempfile.mkdtemp(prefix="bench-logs-", dir=logs)
+    kept = tempfile.mkdtemp(prefix="bench-logs-")
     for log in found:
         shutil.copy(log, kept)
     return [f"the logs of all processes: {kept}"]
 
 
-def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
-    """The job of a run; services and workers find its files in `folder`."""
-    task = TASKS[settings.trace]
-    job = Job(
-        trace=settings.trace,
-        prompts=settings.prompts,
-        seed=settings.seed,
-        hosts=settings.hosts,
-        trainers=settings.trainers,
-        dedup=dedup,
-        arena_bytes=settings.arena_bytes or 0,
-        memory_limit_bytes=settings.memory_limit_bytes or 0,
-        folder=folder,
-        parent=os.getpid(),
-        steps=settings.steps,
-        staleness=settings.staleness,
-        trace_file=_recorded(settings, folder),
-        pace=settings.pace,
-        apart=settings.apart,
-        phased=settings.phased,
-        addresses=addresses_of(settings),
+def prepared(job: Job, folder: Path) -> Job:
+    """The job as its processes are told it: what it takes of the trace files is in `folder`."""
+    if job.trace_files:
+        from bench.traces import parquet
+
+        path = folder / "trace.parquet"
+        parquet.write(path, job.trace, job.seed, job.generate())
+        job = replace(job, trace_files=(str(path),))
+    return replace(
+        job, folder=str(folder), parent=os.getpid(), arena_bytes=job.arena_bytes or _arena(job)
     )
-    if settings.arena_bytes:
-        return job
-    if settings.memory_limit_bytes:  # what a peer takes by itself
-        return msgspec.structs.replace(job, arena_bytes=settings.memory_limit_bytes // 4)
-    fields = rollout_fields(task)
-    largest = group_bytes(fields, job.largest_group(), dedup)
-    arena = max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
-    return msgspec.structs.replace(job, arena_bytes=arena)
 
 
-def addresses_of(settings: Settings) -> list[str]:
-    return [address(host) for host in range(settings.hosts)] if settings.link else []
-
-
-def _network(settings: Settings) -> AbstractContextManager[Network | None]:
-    return Network(settings.hosts, settings.link) if settings.link else nullcontext()
-
-
-def _recorded(settings: Settings, folder: str) -> str:
-    """The part of the trace files that the run is about, where every process can read it."""
-    if not settings.trace_files:
-        return ""
-    from bench.traces import load, parquet
-
-    trace, seed = settings.trace, settings.seed
-    prompts = load.of_run(settings.trace_files, trace, seed, settings.steps, settings.prompts)
-    path = Path(folder) / "trace.parquet"
-    parquet.write(path, trace, seed, prompts)
-    return str(path)
+def _arena(job: Job) -> int:
+    if job.memory_limit_bytes:  # what a peer takes by itself
+        return job.memory_limit_bytes // 4
+    largest = group_bytes(rollout_fields(job.task), job.largest_group(), job.dedup)
+    return max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
 
 
 def _outcome(exc: Exception, kills_before: int) -> str:
@@ -203,13 +124,10 @@ def _outcome(exc: Exception, kills_before: int) -> str:
 class _Run:
     """The state of one run, kept so that a failed one still reports what is known."""
 
-    def __init__(
-        self, job: Job, kind: type[Plane], ledger: Ledger, deadline: float, progress: Progress
-    ) -> None:
+    def __init__(self, job: Job, ledger: Ledger, progress: Progress) -> None:
         self._job = job
-        self._kind = kind
         self._ledger = ledger
-        self._deadline = deadline
+        self._deadline = time.monotonic() + job.timeout_s
         self._progress = progress
         self._hosts: dict[str, int] = {}  # where each process was started
         self._ready: Said = {}
@@ -222,7 +140,6 @@ class _Run:
         self._sampled_before_s = 0.0
         self._limits: list[HostLimit] = []
         self.network: Network | None = None
-        self.computed_link: str | None = None
         self._traffic: Traffic | None = None
         self._messages: dict[str, Any] | None = None
         self.killed: dict[str, Any] | None = None
@@ -235,7 +152,7 @@ class _Run:
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
-        self._plane = self._kind(self._job)
+        self._plane = PLANES[self._job.plane](self._job)
         if not self._job.memory_limit_bytes:
             self._perform()
             return
@@ -312,7 +229,6 @@ class _Run:
         workers = [
             Worker(
                 job=job,
-                plane=self._plane.name,
                 role=role,
                 rank=rank,
                 host=job.host_of(role, rank),
@@ -373,11 +289,11 @@ class _Run:
             for rank in range(self._job.hosts):
                 crew.tell(f"rollout-{rank}", f"policy {step + 1}")
 
-    def result(self, plane: str, status: str, error: str) -> dict[str, Any]:
+    def result(self, status: str, error: str) -> dict[str, Any]:
         job, sampler = self._job, self._sampler
         seconds = (self._ended - self._started) if self._ended and self._started else None
         return {
-            "plane": plane,
+            "plane": job.plane,
             "trace": job.trace,
             "status": status,
             "error": error,
@@ -458,13 +374,13 @@ class _Run:
 
     def _computed_link(self) -> dict[str, Any] | None:
         """Where hosts have no links: how long the bytes of the busiest would take on one."""
-        if not self.computed_link or not self._moved.pulled:
+        if not self._job.computed_link or not self._moved.pulled:
             return None
         ways = [*self._moved.pulled, *self._moved.sent]
         nbytes = max(ways)
         host = ways.index(nbytes) % self._job.hosts
-        seconds = nbytes * 8 / bits_per_second(self.computed_link)
-        return {"rate": self.computed_link, "host": host, "bytes": nbytes, "seconds": seconds}
+        seconds = nbytes * 8 / bits_per_second(self._job.computed_link)
+        return {"rate": self._job.computed_link, "host": host, "bytes": nbytes, "seconds": seconds}
 
     def _full_step(self) -> dict[str, Any] | None:
         """Computed for a step with all prompts of the task on nodes of a usual size: what the
@@ -474,7 +390,7 @@ class _Run:
             return None
         link = self._traffic.busiest()
         nbytes = max(link["received_bytes"], link["sent_bytes"]) / len(self._step_ends)
-        full = msgspec.structs.replace(job, prompts=job.task.prompts, steps=1, trace_file="")
+        full = replace(job, prompts=job.task.prompts, steps=1, trace_files=())
         return {
             "prompts": job.task.prompts,
             "recorded_seconds": recorded_seconds(full),

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from bench import bounds, links, machine, outputs, page, report
 from bench.options import names, positive, seconds, size, whole
 from bench.planes import PLANES
-from bench.run import Progress, Settings, execute, variants
+from bench.planes.base import Job
+from bench.run import Progress, execute
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
 from bench.traces.recording import Recording
-
-Planned = tuple[Settings, str, bool]
-"""A run to carry out: its job, the plane, and whether media of a group travel once."""
 
 _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),  # as each plane says
@@ -135,10 +133,12 @@ def _run(options: argparse.Namespace, command: str) -> int:
         raise bounds.Impossible("--apart wants two hosts at least: --hosts 2")
     rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
     plan = [
-        (settings if rate is None else with_link(settings, rate, options.no_links), plane, dedup)
-        for settings in _settings(options, prompts, trainers)
-        for plane, dedup in variants(settings)
+        job if rate is None else with_link(job, rate, options.no_links)
+        for job in _jobs(options, prompts, trainers)
     ]
+    for name in options.planes if options.dedup == "on" else ():
+        if True not in PLANES[name].dedup_variants:
+            Console().print(f"{name} has no dedup: it runs without", markup=False)
     return carry_out(plan, options.json, command, options.no_links if rate else None)
 
 
@@ -174,15 +174,15 @@ def told(recording: Recording) -> list[str]:
     return lines
 
 
-def with_link(settings: Settings, rate: str, no_links: str | None) -> Settings:
+def with_link(job: Job, rate: str, no_links: str | None) -> Job:
     """The same job over links of this rate, or where there are none what they would make of it."""
     if no_links:
-        return replace(settings, link=None, computed_link=rate)
-    return replace(settings, link=rate)
+        return replace(job, link=None, computed_link=rate)
+    return replace(job, link=rate)
 
 
 def carry_out(
-    plan: Sequence[Planned],
+    plan: Sequence[Job],
     file: Path | None,
     command: str,
     no_links: str | None,
@@ -204,9 +204,9 @@ def carry_out(
             markup=False,
         )
     try:
-        for settings, plane, dedup in plan:
-            with report.progress(console, _label(settings, plane, dedup)) as bar:
-                runs.append(_carried_out(settings, plane, dedup, bar, console))
+        for job in plan:
+            with report.progress(console, _label(job)) as bar:
+                runs.append(_carried_out(job, bar, console))
             if file:  # after each run: what is known survives a later failure
                 report.write(file, runs, headline(runs), described, command)
     finally:  # also where it is stopped, or the disk is full
@@ -219,19 +219,17 @@ def carry_out(
     return 0 if all(run["status"] in _expected(run) for run in runs) else 1
 
 
-def _carried_out(
-    settings: Settings, plane: str, dedup: bool, bar: Progress, console: Console
-) -> dict[str, Any]:
+def _carried_out(job: Job, bar: Progress, console: Console) -> dict[str, Any]:
     """One run. A run that fails is repeated once; the report keeps what went wrong the first time
     under `failed_before`."""
-    first = execute(settings, plane, dedup, bar)
+    first = execute(job, bar)
     if first["status"] not in ("error", "disturbed"):
         return first
     console.print(
-        f"{_label(settings, plane, dedup)}: {first['status']}, repeated once: {first['error']}",
+        f"{_label(job)}: {first['status']}, repeated once: {first['error']}",
         markup=False,
     )
-    again = execute(settings, plane, dedup, bar)
+    again = execute(job, bar)
     before = {name: first[name] for name in ("status", "error", "step_seconds")}
     return again | {"failed_before": before}
 
@@ -240,30 +238,43 @@ def _expected(run: dict[str, Any]) -> set[str]:
     return {"ok", "not installed"} | ({"oom", "refused"} if run["memory_limit_bytes"] else set())
 
 
-def _label(settings: Settings, plane: str, dedup: bool) -> str:
-    apart = ", stages apart" if settings.apart else ""
-    where = f"{settings.hosts} hosts{apart}, {settings.link or 'no'} links"
-    return f"{settings.trace} / {plane}, {where}, dedup {'on' if dedup else 'off'}"
+def _label(job: Job) -> str:
+    apart = ", stages apart" if job.apart else ""
+    where = f"{job.hosts} hosts{apart}, {job.link or 'no'} links"
+    return f"{job.trace} / {job.plane}, {where}, dedup {'on' if job.dedup else 'off'}"
 
 
-def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Iterator[Settings]:
-    """The jobs that are asked for."""
-    for trace, dedup in itertools.product(options.trace, _DEDUP[options.dedup]):
-        yield Settings(
+def _jobs(options: argparse.Namespace, prompts: int, trainers: int) -> list[Job]:
+    """The jobs that are asked for, each once."""
+    asked = itertools.product(options.trace, _DEDUP[options.dedup], options.planes)
+    jobs = [
+        Job(
+            plane=plane,
             trace=trace,
-            planes=options.planes,
-            hosts=options.hosts,
+            dedup=way,
             prompts=prompts,
             seed=options.seed,
+            hosts=options.hosts,
             trainers=trainers,
-            dedup=dedup,
-            arena_bytes=options.arena,
-            memory_limit_bytes=options.memory_limit,
-            timeout_s=options.timeout,
             steps=options.steps,
             staleness=options.staleness,
             pace=options.pace,
             apart=options.apart,
             phased=options.phased,
-            trace_files=tuple(options.trace_file),
+            trace_files=tuple(map(str, options.trace_file)),
+            arena_bytes=options.arena or 0,
+            memory_limit_bytes=options.memory_limit or 0,
+            timeout_s=options.timeout,
         )
+        for trace, dedup, plane in asked
+        for way in _ways(trace, plane, dedup)
+    ]
+    return list(dict.fromkeys(jobs))
+
+
+def _ways(trace: str, plane: str, dedup: bool | None) -> tuple[bool, ...]:
+    """Whether a plane dedups: as asked, if it can; if nobody asks, both where there are media."""
+    ways = PLANES[plane].dedup_variants
+    if dedup is not None:
+        return (dedup and True in ways,)
+    return ways if TASKS[trace].media else ways[:1]

@@ -21,6 +21,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from bench.columns import group_bytes, rollout_fields, stage_fields
+from bench.links import address
 from bench.machine import version
 from bench.traces import TASKS, Prompt, Task, generate
 
@@ -30,25 +31,28 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: everything that a service or a worker must know, as JSON."""
+    """One run: what is asked for, and all that a service or a worker must know, as JSON."""
 
+    plane: str
     trace: str
-    prompts: int
-    seed: int
-    hosts: int
-    trainers: int
-    dedup: bool
-    arena_bytes: int
-    memory_limit_bytes: int = 0  # of each host; 0: none
-    folder: str  # of this run: sockets, logs
-    parent: int  # the runner's pid; every process dies with it
+    dedup: bool = True
+    prompts: int = 16
+    seed: int = 0
+    hosts: int = 2
+    trainers: int = 2
     steps: int = 1
     staleness: int = 0  # steps that rollout may be ahead of the trainers' last finished one
-    trace_file: str = ""  # a Parquet trace in `folder`; without one it is generated
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
-    apart: bool = False  # rollout and the other stages on hosts of their own
+    apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
     phased: bool = False  # stages begin a step when rollout has finished it
-    addresses: list[str] = []  # of the hosts, where they have links of their own; else loopback
+    trace_files: tuple[str, ...] = ()  # without them the trace is generated
+    arena_bytes: int = 0  # 0: as large as the job needs
+    memory_limit_bytes: int = 0  # of each host; 0: none
+    timeout_s: float = 240.0
+    link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
+    computed_link: str | None = None  # where there are no links: the rate to compute for
+    folder: str = ""  # of this run: sockets, logs
+    parent: int = 0  # the runner's pid; every process dies with it
 
     @property
     def task(self) -> Task:
@@ -61,7 +65,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def generate(self) -> Sequence[Prompt]:
         """The prompts of all steps, in order: number i of them has index i."""
-        return _prompts(self.trace, self.trace_file, self.prompts, self.seed, self.steps)
+        return _prompts(self.trace, self.trace_files, self.prompts, self.seed, self.steps)
 
     @property
     def is_recorded(self) -> bool:
@@ -91,7 +95,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return rank % half if role == "rollout" else half + rank % (self.hosts - half)
 
     def address_of(self, host: int) -> str:
-        return self.addresses[host] if self.addresses else "127.0.0.1"
+        return address(host) if self.link else "127.0.0.1"
 
     def stages(self) -> dict[str, list[str]]:
         return stage_fields(self.task)
@@ -103,20 +107,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def _prompts(
-    trace: str, trace_file: str, prompts: int, seed: int, steps: int
+    trace: str, trace_files: tuple[str, ...], prompts: int, seed: int, steps: int
 ) -> tuple[Prompt, ...]:
-    if not trace_file:
+    if not trace_files:
         return tuple(generate(TASKS[trace], prompts, seed, steps))
-    from bench.traces import parquet  # costs an import that generated traces need not pay
+    from bench.traces import load  # costs an import that generated traces need not pay
 
-    return tuple(parquet.read(Path(trace_file))[1])
+    return tuple(load.of_run(list(map(Path, trace_files)), trace, seed, steps, prompts))
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process. `address` is what the plane says about where its services are."""
 
     job: Job
-    plane: str
     role: str  # rollout, reward, reference or train
     rank: int
     host: int

@@ -49,10 +49,9 @@ class DataplanePlane(Plane):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._plane_name = f"bench-{job.parent}"
-        hosts = job.addresses or ["127.0.0.1"] * job.hosts
-        ports = zip(hosts, free_ports(job.hosts), strict=True)
-        self._addresses = [f"tcp://{host}:{port}" for host, port in ports]
-        self._token = str(token_file(Path(job.folder))) if job.addresses else None
+        ports = enumerate(free_ports(job.hosts))
+        self._addresses = [f"tcp://{job.address_of(host)}:{port}" for host, port in ports]
+        self._token = str(token_file(Path(job.folder))) if job.link else None
         self._clients: list[Any] = []
 
     def services(self) -> list[Service]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from bench import links
 from bench.events import emit
 from bench.planes.base import Service
 from bench.ports import FIRST, free_ports
@@ -52,11 +53,11 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     storage_units: int = 0
     port: int = 0
     host: int = 0  # whose node this process is about; the first also has the actors
-    addresses: list[str] = []  # of the hosts, where they have links of their own
+    linked: bool = False  # whether hosts have links of their own
 
     def place(self, host: int) -> str:
         """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
-        return self.addresses[host] if self.addresses else f"127.0.0.{host + 2}"
+        return links.address(host) if self.linked else f"127.0.0.{host + 2}"
 
 
 def services(nodes: Nodes, env: dict[str, str] | None = None) -> list[Service]:

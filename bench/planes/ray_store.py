@@ -54,7 +54,7 @@ def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
         groups=[len(job.of_step(step)) for step in range(job.steps)],
         phases=[list(stages) for stages in job.phases()],
         storage_units=storage_units,
-        addresses=job.addresses,
+        linked=bool(job.link),
     )
 
 

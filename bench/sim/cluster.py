@@ -9,7 +9,7 @@ their speed when many senders meet at one receiver (incast).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ import numpy as np
 
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
-from bench.run import Settings, job_of
 from bench.sim.fit import DESIGNS
 from bench.sim.model import Costs, Model, Outcome, Place, Plan
 
@@ -40,10 +39,17 @@ class Cluster:
     link_gbps: float
     pace: float = 1.0
 
-    def job(self, hosts: int, dedup: bool) -> Job:
+    def job(self, plane: str, hosts: int, dedup: bool) -> Job:
         prompts = hosts * self.groups_per_host
-        settings = Settings(self.trace, tuple(DESIGNS), hosts, prompts, trainers=hosts)
-        return job_of(replace(settings, pace=self.pace), dedup, "")
+        return Job(
+            plane=plane,
+            trace=self.trace,
+            dedup=dedup,
+            prompts=prompts,
+            hosts=hosts,
+            trainers=hosts,
+            pace=self.pace,
+        )
 
     def place(self, kind: str) -> Place:
         return Place(
@@ -76,7 +82,7 @@ def carry(
     """A result for each size and variant; `spread`: by plane, factors on costs for the band."""
     for hosts in cluster.sizes:
         for plane, dedup in VARIANTS:
-            job = cluster.job(hosts, dedup)
+            job = cluster.job(plane, hosts, dedup)
             plan = Plan(job)
             low, high = spread[plane]
             factors = {"low": low, "middle": 1.0, "high": high}

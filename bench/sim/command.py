@@ -23,9 +23,10 @@ from rich.table import Table
 from bench import machine, outputs, page
 from bench.bounds import TooMuch
 from bench.options import count, positive, several, up_to
-from bench.pace import ideal_seconds
+from bench.pace import recorded_seconds
+from bench.planes.base import Job
 from bench.report import progress
-from bench.run import Progress, Settings, execute, job_of
+from bench.run import Progress, execute
 from bench.sim.cluster import VARIANTS, Cluster, carry
 from bench.sim.fit import DESIGNS, Seen, check, fit
 from bench.sim.model import Costs
@@ -129,10 +130,9 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
     yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
     cases: list[dict[str, Any]] = []
     for told in size.checks:
-        settings = paced(*told, size.steps, size.step_s)
         for plane in DESIGNS:
-            case = check(settings, plane, costs[plane], cores, rivals, runs[_CHECK, told, plane])
-            cases.append(case)
+            job = paced(plane, *told, size.steps, size.step_s)
+            cases.append(check(job, costs[plane], cores, rivals, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases, cores)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
@@ -153,9 +153,8 @@ def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list
     runs: dict[tuple[str, Case, str], list[Seen]] = defaultdict(list)
     for number, run in enumerate(order):
         _, case, plane = run
-        settings = paced(*case, size.steps, size.step_s)
-        nth = f"run {number + 1} of {len(order)}"
-        runs[run].append(observer.observe(settings, plane, nth))
+        job = paced(plane, *case, size.steps, size.step_s)
+        runs[run].append(observer.observe(job, f"run {number + 1} of {len(order)}"))
     return runs
 
 
@@ -283,18 +282,11 @@ class RunFailed(Exception):
     """A run that the model needs was not ok; the message says why. Nothing can be said without."""
 
 
-def paced(trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Settings:
-    """Settings whose recorded time alone takes `step_s` a step."""
-    settings = Settings(
-        trace=trace,
-        planes=tuple(DESIGNS),
-        hosts=hosts,
-        trainers=hosts,
-        prompts=prompts,
-        steps=steps,
-    )
-    recorded = ideal_seconds(job_of(replace(settings, pace=1.0), True, "")) / steps
-    return replace(settings, pace=recorded / step_s)
+def paced(plane: str, trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Job:
+    """A job whose recorded time alone takes `step_s` a step; with dedup, so that both designs are
+    compared at their best."""
+    job = Job(plane=plane, trace=trace, hosts=hosts, trainers=hosts, prompts=prompts, steps=steps)
+    return msgspec.structs.replace(job, pace=recorded_seconds(job) / steps / step_s)
 
 
 def in_turn(*runs: Sequence[T]) -> list[T]:
@@ -311,17 +303,15 @@ class Observer:
         self._bar = bar
         self.failed: list[str] = []  # what went wrong in runs that were made again
 
-    def observe(self, settings: Settings, plane: str, nth: str) -> Seen:
-        """A run, with dedup, so that both designs are compared at their best.
-
-        nth: which of how many, for those who wait. Raises RunFailed when the second one fails too.
-        """
-        several = "s" if settings.hosts > 1 else ""
-        label = f"{settings.trace} / {plane}, {settings.hosts} host{several}"
+    def observe(self, job: Job, nth: str) -> Seen:
+        """A run. nth: which of how many, for those who wait. Raises RunFailed when the second try
+        fails too."""
+        several = "s" if job.hosts > 1 else ""
+        label = f"{job.trace} / {job.plane}, {job.hosts} host{several}"
         for _ in range(_TRIES):
             with self._bar(f"{label} ({nth})") as shown:
-                run = execute(settings, plane, True, shown)
+                run = execute(job, shown)
             if run["status"] == "ok":
-                return Seen(job_of(settings, True, ""), run)
+                return Seen(job, run)
             self.failed.append(f"{label}: {run['status']}: {run['error']}")
         raise RunFailed(self.failed[-1])

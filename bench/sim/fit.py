@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from bench import figures
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
-from bench.run import Settings, job_of
 from bench.sim.central import Central
 from bench.sim.decentral import Decentral
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, read, written
@@ -134,8 +133,7 @@ def simulate(
 
 
 def check(
-    settings: Settings,
-    plane: str,
+    job: Job,
     costs: Costs,
     cores: int,
     rivals: float,
@@ -143,18 +141,17 @@ def check(
 ) -> dict[str, Any]:
     """What the model says beside what these runs took, of which it knows nothing. `rivals`: as many
     as the runs had that it was fitted on."""
-    job = job_of(settings, True, "")
-    drawn = _draws(job, costs, plane, cores, rivals)
+    drawn = _draws(job, costs, job.plane, cores, rivals)
     predicted = mean(run.step_s for run in drawn)
     seen = [run.step_s for run in runs]
     middle, recorded = median(seen), ideal_seconds(job) / job.steps
     return {
-        "plane": plane,
-        "trace": settings.trace,
-        "hosts": settings.hosts,
-        "prompts": settings.prompts,
-        "steps": settings.steps,
-        "pace": settings.pace,
+        "plane": job.plane,
+        "trace": job.trace,
+        "hosts": job.hosts,
+        "prompts": job.prompts,
+        "steps": job.steps,
+        "pace": job.pace,
         "predicted_step_s": predicted,
         "median_step_s": middle,
         "steps_s": seen,

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.run import Settings, execute
+from bench.planes.base import Job
+from bench.run import execute
 from tests import leaks
 
 
@@ -18,10 +19,8 @@ def silent(rows: int, expected: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_rows_move_between_hosts_without_a_controller(hosts: int) -> None:
     # One trainer, on the first host: what the second host rolls out has to cross.
-    settings = Settings(
-        trace="math", planes=("dataplane",), prompts=3, hosts=hosts, trainers=1, timeout_s=60
-    )
-    run = execute(settings, "dataplane", True, silent)
+    job = Job(plane="dataplane", trace="math", prompts=3, hosts=hosts, trainers=1, timeout_s=60)
+    run = execute(job, silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"] == 48
     assert (run["moved"]["across"] > 0) == (hosts > 1)
@@ -31,21 +30,23 @@ def test_rows_move_between_hosts_without_a_controller(hosts: int) -> None:
 
 
 def test_media_flow_through_an_arena_smaller_than_they_are() -> None:
-    settings = Settings(
+    job = Job(
+        plane="dataplane",
         trace="video",
-        planes=("dataplane",),
         prompts=4,
         hosts=1,
         trainers=1,
         arena_bytes=256 << 20,
         timeout_s=90,
     )
-    run = execute(settings, "dataplane", True, silent)
+    run = execute(job, silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["peak_memory_bytes"]["arena"] <= 256 << 20 < run["bytes_unique"]
 
 
-def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(tmp_path: Path) -> None:
+def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed: list[int] = []
 
     def progress(rows: int, expected: int) -> None:
@@ -57,10 +58,9 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(tmp_path: Pat
             killed.append(peer.pid)
             peer.kill()
 
-    settings = Settings(
-        trace="math", planes=("dataplane",), prompts=40, timeout_s=60, logs=tmp_path
-    )
-    run = execute(settings, "dataplane", True, progress)
+    short = tmp_path_factory.mktemp("t")  # or a socket's path is too long
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    run = execute(Job(plane="dataplane", trace="math", prompts=40, timeout_s=60), progress)
     assert run["status"] == "error"
     assert killed
     assert "signal 9" in run["error"] or "PeerLost" in run["error"]

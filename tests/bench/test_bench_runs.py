@@ -9,21 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from bench.cli import main
 from bench.flow import advantages
-from bench.run import Settings, execute, variants
+from bench.planes.base import Job
+from bench.run import execute
 from tests import leaks
 from tests.processes import ending
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MATH = Settings(trace="math", planes=("controller",), prompts=4)
+MATH = Job(plane="controller", trace="math", dedup=False, prompts=4)
 
 
 def silent(rows: int, expected: int) -> None:
@@ -54,10 +55,7 @@ def killing(role: str) -> Callable[[int, int], None]:
 
 
 def test_where_stages_are_apart_every_group_crosses_to_those_who_read_it() -> None:
-    settings = Settings(
-        trace="math", planes=("dataplane",), prompts=2, hosts=2, trainers=2, apart=True
-    )
-    run = execute(settings, "dataplane", True, silent)
+    run = execute(Job(plane="dataplane", trace="math", prompts=2, apart=True), silent)
     assert (run["status"], run["error"], run["apart"]) == ("ok", "", True)
     assert run["pulled_bytes"][0] < run["pulled_bytes"][1]
     assert run["pulled_bytes"][1] >= run["bytes_unique"] // 2
@@ -70,8 +68,7 @@ def test_one_host_cannot_be_two(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_controller_moves_every_row(hosts: int) -> None:
-    settings = Settings(trace="math", planes=("controller",), prompts=3, hosts=hosts, trainers=3)
-    run = execute(settings, "controller", False, silent)
+    run = execute(replace(MATH, prompts=3, hosts=hosts, trainers=3), silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"] == 48
     assert run["seconds"] > 0
@@ -96,10 +93,8 @@ def test_the_controller_moves_every_row(hosts: int) -> None:
 def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
     plane: str, staleness: int
 ) -> None:
-    settings = Settings(
-        trace="math", planes=(plane,), prompts=2, steps=4, staleness=staleness, timeout_s=60
-    )
-    run = execute(settings, plane, True, silent)
+    job = Job(plane=plane, trace="math", prompts=2, steps=4, staleness=staleness, timeout_s=60)
+    run = execute(job, silent)
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"] == 4 * 2 * 16
     starts, ends = run["step_starts"], run["step_ends"]
@@ -109,10 +104,10 @@ def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
 
 
 def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
-    settings = Settings(trace="video", planes=("controller",), prompts=1, hosts=1, trainers=1)
+    job = Job(plane="controller", trace="video", prompts=1, hosts=1, trainers=1)
     moved = {}
     for dedup in (False, True):
-        run = execute(settings, "controller", dedup, silent)
+        run = execute(replace(job, dedup=dedup), silent)
         assert run["status"] == "ok", run["error"]
         moved[dedup] = run["bytes_moved"]
     assert 7 < moved[False] / moved[True] < 8
@@ -120,9 +115,10 @@ def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "train"])
 def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(
-    role: str, tmp_path: Path
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = execute(replace(MATH, logs=tmp_path), "controller", False, killing(role))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = execute(MATH, killing(role))
     assert run["status"] == "error"
     assert f"{role}-" in run["error"] and "signal 9" in run["error"]
     (kept,) = tmp_path.iterdir()
@@ -132,15 +128,14 @@ def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(
 
 
 def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopping(rows: int, expected: int) -> None:
         for process in descendants("train"):
             process.send_signal(signal.SIGSTOP)
 
-    settings = Settings(trace="math", planes=("controller",), prompts=4, timeout_s=6)
-    settings = replace(settings, logs=tmp_path)
-    run = execute(settings, "controller", False, stopping)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = execute(replace(MATH, timeout_s=6), stopping)
     assert run["status"] == "error"
     assert "still waited for the workers to" in run["error"]
     assert "train-0 is stopped" in run["error"] or "train-1 is stopped" in run["error"]
@@ -235,14 +230,42 @@ def test_a_wrong_option_is_refused_before_anything_starts(options: list[str]) ->
     assert refused.value.code == 2
 
 
-def test_media_run_both_ways_unless_told() -> None:
-    video = Settings(trace="video", planes=("dataplane", "controller"))
-    assert variants(video) == [
+class Planned(Exception):
+    """What a command would run."""
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[tuple[str, bool]]:
+    """(plane, dedup) of each run of `bench run`."""
+
+    def carry_out(plan: list[Job], *_: object) -> int:
+        raise Planned([(job.plane, job.dedup) for job in plan])
+
+    monkeypatch.setattr("bench.run_command.carry_out", carry_out)
+    with pytest.raises(Planned) as stopped:
+        main(["run", *options])
+    return list(stopped.value.args[0])
+
+
+def test_media_run_both_ways_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    video = ["--trace", "video", "--planes", "dataplane,controller"]
+    assert planned(monkeypatch, *video) == [
         ("dataplane", True), ("dataplane", False), ("controller", False), ("controller", True),
     ]  # fmt: skip
-    told = Settings(trace="video", planes=("controller",), dedup=True)
-    assert variants(told) == [("controller", True)]
-    assert len(variants(MATH)) == 1  # no media, nothing to share
+    on = [("dataplane", True), ("controller", True)]
+    assert planned(monkeypatch, *video, "--dedup", "on") == on
+    math = ["--trace", "math", "--planes", "controller"]
+    assert len(planned(monkeypatch, *math)) == 1  # no media, nothing to share
+
+
+def test_a_plane_without_dedup_runs_without_it_once_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = ["--trace", "video", "--planes", "dataplane,transfer_queue", "--dedup"]
+    assert planned(monkeypatch, *video, "on") == [("dataplane", True), ("transfer_queue", False)]
+    assert "transfer_queue has no dedup: it runs without" in capsys.readouterr().out
+    assert sorted(planned(monkeypatch, *video, "both")) == [
+        ("dataplane", False), ("dataplane", True), ("transfer_queue", False),
+    ]  # fmt: skip
 
 
 def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> None:
@@ -252,7 +275,7 @@ def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> 
 
 
 def test_latencies_are_told_by_role_over_all_its_workers() -> None:
-    run = execute(MATH, "controller", False, silent)
+    run = execute(MATH, silent)
     assert run["latency_ms"].keys() >= {"rollout", "reward", "train"}
     put = run["latency_ms"]["rollout"]["put"]
     assert put["times"] == MATH.prompts

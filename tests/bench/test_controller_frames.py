@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from bench.columns import all_fields
-from bench.planes.base import Worker
+from bench.planes.base import Job, Worker
 from bench.planes.controller import Connection, Controller, ControllerEndpoint
 from bench.planes.frames import Frame, Landing, pack, receive_payload, receive_table, send, unpack
-from bench.run import Settings, job_of
+from bench.run import prepared
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -40,6 +40,9 @@ def transfer(pair: Pair, columns: dict[str, list[np.ndarray]], dedup: bool) -> t
     return received, unpack(received, room)
 
 
+ONE = Job(plane="controller", trace="math", dedup=False, prompts=1)
+
+
 @pytest.mark.timeout(60)
 def test_a_controller_that_cannot_greet_its_workers_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +50,7 @@ def test_a_controller_that_cannot_greet_its_workers_ends(
     def failing(listener: socket.socket) -> None:
         raise RuntimeError("can't start new thread")
 
-    job = job_of(Settings(trace="math", planes=(), prompts=1), dedup=False, folder=str(tmp_path))
+    job = prepared(ONE, tmp_path)
     controller = Controller(job, f"{tmp_path}/c.sock", barriers=True)
     with controller._unix, controller._tcp:
         monkeypatch.setattr(controller, "_greet", failing)
@@ -61,8 +64,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, barriers: bool
 ) -> None:
     """Its process ends with it, which a trainer that waits for a next frame takes for its death."""
-    settings = Settings(trace="math", planes=(), prompts=1)
-    job = job_of(settings, dedup=False, folder=str(tmp_path))
+    job = prepared(ONE, tmp_path)
     held, go_on, send_now = threading.Event(), threading.Event(), Connection.send
 
     def slow(worker: Connection, frame: Frame, parts: Sequence[Any] = ()) -> None:
@@ -73,7 +75,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
 
     def endpoint(role: str, rank: int = 0) -> ControllerEndpoint:
         address = {"path": path}
-        named = {"plane": "controller", "role": role, "rank": rank, "host": 0}
+        named = {"role": role, "rank": rank, "host": 0}
         return ControllerEndpoint(Worker(job=job, address=address, **named))
 
     monkeypatch.setattr(Connection, "send", slow)

@@ -9,13 +9,11 @@ import pytest
 from bench.columns import group_bytes, rollout_fields
 from bench.pace import OPTIMISER_SECONDS, TRAIN_SECONDS, ideal_seconds
 from bench.planes.base import Job
-from bench.run import Settings, execute
+from bench.run import execute
 
 
 def job(trace: str, **changes: Any) -> Job:
-    told = {"prompts": 8, "seed": 0, "hosts": 2, "trainers": 2, "dedup": True}
-    told |= {"arena_bytes": 0, "folder": "/nowhere", "parent": 0, **changes}
-    return Job(trace=trace, **told)
+    return Job(plane="dataplane", trace=trace, **({"prompts": 8} | changes))
 
 
 def test_a_third_of_open_math_survives() -> None:
@@ -42,8 +40,8 @@ def test_a_stale_policy_lets_rollout_run_on() -> None:
 
 
 def run(plane: str, trace: str, **changes: Any) -> dict[str, Any]:
-    settings = Settings(trace=trace, planes=(plane,), timeout_s=90, **changes)
-    told = execute(settings, plane, True, lambda rows, expected: None)
+    job = Job(plane=plane, trace=trace, timeout_s=90, **changes)
+    told = execute(job, lambda rows, expected: None)
     assert (told["status"], told["error"]) == ("ok", "")
     return told
 

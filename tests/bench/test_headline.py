@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bench import headline
 from bench.cli import main
 from bench.headline import sentences
 from bench.planes import PLANES
-from bench.run_command import Planned
+from bench.planes.base import Job
 
 GIB = 1 << 30
 FULL = {
@@ -88,9 +89,9 @@ def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
 def test_the_headline_runs_transfer_queue_where_it_is_installed(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned: list[Planned] = []
+    planned: list[Job] = []
 
-    def carry_out(plan: list[Planned], *_: object) -> int:
+    def carry_out(plan: list[Job], *_: object) -> int:
         planned.extend(plan)
         return 0
 
@@ -98,12 +99,12 @@ def test_the_headline_runs_transfer_queue_where_it_is_installed(
     monkeypatch.setattr(PLANES["transfer_queue"], "packages", packages)
     monkeypatch.setattr(headline, "carry_out", carry_out)
     assert main(["headline"]) == 0
-    queued = [(job.trace, job.apart) for job, plane, _ in planned if plane == "transfer_queue"]
+    queued = [job for job in planned if job.plane == "transfer_queue"]
     both = [(trace, apart) for trace in ("video", "math") for apart in (True, False)]
-    assert queued == (both if installed else [])
-    for job, _, dedup in (one for one in planned if one[1] == "transfer_queue"):
-        beside = {plane for other, plane, way in planned if (other, way) == (job, dedup)}
-        assert beside == {"dataplane", "controller-stream", "transfer_queue"} and not dedup
+    assert [(job.trace, job.apart) for job in queued] == (both if installed else [])
+    for job in queued:
+        beside = {other.plane for other in planned if replace(other, plane=job.plane) == job}
+        assert beside == {"dataplane", "controller-stream", "transfer_queue"} and not job.dedup
 
 
 def test_where_we_lose_is_said_with_its_figures() -> None:

@@ -13,7 +13,8 @@ import pytest
 from bench import limits, run
 from bench.cli import main
 from bench.limits import NoLimits, OutOfMemory, limited_hosts
-from bench.run import Settings, execute
+from bench.planes.base import Job
+from bench.run import execute
 from tests import leaks
 
 MIB = 1 << 20
@@ -106,11 +107,11 @@ def test_a_group_is_removed_together_with_those_who_are_left_in_it() -> None:
 
 @needs_cgroup
 def test_the_controller_dies_of_a_batch_that_its_host_cannot_hold() -> None:
-    settings = Settings(
-        trace="video", planes=("controller",), prompts=2, hosts=1, trainers=1,
+    job = Job(
+        plane="controller", trace="video", dedup=False, prompts=2, hosts=1, trainers=1,
         memory_limit_bytes=1024 * MIB,
     )  # fmt: skip
-    told = execute(settings, "controller", False, silent)
+    told = execute(job, silent)
     assert told["status"] == "oom", told["error"]
     assert told["killed"]["host"] == 0
     assert "reached its limit of 1024 MiB" in told["error"]
@@ -122,11 +123,11 @@ def test_the_controller_dies_of_a_batch_that_its_host_cannot_hold() -> None:
 
 @needs_cgroup
 def test_dataplane_moves_more_than_its_host_may_hold() -> None:
-    settings = Settings(
-        trace="video", planes=("dataplane",), prompts=26, hosts=1, trainers=1,
+    job = Job(
+        plane="dataplane", trace="video", dedup=True, prompts=26, hosts=1, trainers=1,
         memory_limit_bytes=1152 * MIB,
     )  # fmt: skip
-    told = execute(settings, "dataplane", True, silent)
+    told = execute(job, silent)
     assert (told["status"], told["error"], told["killed"]) == ("ok", "", None)
     assert told["bytes_unique"] > 1152 * MIB > told["peak_host_bytes"][0]
     assert told["arena_bytes"] == 288 * MIB
@@ -134,11 +135,11 @@ def test_dataplane_moves_more_than_its_host_may_hold() -> None:
 
 @needs_cgroup
 def test_dataplane_refuses_a_group_that_its_host_can_never_hold() -> None:
-    settings = Settings(
-        trace="video", planes=("dataplane",), prompts=2, hosts=1, trainers=1,
+    job = Job(
+        plane="dataplane", trace="video", dedup=False, prompts=2, hosts=1, trainers=1,
         memory_limit_bytes=1152 * MIB,
     )  # fmt: skip
-    told = execute(settings, "dataplane", False, silent)
+    told = execute(job, silent)
     assert (told["status"], told["killed"]) == ("refused", None), told["error"]
     assert "ValueTooLarge" in told["error"]
 
@@ -190,8 +191,7 @@ def test_where_no_group_can_be_made_the_run_is_reported_as_not_run(
         raise PermissionError(13, "Permission denied", "/sys/fs/cgroup/memory/x")
 
     monkeypatch.setattr(limits, "_parent", refuse)
-    settings = Settings(trace="math", planes=("controller",), memory_limit_bytes=MIB)
-    told = run.execute(settings, "controller", False, silent)
+    told = run.execute(Job(plane="controller", trace="math", memory_limit_bytes=MIB), silent)
     assert told["status"] == "not run"
     assert "no memory limit can be set here" in told["error"]
     assert told["seconds"] is None and told["rows"] == 0

@@ -13,8 +13,8 @@ import pytest
 
 from bench import outputs, run
 from bench.cli import main
+from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
-from bench.run import Settings
 
 
 def test_a_folder_is_made_and_a_file_that_was_not_there_is_not_left(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_figures_that_cannot_be_written_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The disk filled up while they were measured."""
-    settings = Settings(trace="math", planes=("dataplane",), prompts=1)
+    job = Job(plane="dataplane", trace="math", prompts=1)
     with monkeypatch.context() as patched:
         patched.setattr(DataplanePlane, "packages", ("no-such-package",))
-        told = run.execute(settings, "dataplane", True, lambda rows, expected: None)
+        told = run.execute(job, lambda rows, expected: None)
     path = tmp_path / "r.json"
 
     def measured(*_: object) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.machine import memory_bytes
 from bench.planes import PLANES
+from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
 from bench.planes.ray_board import Board
 from bench.planes.ray_store import nodes_of, shareable
-from bench.run import Settings, execute, job_of
+from bench.run import execute, prepared
 
 TOGETHER = (("reward", "reference"), ("train",))
 FILTERED = (("reward",), ("reference",), ("train",))
@@ -74,9 +77,9 @@ async def test_who_takes_first_waits_until_there_is_enough() -> None:
 
 
 def test_a_store_has_what_a_peer_has_under_a_limit_and_else_what_ray_would_take() -> None:
-    def store(**told: int) -> int:
-        settings = Settings(trace="video", planes=("ray-store",), prompts=2, **told)
-        return nodes_of(job_of(settings, dedup=False, folder="/nowhere")).object_store_bytes
+    def store(**told: Any) -> int:
+        job = Job(plane="ray-store", trace="video", dedup=False, prompts=2, **told)
+        return nodes_of(prepared(job, Path("/nowhere"))).object_store_bytes
 
     gigabyte = 1 << 30
     assert store(memory_limit_bytes=12 * gigabyte) == 3 * gigabyte
@@ -98,8 +101,7 @@ def test_a_plane_that_is_not_installed_is_a_result_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DataplanePlane, "packages", ("no-such-package",))
-    settings = Settings(trace="math", planes=("dataplane",), prompts=1)
-    run = execute(settings, "dataplane", True, silent)
+    run = execute(Job(plane="dataplane", trace="math", prompts=1), silent)
     assert (run["status"], run["error"]) == ("not installed", "it needs no-such-package")
     assert run["rows"] == 0
 
@@ -112,7 +114,7 @@ def test_every_row_reaches_a_trainer_through_another_plane(name: str, trace: str
     if missing := PLANES[name].missing():
         pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
     for dedup in PLANES[name].dedup_variants if trace == "video" else (False,):
-        settings = Settings(trace=trace, planes=(name,), prompts=2, steps=2, timeout_s=LIMIT_S)
-        run = execute(settings, name, dedup, silent)
+        limits: dict[str, Any] = {"prompts": 2, "steps": 2, "timeout_s": LIMIT_S}
+        run = execute(Job(plane=name, trace=trace, dedup=dedup, **limits), silent)
         assert (run["status"], run["error"]) == ("ok", "")
         assert run["moved"]["copied_in"] > 0

@@ -83,10 +83,7 @@ def test_a_step_takes_as_long_as_it_took(tmp_path: Path) -> None:
     assert found.step_seconds == [9.0, 10.0, 10.0, 10.0]
     path = tmp_path / "t.parquet"
     parquet.write(path, "math", 0, [prompt for prompts in found.steps for prompt in prompts])
-    job = Job(
-        trace="math", prompts=4, seed=0, hosts=2, trainers=2, dedup=False,
-        arena_bytes=0, folder="", parent=0, steps=4, trace_file=str(path),
-    )  # fmt: skip
+    job = Job(plane="dataplane", trace="math", prompts=4, steps=4, trace_files=(str(path),))
     assert job.is_recorded
     # The last group is put at 6 s, then 0.5 s of reward, 1 s of training and of the optimiser;
     # the recording has half a second more in which nobody worked.

@@ -44,15 +44,12 @@ def costs(price: Price = PER_BYTE, operation: float = 1e-3, byte: float = 1e-9) 
 
 def job(**changes: object) -> Job:
     settings = {
+        "plane": "dataplane",
         "trace": "image",
         "prompts": 8,
         "seed": 3,
         "hosts": 4,
         "trainers": 4,
-        "dedup": True,
-        "arena_bytes": 1 << 28,
-        "folder": "",
-        "parent": 0,
         "steps": 2,
         "pace": 100.0,
     }

@@ -12,9 +12,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +24,9 @@ from bench.bounds import TooMuch
 from bench.machine import memory_bytes
 from bench.options import names, seconds, several, size, whole
 from bench.planes import PLANES
+from bench.planes.base import Job
 from bench.report import progress
-from bench.run import Progress, Settings, execute
+from bench.run import Progress, execute
 from bench.traces import TASKS
 
 _LEAST = 256 << 20
@@ -54,36 +55,35 @@ def limits_to_try(least: int, most: int) -> list[int]:
 
 
 def measure(
-    settings: Settings, prompts: Sequence[int], least: int, most: int, bar: Bar
+    job: Job, planes: Sequence[str], prompts: Sequence[int], limits: list[int], bar: Bar
 ) -> Iterator[Case]:
-    """A case for each plane of the settings × dedup × number of prompts, as it is known."""
-    limits = limits_to_try(least, most)
-    for plane in settings.planes:
+    """A case for each plane × dedup × number of prompts, as it is known."""
+    for plane in planes:
         for dedup in (False, True):
             beyond = (
                 False  # where fewer prompts need more than all limits, the largest is tried first
             )
             for number in sorted(prompts):
-                told = replace(settings, prompts=number)
-                case = _case(told, plane, dedup, limits[-1:] if beyond else limits, bar)
+                told = replace(job, plane=plane, dedup=dedup, prompts=number)
+                case = _case(told, limits[-1:] if beyond else limits, bar)
                 if beyond and case["smallest_bytes"]:
-                    case = _case(told, plane, dedup, limits, bar)
+                    case = _case(told, limits, bar)
                 beyond = case["status"] == "ok" and case["smallest_bytes"] is None
                 yield case
 
 
-def _case(settings: Settings, plane: str, dedup: bool, limits: list[int], bar: Bar) -> Case:
+def _case(job: Job, limits: list[int], bar: Bar) -> Case:
     """Bisect over the limits. Whoever ran out of time did not survive either."""
     runs: list[dict[str, Any]] = []
 
     def survives(limit: int) -> bool:
         # The workers of a host need something too; half and half comes close to the best here.
-        told = replace(settings, memory_limit_bytes=limit, arena_bytes=limit // 2)
-        switch = "on" if dedup else "off"
-        label = f"{plane}, dedup {switch}, {settings.prompts} prompts, {limit >> 20} MiB a host"
+        told = replace(job, memory_limit_bytes=limit, arena_bytes=limit // 2)
+        switch = "on" if job.dedup else "off"
+        label = f"{job.plane}, dedup {switch}, {job.prompts} prompts, {limit >> 20} MiB a host"
         for _ in range(_TRIES):
             with bar(label) as shown:
-                run = execute(told, plane, dedup, shown)
+                run = execute(told, shown)
             runs.append({"limit_bytes": limit, **{name: run[name] for name in _KEPT}})
             if run["status"] not in _NO_ANSWER:
                 return bool(run["status"] == "ok")
@@ -98,10 +98,10 @@ def _case(settings: Settings, plane: str, dedup: bool, limits: list[int], bar: B
         status, smallest = runs[-1]["status"], None
 
     return {
-        "plane": plane,
-        "trace": settings.trace,
-        "dedup": dedup,
-        "prompts": settings.prompts,
+        "plane": job.plane,
+        "trace": job.trace,
+        "dedup": job.dedup,
+        "prompts": job.prompts,
         "status": status,
         "smallest_bytes": smallest,
         "most_bytes": limits[-1],
@@ -144,18 +144,17 @@ def perform(options: argparse.Namespace, command: str) -> int:
     if options.least > options.most:
         raise TooMuch(f"--least is {options.least} bytes, more than --most: {options.most}")
     bounds.check(max(options.prompts), 1)
-    settings = Settings(
+    job = Job(
+        plane=options.planes[0],
         trace=options.trace,
-        planes=options.planes,
         hosts=options.hosts,
         seed=options.seed,
         trainers=options.trainers,
         timeout_s=options.timeout,
     )
     told: dict[str, Any] = {"memory": [], "machine": machine.describe(), "command": command}
-    cases = measure(
-        settings, options.prompts, options.least, options.most, lambda x: progress(console, x)
-    )
+    limits = limits_to_try(options.least, options.most)
+    cases = measure(job, options.planes, options.prompts, limits, lambda x: progress(console, x))
     for case in cases:
         told["memory"].append(case)
         if options.json:  # after each case: what is known survives a later failure

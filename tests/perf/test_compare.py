@@ -42,7 +42,7 @@ def test_transfer_queue_is_given_a_single_row_dense_and_several_ragged(tmp_path:
     pytest.importorskip("tensordict")
     endpoint = object.__new__(TransferQueueEndpoint)  # without the cluster that it attaches to
     for rows in (1, 3):
-        endpoint.job = job(1, rows, MIB, str(tmp_path), 0)
+        endpoint.job = job("dataplane", 1, rows, MIB, str(tmp_path), 0)
         form = endpoint.form(batch.batch(MIB, seed=0, rows=rows))
         assert [form[name].is_nested for name in batch.FIELDS] == [
             rows > 1 and name in batch.RAGGED for name in batch.FIELDS

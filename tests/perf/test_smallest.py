@@ -12,7 +12,7 @@ import pytest
 from bench import limits
 from bench.cli import main
 from bench.limits import NoLimits, limited_hosts
-from bench.run import Settings
+from bench.planes.base import Job
 from tests.perf import smallest
 from tests.perf.smallest import limits_to_try
 
@@ -59,11 +59,9 @@ class Played:
     def __init__(self, need: int, status: str = "ok") -> None:
         self.need, self.status, self.tried = need, status, []
 
-    def __call__(
-        self, settings: Settings, plane: str, dedup: bool, bar: object
-    ) -> dict[str, object]:
-        self.tried.append((settings.prompts, settings.memory_limit_bytes))
-        enough = (settings.memory_limit_bytes or 0) >= self.need * settings.prompts
+    def __call__(self, job: Job, bar: object) -> dict[str, object]:
+        self.tried.append((job.prompts, job.memory_limit_bytes))
+        enough = job.memory_limit_bytes >= self.need * job.prompts
         told = dict.fromkeys(smallest._KEPT)
         return told | {"status": self.status if enough else "oom", "error": "it needs ray"}
 

@@ -47,9 +47,10 @@ class Job(_Job, frozen=True, kw_only=True):
         return ((_STAGE,),)
 
 
-def job(hosts: int, rows: int, largest: int, folder: str, parent: int) -> Job:
+def job(plane: str, hosts: int, rows: int, largest: int, folder: str, parent: int) -> Job:
     """largest: bytes of the largest batch."""
     return Job(
+        plane=plane,
         trace="math",
         prompts=0,
         steps=0,  # it goes on for as long as it is told to
@@ -163,5 +164,5 @@ class Placed(End):
 
 
 def end(worker: Worker) -> End:
-    endpoint = PLANES[worker.plane].attach(worker)
+    endpoint = PLANES[worker.job.plane].attach(worker)
     return Placed(endpoint) if isinstance(endpoint, BoardEndpoint) else Claimed(endpoint)

@@ -70,10 +70,9 @@ class Plan:
 class Tree:
     """A running tree."""
 
-    def __init__(self, name: str, job: Job, crew: Crew) -> None:
-        self._name = name
+    def __init__(self, job: Job, crew: Crew) -> None:
         self._job = job
-        self._plane = PLANES[name](job)
+        self._plane = PLANES[job.plane](job)
         self._crew = crew
         self._ready: dict[str, dict[str, Any]] = {}
         self._replies: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -84,9 +83,7 @@ class Tree:
         self._listen("the services", lambda: self._plane.reachable(self._ready), _START_S)
         for role, host in ((WRITER, 0), (READER, self._job.hosts - 1)):
             address = self._plane.address(host)
-            hire = Hire(
-                job=self._job, plane=self._name, role=role, rank=0, host=host, address=address
-            )
+            hire = Hire(job=self._job, role=role, rank=0, host=host, address=address)
             told = msgspec.json.encode(hire).decode()
             self._crew.start(role, [sys.executable, "-m", "tests.perf.compare.worker", told])
         hired = {WRITER, READER}
@@ -130,9 +127,9 @@ class Tree:
 def standing(name: str, hosts: int, rows: int, largest: int) -> Iterator[Tree]:
     """A tree that has started; ended, whatever happens."""
     with run_folder() as folder:
-        told = job(hosts, rows, largest, str(folder), os.getpid())
+        told = job(name, hosts, rows, largest, str(folder), os.getpid())
         with Crew(folder) as crew:
-            tree = Tree(name, told, crew)
+            tree = Tree(told, crew)
             try:
                 tree.start()
                 yield tree

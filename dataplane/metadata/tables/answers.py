@@ -106,8 +106,8 @@ class Answers:
             above = sum([number >= change.floor for number in caller.answers])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
-                f"peer {change.caller.peer} has {above} unconfirmed changes, and the limit is "
-                f"{MAX_CHANGES_ABOVE_FLOOR}: it must wait for the reply to the oldest",
+                f"peer {change.caller.peer} already has {above} unconfirmed changes (limit: "
+                f"{MAX_CHANGES_ABOVE_FLOOR}): it must wait for the reply to the oldest",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

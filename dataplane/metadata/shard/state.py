@@ -63,8 +63,12 @@ NOBODY = Written()
 
 
 def _became_ready(stage: Stage, by: Written) -> Record:
-    last = next((field for field in stage.fields if field in by.fields), "")
-    return Record(Kind.READY, stage=stage.name, field=last, worker=by.worker, by=by.stage)
+    for field in stage.fields:
+        if field in by.fields:
+            break
+    else:
+        field = ""
+    return Record(Kind.READY, stage=stage.name, field=field, worker=by.worker, by=by.stage)
 
 
 class State:
@@ -137,18 +141,25 @@ class State:
             self.note(record, since)
 
     def happened_to(
-        self, parts: Iterable[tuple[Block, int]], record: Record, since: float | None = None
+        self, parts: Sequence[tuple[Block, int]], record: Record, since: float | None = None
     ) -> None:
         """Note one event of rows for each of their groups, and one for rows without a group."""
         if self.note is None:
+            return
+        record.partition, record.generation = self.partition, self.generation
+        if len(parts) == 1:  # most calls, so this path must stay cheap
+            block, bits = parts[0]
+            record.group = self.groups[block.group].name if block.group else ""
+            record.rows = bits.bit_count()
+            self.note(record, since)
             return
         rows: dict[bytes, int] = {}
         for block, bits in parts:
             rows[block.group] = rows.get(block.group, 0) + bits.bit_count()
         for key, many in rows.items():
-            of = copy(record) if len(rows) > 1 else record
+            of = copy(record)
             of.group, of.rows = self.groups[key].name if key else "", many
-            self.happened(of, since)
+            self.note(of, since)
 
     def knows(self, change: Change | None) -> bool:
         """Whether the change was carried out, or settled."""

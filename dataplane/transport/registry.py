@@ -6,9 +6,10 @@ one imports its engine, so the peer only looks, and a bulk worker loads.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 
+from dataplane import plugins
 from dataplane.errors import TransportMissing
 from dataplane.transport.seam import Transport
 
@@ -39,7 +40,7 @@ CLASSES = {
 
 def names() -> list[str]:
     """For host memory, beside TCP, in the order in which `auto` tries them: ours first."""
-    theirs = {entry.name for entry in entry_points(group=GROUP)}
+    theirs = {entry.name for entry in plugins.installed(GROUP)}
     return [*OWN, *sorted(theirs - OWN.keys() - {TCP, *DEVICE_ONLY})]
 
 
@@ -50,9 +51,7 @@ def missing(name: str) -> str:
         if any(find_spec(module) is not None for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed: {install}"
-    if name in (TCP, *DEVICE_ONLY) or any(
-        entry.name == name for entry in entry_points(group=GROUP)
-    ):
+    if name in (TCP, *DEVICE_ONLY) or any(entry.name == name for entry in plugins.installed(GROUP)):
         return ""
     known = ", ".join([TCP, *names(), *DEVICE_ONLY])
     return f"no installed package provides a transport {name!r} (available: {known})"
@@ -62,16 +61,6 @@ def load(name: str) -> type[Transport]:
     """Return the class of a transport. TransportMissing says why there is none."""
     if why := missing(name):
         raise TransportMissing(f"transport {name}: {why}", transport=name)
-    theirs = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    theirs = [entry for entry in plugins.installed(GROUP) if entry.name == name]
     entry = EntryPoint(name, CLASSES[name], GROUP) if name in CLASSES else theirs[0]
-    try:
-        found = entry.load()
-    except Exception as exc:  # other people's code runs, and may raise anything
-        raise TransportMissing(
-            f"cannot load transport {name!r} ({entry.value}): {type(exc).__name__}: {exc}; "
-            "reinstall the package that provides it",
-            transport=name,
-        ) from exc
-    if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise TransportMissing(f"transport {name} is not a subclass of Transport", transport=name)
-    return found
+    return plugins.load(entry, Transport, f"transport {name!r}", TransportMissing, transport=name)

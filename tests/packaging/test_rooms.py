@@ -10,6 +10,7 @@ HOUSE = Path(__file__).parents[2] / "dataplane"
 ORDER = {
     "": [
         "errors",
+        "plugins",
         "version",
         "wire",
         "events",

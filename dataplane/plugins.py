@@ -1,0 +1,42 @@
+"""Load the classes that other packages publish under an entry point group.
+
+Nothing is imported before `load`: an engine may take long, and only some processes need it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dataplane.errors import DataplaneError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+
+def installed(group: str) -> EntryPoints:
+    """Return the entry points of a group."""
+    from importlib.metadata import entry_points  # 15 ms, and few processes have plug-ins
+
+    return entry_points(group=group)
+
+
+def load(
+    entry: EntryPoint, base: type[Any], what: str, missing: type[DataplaneError], **details: Any
+) -> type[Any]:
+    """Return the class of an entry point. If it cannot be imported or is no subclass of `base`,
+    raise `missing` with these details. `what`: the plug-in, as the message names it."""
+    try:
+        found = entry.load()
+    except Exception as exc:  # other people's code runs, and may raise anything
+        raise missing(
+            f"cannot load {what} ({entry.value}): {type(exc).__name__}: {exc}; "
+            "reinstall the package that provides it",
+            **details,
+        ) from exc
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise missing(
+            f"cannot load {what}: {entry.value} is not a subclass of {base.__name__}; correct the "
+            "entry point of the package that provides it",
+            **details,
+        )
+    return found

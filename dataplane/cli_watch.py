@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable
 
-from dataplane.errors import TokenMissing
 from dataplane.launch import settings, values
 from dataplane.launch.rundir import LivingPeer
 from dataplane.launch.token import read_token
@@ -42,13 +41,7 @@ def on_page(run: str, find: Find, address: str, token_file: str | None) -> int:
     """Until Ctrl-C or SIGTERM. InvalidConfig, TokenMissing, AddressInUse."""
     where = values.parse_page(address)
     token = read_token(token_file) if token_file else settings.of_variable("token-file")
-    if token is None and not values.is_loopback(where.host):
-        raise TokenMissing(
-            f"a page at {where} can be reached from other machines, so it needs the run's cluster "
-            "token: give --token-file F or DATAPLANE_TOKEN_FILE=F, or use 127.0.0.1:PORT and an "
-            "ssh tunnel",
-            address=str(where),
-        )
+    values.check_visible("the page", where, token)
     key = token.key(run, ROLE).hex() if token is not None else secrets.token_hex(16)
     asyncio.run(_serve(Watcher(run, find), key, where.host, where.port))
     return 0

@@ -405,7 +405,7 @@ class PeerConfig:
         if self.listen is not None:
             values.check_listen(self.listen, self.token)
         if self.metrics is not None:
-            values.check_metrics(self.metrics, self.token)
+            values.check_visible("metrics", self.metrics, self.token)
         self._check_own_seed()
         if self.bulk_tls:
             self._check_bulk_tls()

@@ -321,18 +321,17 @@ def _parse_http(text: str, use: str, example: str) -> HttpAddress:
         ) from None
 
 
-def check_metrics(metrics: HttpAddress, token: Token | None) -> None:
-    """TokenMissing where other machines could read them and the plane has no token.
+def check_visible(what: str, at: HttpAddress, token: Token | None) -> None:
+    """Raise TokenMissing if other machines can reach the address and there is no cluster token.
 
-    Whoever reaches the address reads them: there is no secret on it. So it is loopback, unless the
-    plane has a token and thereby was meant to be seen by other machines.
+    Only a plane with a token is meant to be seen by other machines.
     """
-    if token is None and not is_loopback(metrics.host):
+    if token is None and not is_loopback(at.host):
         raise TokenMissing(
-            f"metrics on {metrics} could be read from other machines, and this plane has no "
-            "token: use a loopback address (127.0.0.1:PORT), or set a cluster token "
-            "(--token-file or DATAPLANE_TOKEN_FILE)",
-            address=str(metrics),
+            f"{what} at {at} can be read from other machines, and there is no cluster token: give "
+            "--token-file F or DATAPLANE_TOKEN_FILE=F, or use a loopback address "
+            f"(127.0.0.1:{at.port}), which an ssh tunnel can reach",
+            address=str(at),
         )
 
 

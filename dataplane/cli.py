@@ -15,7 +15,6 @@ import logging
 import os
 import stat
 import sys
-import time
 from collections.abc import Sequence, Set
 from typing import Any, TypeAlias
 
@@ -33,7 +32,6 @@ from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.version import __version__
 
-_WATCH_PERIOD_S = 2.0
 _PAGE = "127.0.0.1:8787"
 _JSON = "print one JSON object, for programs"
 _ONLY_RUN = "the run (default: the only one on this host)"
@@ -90,7 +88,6 @@ def _add_status(commands: Commands) -> None:
     )
     status.add_argument("--peer", metavar="NAME", help="show only this peer")
     status.add_argument("--run", metavar="NAME", help="show only this run")
-    status.add_argument("--watch", action="store_true", help="repeat every two seconds")
     status.add_argument("--json", action="store_true", help=_JSON)
     status.set_defaults(command=_status)
 
@@ -269,25 +266,13 @@ def _status(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load what only people read.
     from dataplane import cli_status
 
-    while True:
-        found, nobody = [], ""
-        try:
-            found = _found(arguments.run, arguments.peer)
-        except PeerNotFound as error:
-            if not arguments.watch:
-                raise
-            nobody = error.message  # who watches is shown that, instead of those who have left
-        seen = [_seen(run, arguments.peer) for run in found]
-        if arguments.json:
-            print(json.dumps({"runs": seen}, default=str), flush=True)
-        else:
-            clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
-            texts = [[_heading(one), *cli_status.lines(one["peers"])] for one in seen]
-            shown = "\n\n".join("\n".join(text) for text in texts)
-            print(clear + (shown or nobody), flush=True)
-        if not arguments.watch:
-            return 0
-        time.sleep(_WATCH_PERIOD_S)
+    seen = [_seen(run, arguments.peer) for run in _found(arguments.run, arguments.peer)]
+    if arguments.json:
+        print(json.dumps({"runs": seen}, default=str), flush=True)
+    else:
+        texts = [[_heading(one), *cli_status.lines(one["peers"])] for one in seen]
+        print("\n\n".join("\n".join(text) for text in texts), flush=True)
+    return 0
 
 
 def _why(arguments: argparse.Namespace) -> int:

@@ -436,20 +436,6 @@ def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) 
     assert "peer a does not answer" in shown and "it may be stopped" in shown and "host b" in shown
 
 
-def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
-    cluster.start("a")
-    command = [sys.executable, "-m", "dataplane", "status", "--run", PLANE, "--watch", "--json"]
-    with ending(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as watching:
-        assert watching.stdout is not None
-        for _ in range(2):
-            assert json.loads(watching.stdout.readline())["runs"][0]["peers"]["a"]["peer"] == "a"
-        cluster.stop()
-        while json.loads(watching.stdout.readline())["runs"]:
-            pass  # what has left is no longer shown, and may come again
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(10) == 130
-
-
 def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:
     done = status()
     assert done.returncode == 2 and "found no run of yours on this host" in done.stderr

@@ -40,7 +40,7 @@ MAX_STUCK = 8
 STUCK_S = 10.0
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepSummary(msgspec.Struct, frozen=True):
     """A line in the list of steps. `number`: its number when its picture is requested."""
 
     number: int
@@ -70,7 +70,7 @@ class Holder(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Host(msgspec.Struct, frozen=True):
+class HostArena(msgspec.Struct, frozen=True):
     """The state of a host. `error`: why nothing is known of it now, or ""."""
 
     name: str
@@ -103,10 +103,10 @@ class View(msgspec.Struct, frozen=True):
     age_s: float
     every_s: float
     trouble: list[str]
-    steps: list[Step]
+    steps: list[StepSummary]
     picture: Picture | None
     queues: list[Queue]
-    hosts: list[Host]
+    hosts: list[HostArena]
     stuck: list[Stuck]
     left_out: dict[str, int]
 
@@ -265,7 +265,7 @@ class History:
             found.append(Event(Kind.MISSING, found[-1].at, HERE, reason=Reason.OVERWRITTEN))
         return found
 
-    def _trouble(self, hosts: Sequence[Host], now: float) -> Iterator[str]:
+    def _trouble(self, hosts: Sequence[HostArena], now: float) -> Iterator[str]:
         if self._error:
             since = f"; shown is what was known {duration(now - self._looked_at)} ago"
             yield self._error + (since if self._looked_at else "")
@@ -310,12 +310,12 @@ class History:
                     )
         return found
 
-    def _hosts(self) -> list[Host]:
-        found, clients = list[Host](), self._everywhere()["clients"]
+    def _hosts(self) -> list[HostArena]:
+        found, clients = list[HostArena](), self._everywhere()["clients"]
         called = {one["peer"]: one["host"] for one in clients}  # embedded peers have one name
         for name, host in self._stats["peers"].items() if self._stats else ():
             if "error" in host:
-                found.append(Host(short(name), short(host["error"])))
+                found.append(HostArena(short(name), short(host["error"])))
                 continue
             held = [
                 Holder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
@@ -323,7 +323,7 @@ class History:
                 if one["peer"] == name and one["granted_bytes"] + one["pinned_bytes"]
             ]
             found.append(
-                Host(
+                HostArena(
                     short(called.get(name, name)),
                     "",
                     host["used_bytes"],
@@ -352,6 +352,8 @@ def _at(event: Event) -> float:
     return event.at
 
 
-def _step(number: int, one: Picture) -> Step:
+def _step(number: int, one: Picture) -> StepSummary:
     cause = one.cause.value.replace("_", " ")
-    return Step(number, one.partition, one.seconds, one.idle_s, cause, one.healthy, one.finished)
+    return StepSummary(
+        number, one.partition, one.seconds, one.idle_s, cause, one.healthy, one.finished
+    )

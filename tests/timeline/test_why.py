@@ -16,7 +16,7 @@ from tests.timeline.steps import STEP, Steps
 
 SEEDS = range(10)
 PLANTED = {
-    "slow reward host": ({"slow_reward": 12.0}, Cause.SLOW_WORKER),
+    "slow reward host": ({"slow_reward": 20.0, "generate_s": 0.4}, Cause.SLOW_WORKER),
     "slow rollout host": ({"slow_rollout": 4.0}, Cause.SLOW_WORKER),
     "too few reward workers": (
         {"reward_s": 3.0, "generate_s": 0.3, "train_s": 0.1, "batch": 16},
@@ -73,9 +73,17 @@ def test_the_sentence_says_how_long_for_what_and_where() -> None:
 
 def test_two_causes_at_once_are_both_named() -> None:
     for seed in SEEDS:
-        found = why(seed, slow_link=200.0, room_s=4.0)
+        found = why(seed, slow_link=300.0, room_s=4.0)
         causes = {share.cause for share in found.shares[:2]}
         assert causes == {Cause.SLOW_LINK, Cause.FULL_ARENA}, found.sentence
+
+
+@pytest.mark.parametrize("seed", [1011, 1043, 1071])
+def test_a_slow_host_that_delays_nothing_is_not_named(seed: int) -> None:
+    """It took one group and was done before the last rollout, so others took the rest."""
+    slow, even = why(seed, slow_reward=12.0), why(seed)
+    assert slow.idle_s < 1.05 * even.idle_s
+    assert slow.cause in HEALTHY, slow.sentence
 
 
 def test_what_is_missing_is_said() -> None:

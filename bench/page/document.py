@@ -34,8 +34,8 @@ def load(path: Path) -> Report:
         told = json.loads(path.read_text(), parse_constant=_no_figure)
     except ValueError as exc:
         raise ValueError(f"{path} is no JSON: {exc}") from exc
-    if not isinstance(told, dict) or "machine" not in told or "command" not in told:
-        raise ValueError(f"{path} is no report of this bench: machine and command are missing")
+    if not isinstance(told, dict) or {"machine", "command", "runs"} - told.keys():
+        raise ValueError(f"{path} is no report of `headline`, `links` or `run`: it has no runs")
     return told
 
 
@@ -121,10 +121,12 @@ def _details(reports: Sequence[Report]) -> str:
             "<h2>Messages of a trained group</h2>" + _table(map(_messages, counted), wraps=True)
         )
     for run in runs:
-        if run["error"]:
-            told = f"{_name(run)}: {run['status']}"
-            error = f"<pre>{escape(run['error'])}</pre>"
-            parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
+        before = run.get("failed_before")
+        for attempt, when in ((before, ", first attempt"), (run, "")):
+            if attempt and attempt["error"]:
+                told = f"{_name(run)}{when}: {attempt['status']}"
+                error = f"<pre>{escape(attempt['error'])}</pre>"
+                parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
     parts.append("<h2>Commands and machine</h2>")
     for where, members in _by_machine(reports).items():
         parts += [f"<pre>{escape(report['command'])}</pre>" for report in members]

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, outputs, page
+from bench import machine, outputs
 from bench.bounds import TooMuch
 from bench.options import count, positive, several, up_to
 from bench.pace import recorded_seconds
@@ -91,7 +91,7 @@ def register(commands: Any) -> None:
         "--link", dest="link_gbps", type=positive, default=200.0, help="of each host, Gbit/s"
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds: no figure to quote")
-    parser.add_argument("--json", type=outputs.report, default=None, help="write the model here")
+    parser.add_argument("--json", type=outputs.output, default=None, help="write the model here")
     parser.set_defaults(perform=perform)
 
 
@@ -115,8 +115,6 @@ def perform(options: argparse.Namespace, command: str) -> int:
     except RunFailed as exc:
         console.print(f"no model without this run: {exc}", markup=False)
         return 1
-    if options.json:
-        page.write(options.json.with_suffix(".html"), [told])
     _show(console, told)
     return 0
 

@@ -350,12 +350,16 @@ def test_pictures_are_drawn_light_and_dark_and_alike_each_time(tmp_path: Path) -
 
 def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    for content in ("{}", "[1]", "no JSON"):
+    model = json.dumps(report(model=[]))  # of `sim`: nothing of it can be drawn
+    for content in ("{}", "[1]", "no JSON", model):
         (tmp_path / "x.json").write_text(content)
         assert main(["report", str(tmp_path / "x.json"), "-o", str(page)]) == 2
     assert main(["report", str(tmp_path / "missing.json"), "-o", str(page)]) == 2
     assert not page.exists()
-    assert "is no report of this bench" in capsys.readouterr().err
+    assert (
+        "x.json is no report of `headline`, `links` or `run`: it has no runs"
+        in capsys.readouterr().err
+    )
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
     endless = {"train": {"claim": {"p50": float("inf"), "p90": 1, "p99": 1, "max": 1}}}
     (tmp_path / "odd.json").write_text(json.dumps(report(runs=[run("x", latency_ms=endless)])))

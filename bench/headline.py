@@ -260,7 +260,7 @@ def _seconds(value: float) -> str:
 
 
 def _why(run: Run) -> str:
-    said = str(run["error"]).partition("\n")[0].rstrip(".")
+    said = report.first_line(run["error"])
     twice = " twice" if run.get("failed_before") else ""
     return f"its run ended with {run['status']!r}{twice}" + (f" ({said})" if said else "")
 

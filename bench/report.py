@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,16 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
     )
     for run in runs:
         for line in _flow(run):
-            console.print(f"{_label(run)}: {line}", style="dim")
+            console.print(f"{label(run)}: {line}", style="dim")
     own = max(sum(run["bench_seconds"].values()) for run in runs)
     console.print(f"The bench's own work took at most {own:.2f} s of a processor.", style="dim")
     for run in runs:
         if before := run.get("failed_before"):
-            told = f"{_label(run)}: repeated, as it ended with {before['status']} the first time"
-            console.print(f"{told}: {before['error']}", markup=False)
+            why = f"{before['status']!r}: {first_line(before['error'])}"
+            told = f"{label(run)}: repeated once, after the first attempt ended with {why}"
+            console.print(told, markup=False, highlight=False)
         if run["error"]:
-            console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)
+            console.print(f"{label(run)}: {run['status']}: {run['error']}", markup=False)
     for sentence in headline:
         console.print(f"\n{sentence}", markup=False, highlight=False, style="bold")
 
@@ -131,9 +132,17 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
         yield f"dynamic sampling filtered {run['rows_filtered']} rows"
 
 
-def _label(run: dict[str, Any]) -> str:
-    dedup = _switch(run["dedup"])
-    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, dedup {dedup})"
+def label(run: Mapping[str, Any]) -> str:
+    """Which run of a report, or which job."""
+    where = "apart, " if run["apart"] else "phased, " if run["phased"] else ""
+    dedup = f"dedup {_switch(run['dedup'])}"
+    link = f"{run['link']} links" if run["link"] else "no link limit"
+    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, {where}{dedup}, {link})"
+
+
+def first_line(error: str) -> str:
+    """What went wrong, without the logs that follow it."""
+    return error.partition("\n")[0].rstrip(".;:")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from rich.console import Console
 
 from bench import bounds, links, machine, outputs, page, report
@@ -225,10 +225,8 @@ def _carried_out(job: Job, bar: Progress, console: Console) -> dict[str, Any]:
     first = execute(job, bar)
     if first["status"] not in ("error", "disturbed"):
         return first
-    console.print(
-        f"{_label(job)}: {first['status']}, repeated once: {first['error']}",
-        markup=False,
-    )
+    told = f"{_label(job)}: the first attempt ended with {first['status']!r}: {first['error']}"
+    console.print(f"{told}\nThe bench repeats this run once.", markup=False, highlight=False)
     again = execute(job, bar)
     before = {name: first[name] for name in ("status", "error", "step_seconds")}
     return again | {"failed_before": before}
@@ -239,9 +237,7 @@ def _expected(run: dict[str, Any]) -> set[str]:
 
 
 def _label(job: Job) -> str:
-    apart = ", stages apart" if job.apart else ""
-    where = f"{job.hosts} hosts{apart}, {job.link or 'no'} links"
-    return f"{job.trace} / {job.plane}, {where}, dedup {'on' if job.dedup else 'off'}"
+    return report.label(asdict(job))
 
 
 def _jobs(options: argparse.Namespace, prompts: int, trainers: int) -> list[Job]:

@@ -280,3 +280,24 @@ def test_latencies_are_told_by_role_over_all_its_workers() -> None:
     put = run["latency_ms"]["rollout"]["put"]
     assert put["times"] == MATH.prompts
     assert 0 < put["p50"] <= put["p90"] <= put["p99"] <= put["max"] < 1e3 * run["seconds"]
+
+
+def test_a_run_that_fails_is_repeated_once_and_its_logs_are_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ok = execute(replace(MATH, prompts=1, hosts=1, trainers=1), silent)
+    why = "peer-host0 ended with signal 9; its last log lines:\n  dropped the call"
+    failed = {**ok, "status": "error", "error": why, "step_seconds": []}
+    attempts = [failed, ok]
+    monkeypatch.setattr("bench.run_command.execute", lambda job, bar: attempts.pop(0))
+    path = tmp_path / "r.json"
+    math = ["run", "--trace", "math", "--planes", "controller", "--link", "none"]
+    assert main([*math, "--json", str(path)]) == 0
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["failed_before"] == {
+        name: failed[name] for name in ("status", "error", "step_seconds")
+    }
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("dropped the call") == 1 and "repeats this run once" in shown
+    assert "repeated once, after the first attempt ended with 'error': peer-host0 ended" in shown
+    assert "first attempt: error" in path.with_suffix(".html").read_text()

@@ -44,8 +44,9 @@ class Browser:
             self._hear()
 
     def tell(self, script: str) -> Any:
-        """What the JavaScript expression is in the page."""
-        told = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        """What the JavaScript expression is in the page; what a promise comes to."""
+        how = {"returnByValue": True, "awaitPromise": True}
+        told = self.call("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 

@@ -13,6 +13,7 @@ pytest.importorskip("perfetto", reason="needs perfetto: pip install 'dataplane-r
 import dataplane
 from dataplane import cli
 from tests.end_to_end.conftest import Cluster, until
+from tests.timeline.perfetto import perfetto
 from tests.timeline.traces import read
 
 STAGES = {"reward": ["x"], "train": ["x", "reward"]}
@@ -72,6 +73,31 @@ def test_a_step_over_two_hosts_is_written_as_a_trace(
         assert [one.name for one in read(path.read_bytes()).of("step")] == ["step-1", "step-2"]
         _bad_input(asked, capsys)
         assert list(tmp_path.iterdir()) == [path], "nothing else is left"
+
+
+@pytest.mark.needs("chromium")
+def test_perfetto_opens_the_trace_and_answers_questions_about_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.start("a", "b")
+    path = tmp_path / "step.pftrace"
+    with cluster.connect("a") as near, cluster.connect("b") as far:
+        run_step(near, far, "step-1")
+        assert cli.main(["trace", "--peer", "a", "-o", str(path)]) == 0
+    with perfetto(path.read_bytes()) as page:
+        named = "select name from process where name is not null order by name"
+        assert page.ask(named) == [["host a"], ["host b"]]
+        kinds = "select name, count(*) from slice where name in ('put', 'ack') group by name"
+        assert page.ask(kinds) == [["ack", "4"], ["put", "2"]]
+        threads = "select count(*) from thread where name = 'link from a'"
+        assert page.ask(threads) == [["1"]]
+        assert page.ask("select count(*) from flow") == [["12"]]
+        assert page.ask("select count(*) from slice where dur < 0") == [["0"]]
+        counters = "select count(*) from counter_track where name = 'train: rows ready'"
+        assert page.ask(counters) == [["1"]]
+        wrong = "select name, value from stats where severity = 'error' and value > 0"
+        assert page.ask(wrong) == []
+        assert "Oops" not in page.said()
 
 
 def _hosts(found: object) -> list[str]:

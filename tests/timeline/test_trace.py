@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -288,40 +285,3 @@ def test_any_part_of_the_events_is_a_sound_trace(seed: int) -> None:
             assert all(len(path) > 1 for path in found.arrows.values())
             assert all(value >= 0 for values in found.counters.values() for _, value in values)
     assert traced([]).slices == []
-
-
-def processor() -> str | None:
-    """The trace processor's binary, if it is installed or was downloaded before."""
-    if found := shutil.which("trace_processor_shell") or shutil.which("trace_processor"):
-        return found
-    kept = Path.home() / ".local/share/perfetto/prebuilts"
-    there = [str(one) for one in kept.glob("trace_processor_shell-*") if os.access(one, os.X_OK)]
-    return there[0] if there else None
-
-
-@pytest.mark.skipif(
-    processor() is None,
-    reason=(
-        "needs Perfetto's trace processor: put trace_processor_shell of "
-        "https://github.com/google/perfetto/releases into PATH"
-    ),
-)
-def test_the_trace_processor_answers_questions_about_it(tmp_path: Path) -> None:
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    path = tmp_path / "step.pftrace"
-    path.write_bytes(encode(Steps(groups=4, batch=2).play(), [STEP], 1.7e9))
-    config = TraceProcessorConfig(bin_path=processor())
-    with TraceProcessor(trace=str(path), config=config) as asked:
-
-        def ask(query: str) -> list[tuple[object, ...]]:
-            return [tuple(row.__dict__.values()) for row in asked.query(query)]
-
-        names = ask("select name from process where name is not null order by name")
-        assert names == [(f"host {host}",) for host in "abcd"]
-        assert ask("select count(*) from slice where name = 'ack'") == [(8,)]
-        assert ask("select count(*) from flow") == [(24,)]
-        assert ask("select count(*) from slice where dur < 0") == [(0,)]
-        assert ("reward: rows ready",) in ask("select name from counter_track")
-        wrong = "select name, value from stats where severity = 'error' and value > 0"
-        assert ask(wrong) == []

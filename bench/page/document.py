@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -11,7 +11,7 @@ from string import Template
 from bench import outputs
 from bench.links import rated
 from bench.page import drawing
-from bench.page.drawing import Figure, number
+from bench.page.drawing import Figure
 from bench.page.runs import Report, Run, carried, figures, gib, step, switch
 
 _FIRST = 3
@@ -112,14 +112,8 @@ def _machine(report: Report) -> str:
 
 
 def _details(reports: Sequence[Report]) -> str:
-    runs = [run for report in reports for run in report.get("runs", ())]
-    parts = []
-    if runs:
-        parts.append("<h2>Figures</h2>" + _table(map(_cells, runs), runs))
-    if counted := [run for run in runs if run.get("messages")]:
-        parts.append(
-            "<h2>Messages of a trained group</h2>" + _table(map(_messages, counted), wraps=True)
-        )
+    runs = [run for report in reports for run in report["runs"]]
+    parts = ["<h2>Figures</h2>" + _table(runs)]
     for run in runs:
         before = run.get("failed_before")
         for attempt, when in ((before, ", first attempt"), (run, "")):
@@ -144,20 +138,16 @@ def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
     return found
 
 
-def _table(
-    lines: Iterator[Mapping[str, str]], runs: Sequence[Run] = (), wraps: bool = False
-) -> str:
-    """`runs`: whose lines they are, where those that failed are to be seen. `wraps`: the last
-    column is text."""
-    told = list(lines)
+def _table(runs: Sequence[Run]) -> str:
+    """A line a run."""
+    told = list(map(_cells, runs))
     head = "".join(f"<th>{escape(name)}</th>" for name in told[0])
     body = ""
-    for nth, line in enumerate(told):
+    for run, line in zip(runs, told, strict=True):
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.values())
-        bad = ' class="bad"' if runs and runs[nth]["status"] != "ok" else ""
+        bad = ' class="bad"' if run["status"] != "ok" else ""
         body += f"<tr{bad}>{cells}</tr>"
-    kind = ' class="said"' if wraps else ""
-    return f'<div class="wide" tabindex="0"><table{kind}><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _name(run: Run) -> str:
@@ -170,21 +160,13 @@ def _cells(run: Run) -> dict[str, str]:
     return {
         "run": _name(run),
         "status": str(run["status"]),
-        "link": rated(run["link"]) if run.get("link") else "–",
+        "link": rated(run["link"]) if run["link"] else "–",
         "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
         "seconds": f"{run['seconds']:.2f}" if run["seconds"] else "–",
-        "a step": f"{took[0]:.2f} {took[1]}".rstrip() if took else "–",
-        "rows/s": f"{run['rows'] / run.get('steps', 1) / took[0]:.1f}" if took else "–",
+        "a step": f"{took[0]:.2f} {took[1]}" if took else "–",
+        "rows/s": f"{run['rows'] / run['steps'] / took[0]:.1f}" if took else "–",
         "distinct GB": f"{run['bytes_unique'] / 1e9:.2f}",
         "moved GB": f"{run['bytes_moved'] / 1e9:.2f}" if ok else "–",
         "busiest link, GB a step": f"{link[0] / 1e9:.2f}{full}" if link else "–",
         "peak GB": f"{run['peak_total_bytes'] / 1e9:.2f}",
     }
-
-
-def _messages(run: Run) -> dict[str, str]:
-    told = []
-    for where, counts in run["messages"].items():
-        kinds = ", ".join(f"{kind} {number(n)}" for kind, n in sorted(counts.items()))
-        told.append(f"{where} {number(sum(counts.values()))}" + (f" ({kinds})" if kinds else ""))
-    return {"run": _name(run), "messages": "; ".join(told)}

@@ -25,17 +25,13 @@ _WORK = (
 )  # fmt: skip
 _A_HOST = ("trace", "link", "samples", "staleness", "seed", "pace", "apart",
            "phased", "memory_limit_bytes")  # fmt: skip
-_COUNTED = {
-    "hosts": "hosts", "prompts": "prompts", "steps": "steps",
-    "trainers": "trainers",
-}  # fmt: skip
+_COUNTED = ("hosts", "prompts", "steps", "trainers")
 
 _LEAD_S = -1.0  # of the start-up is shown
 
 
 def colour(plane: str) -> str:
-    known = "ray-store" if plane == "ray" else plane
-    return known if known in LIGHT else "other"
+    return plane if plane in LIGHT else "other"
 
 
 def switch(on: bool) -> str:
@@ -58,13 +54,13 @@ def label(run: Run, among: Sequence[Run]) -> str:
 
 def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
     """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
-    limit, link = run.get("memory_limit_bytes"), run.get("link")
-    shown = {name: f"{run[name]} {what}" for name, what in _COUNTED.items() if name in run}
-    if run.get("steps") == 1:
+    limit, link = run["memory_limit_bytes"], run["link"]
+    shown = {name: f"{run[name]} {name}" for name in _COUNTED}
+    if run["steps"] == 1:
         shown["steps"] = "one step"
-    shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
-    shown["apart"] = "rollout apart" if run.get("apart") else "every stage on every host"
-    shown["phased"] = "no stage overlaps rollout" if run.get("phased") else "stages overlap"
+    shown |= {name: f"{name} {run[name]}" for name in ("staleness", "seed", "pace")}
+    shown["apart"] = "rollout apart" if run["apart"] else "every stage on every host"
+    shown["phased"] = "no stage overlaps rollout" if run["phased"] else "stages overlap"
     shown["link"] = f"{rated(link)} links" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
@@ -97,32 +93,28 @@ def _job(run: Run, runs: Sequence[Run]) -> str:
 
 
 def step(run: Run) -> tuple[float, str] | None:
-    """Seconds of a step, and of which: a steady one, else the first, which is cold; of reports
-    that know no steps the mean of the whole run."""
-    if run["status"] != "ok" or not run["seconds"]:
+    """Seconds of a step, and of which: a steady one, else the first, which is cold."""
+    if run["status"] != "ok":
         return None
-    if told := run.get("step_seconds"):
-        steady = steady_seconds(run)
-        return (told[0], "cold") if steady is None else (steady, "steady")
-    return run["seconds"] / run.get("steps", 1), ""
+    steady = steady_seconds(run)
+    return (run["step_seconds"][0], "cold") if steady is None else (steady, "steady")
 
 
 def carried(run: Run) -> tuple[float, float | None] | None:
     """Bytes of the busiest host's link in a step, and the share of time in which it was full."""
-    told = run.get("busiest_link")
+    told = run["busiest_link"]
     if not told or run["status"] != "ok":
         return None
-    return told["bytes"] / max(1, len(run["step_seconds"])), told["busy_share"]
+    return told["bytes"] / len(run["step_seconds"]), told["busy_share"]
 
 
 def _families(runs: Sequence[Run]) -> list[list[Run]]:
     """The same work a host, on several numbers of hosts."""
-    stepped = [
-        {**run, "a_host": (run["prompts"] / run["hosts"], run.get("trainers", 0) / run["hosts"])}
+    a_host = [
+        {**run, "a_host": (run["prompts"] / run["hosts"], run["trainers"] / run["hosts"])}
         for run in runs
-        if "step_seconds" in run
     ]
-    found = grouped(stepped, (*_A_HOST, "a_host"))
+    found = grouped(a_host, (*_A_HOST, "a_host"))
     return [family for family in found if any(_over_hosts(family))]
 
 
@@ -136,11 +128,11 @@ def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
 
 
 def _family(run: Run) -> str:
-    link, limit = run.get("link"), run.get("memory_limit_bytes")
+    link, limit = run["link"], run["memory_limit_bytes"]
     a_host = run["prompts"] / run["hosts"]
     return (
         f"{run['trace']}, "
-        + ("rollout on half of the hosts, " if run.get("apart") else "every stage on every host, ")
+        + ("rollout on half of the hosts, " if run["apart"] else "every stage on every host, ")
         + f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
         + (f"{rated(link)} links" if link else "no link limit")
         + (f", {gib(limit)} a host" if limit else "")
@@ -187,7 +179,7 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
 
 def share(runs: Sequence[Run]) -> Figure | None:
     """A panel a job, a bar a plane: the steady step's transfers beside its recorded time."""
-    linked = [run for run in runs if run.get("link") and run.get("recorded_step_seconds")]
+    linked = [run for run in runs if run["link"] and run["recorded_step_seconds"]]
     panels = []
     for members in grouped(linked, (*_WORK, "dedup")):
         timed = [(run, took[0]) for run in members if (took := step(run))]
@@ -211,34 +203,9 @@ def share(runs: Sequence[Run]) -> Figure | None:
     return Figure("share", "Share of a step", sentence, panels) if panels else None
 
 
-def links(runs: Sequence[Run]) -> Figure | None:
-    """What the busiest host's link carries in a step, over hosts."""
-    panels = []
-    for family in _families(runs):
-        drawn = []
-        for members, name in _over_hosts(family):
-            found = [(int(run["hosts"]), c) for run in members if (c := carried(run))]
-            if not found:
-                continue
-            nbytes, share = found[-1][1]
-            full = "" if share is None else f"\nfull {share:.0%}"
-            told = f"{name}\n{number(nbytes / 1e9)} GB{full}"
-            points = [(n, c[0] / 1e9) for n, c in found]
-            drawn.append(Line(told, colour(members[0]["plane"]), points, name.endswith("off")))
-        if drawn:
-            title = _family(family[0])
-            panels.append(drawing.lines(title, drawn, _sizes(family), Scale("GB a step")))
-    sentence = (
-        "Bytes in both directions, as the interfaces count them. Full: the share of 100 ms "
-        "intervals in which one direction carried at least 80 % of its rate, on the most hosts."
-    )
-    title = "Bytes through the busiest host's link"
-    return Figure("links", title, sentence, panels) if panels else None
-
-
 def _curved(runs: Sequence[Run]) -> list[Run]:
     """Not those that failed to start, whose time counts from somewhere else."""
-    started = [run for run in runs if run["seconds"] or run.get("killed")]
+    started = [run for run in runs if run["seconds"] or run["killed"]]
     return [run for run in started if run.get("memory_curve", {}).get("seconds")]
 
 
@@ -255,7 +222,7 @@ def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]
     """From shortly before the start to the end; of who was killed to its host's fullest moment."""
     times = run["memory_curve"]["seconds"]
     last = times[-1]
-    if run.get("killed") and (hosts := run["memory_curve"]["hosts"]):
+    if run["killed"] and (hosts := run["memory_curve"]["hosts"]):
         host = hosts[run["killed"]["host"]]
         last = times[host.index(max(host))]
     pairs = zip(times, values, strict=True)
@@ -263,7 +230,7 @@ def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]
 
 
 def _end(run: Run) -> str:
-    if killed := run.get("killed"):
+    if killed := run["killed"]:
         return f"✕ killed at {killed['seconds']:.1f} s"
     if run["status"] != "ok":
         return str(run["status"])
@@ -271,19 +238,19 @@ def _end(run: Run) -> str:
 
 
 def _kill(run: Run) -> list[tuple[float, float]]:
-    limit = run.get("memory_limit_bytes") or 0
-    return [(run["killed"]["seconds"], limit / GIB)] if run.get("killed") else []
+    limit = run["memory_limit_bytes"] or 0
+    return [(run["killed"]["seconds"], limit / GIB)] if run["killed"] else []
 
 
 def _limit(run: Run) -> tuple[float, str] | None:
-    limit = run.get("memory_limit_bytes")
+    limit = run["memory_limit_bytes"]
     return (limit / GIB, f"limit of a host, {gib(limit)}") if limit else None
 
 
 def memory(runs: Sequence[Run]) -> Figure | None:
     """A panel a job: every run's fullest host over time. With a limit anywhere, only those."""
     drawn = _curved(runs)
-    drawn = [run for run in drawn if run.get("memory_limit_bytes")] or drawn
+    drawn = [run for run in drawn if run["memory_limit_bytes"]] or drawn
     panels = []
     for members in grouped(drawn, _WORK):
         curves = []
@@ -302,7 +269,7 @@ def memory(runs: Sequence[Run]) -> Figure | None:
 
 
 def _memory_sentence(runs: Sequence[Run]) -> str:
-    killed = [run for run in runs if run.get("killed")]
+    killed = [run for run in runs if run["killed"]]
     if not killed:
         return (
             "Memory of all processes, or of the fullest host if hosts have a limit. Private memory "
@@ -326,6 +293,6 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
 
 def figures(reports: Sequence[Report]) -> list[Figure]:
     """All that can be drawn of the runs in these reports."""
-    found = [run for report in reports for run in report.get("runs", ())]
-    drawn = (draw(found) for draw in (hosts, memory, share, links))
+    found = [run for report in reports for run in report["runs"]]
+    drawn = (draw(found) for draw in (hosts, memory, share))
     return [figure for figure in drawn if figure]

@@ -48,7 +48,7 @@ def test_a_comparison_tells_medians_rates_and_processor_time_a_gigabyte() -> Non
 
 def test_the_page_tells_rates_and_binary_units(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write(page, [report(runs=[run("dataplane", rows=128, seconds=4.0)])])
+    write(page, [report(runs=[run("dataplane", rows=128, step_seconds=[4.0])])])
     told = page.read_text()
-    assert "<td>4.00</td><td>32.0</td>" in told  # seconds a step, rows a second
+    assert "<td>4.00 cold</td><td>32.0</td>" in told  # seconds a step, rows a second
     assert "at most 1 GiB" in told and "limit of a host, 3 GiB" in told

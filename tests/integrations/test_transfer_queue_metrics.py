@@ -25,8 +25,11 @@ PANELS: dict[str, set[str]] = {
     "tq_global_index_allocated_total": set(),
     "tq_global_index_reusable_total": set(),
     "tq_controller_request_total": {KIND},
+    "tq_controller_request_errors_total": {KIND},
     "tq_controller_request_samples_total": {KIND},
     "tq_controller_request_duration_seconds_bucket": {KIND, "le"},
+    "tq_controller_request_duration_seconds_sum": {KIND},
+    "tq_controller_request_duration_seconds_count": {KIND},
     "tq_partition_samples_total": {"partition_id"},
     "tq_partition_production_progress": {"partition_id", TASK},
     "tq_partition_consumption_progress": {"partition_id", TASK},
@@ -40,6 +43,15 @@ PANELS: dict[str, set[str]] = {
 }
 """What the panels of TransferQueue 0.1.11 and of RL-Insight query, with the labels that they select
 or group by."""
+CHOICES = {
+    "tq_controller_request_total": {"GET_META", "CLEAR_META", "NOTIFY_DATA_UPDATE"},
+    "tq_controller_request_duration_seconds_bucket": {
+        "GET_META", "CLEAR_META", "NOTIFY_DATA_UPDATE",
+    },
+    "tq_storage_request_ops": {"PUT_DATA", "GET_DATA", "CLEAR_DATA"},
+    "tq_storage_request_latency_p99": {"PUT_DATA", "GET_DATA", "CLEAR_DATA"},
+}  # fmt: skip
+"""The six values of `op_type` that a reader of RL-Insight's panels can choose."""
 
 
 @pytest.fixture
@@ -72,6 +84,10 @@ def test_every_panel_finds_its_metric_with_its_labels(endpoint: str) -> None:
     for name, pairs in shown.values:
         labels.setdefault(name, set()).update(label for label, _ in pairs)
     assert {name: labels.get(name) for name in PANELS} == PANELS
+    kinds: dict[str, set[str]] = {}
+    for name, pairs in shown.values:
+        kinds.setdefault(name, set()).update(value for label, value in pairs if label == KIND)
+    assert {name: kinds[name] & chosen for name, chosen in CHOICES.items()} == CHOICES
     _tells_what_is_there(shown)
 
 
@@ -118,5 +134,5 @@ def test_the_panels_ask_for_names_that_transfer_queue_has() -> None:
     theirs = TQMetricsExporter()
     names = {family.name for family in theirs.registry.collect()}
     for name in PANELS:
-        plain = name.removesuffix("_bucket")
+        plain = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
         assert {plain, plain.removesuffix("_total")} & names, name

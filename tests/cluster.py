@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.ports import free_addresses
+from bench.peers import free_addresses, peer_command, token_file
 from bench.processes import leashed, run_folder
 
 if TYPE_CHECKING:
@@ -35,11 +34,6 @@ class Failed(AssertionError):
     """What was waited for did not come in time, or a peer ended badly."""
 
 
-def peer_command(name: str, run: str, *options: str) -> list[str]:
-    """The command line of a peer. options: as `dataplane peer` takes them."""
-    return [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", run, *options]
-
-
 def until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> float:
     """Poll for something that no event tells, and return how long it took. Failed, with `what`."""
     began = time.monotonic()
@@ -48,16 +42,6 @@ def until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> float:
             raise Failed(f"not within {seconds:g} s: {what}")
         time.sleep(POLL_S)
     return time.monotonic() - began
-
-
-def token_file(folder: Path, token: str = "") -> Path:
-    """A file with a cluster token, a new one unless given, as `$DATAPLANE_TOKEN_FILE` takes it."""
-    from dataplane.launch.token import new_token
-
-    path = folder / "token"
-    path.touch(0o600)
-    path.write_text(token or new_token())
-    return path
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.ports import free_addresses
+from bench.peers import free_addresses
 from bench.processes import leashed
 from tests.cluster import START_S, until
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.columns import DEDUP
+from bench.peers import free_ports, peer_command, token_file
 from bench.planes.base import (
     Array,
     Batch,
@@ -29,9 +30,7 @@ from bench.planes.base import (
     Service,
     Worker,
 )
-from bench.ports import free_ports
 from bench.processes import leashed
-from tests.cluster import peer_command, token_file
 
 _REWARD_ROWS = 64
 

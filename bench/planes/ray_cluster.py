@@ -23,8 +23,8 @@ import msgspec
 
 from bench import links
 from bench.events import emit
+from bench.peers import FIRST, free_ports
 from bench.planes.base import Service
-from bench.ports import FIRST, free_ports
 from bench.processes import die_with, leashed
 
 NAMESPACE = "bench"

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.links import Network
+from bench.peers import token_file
 from bench.processes import leashed
 from dataplane.launch import rundir
 from dataplane.launch.token import new_token
 from deploy.testbed.peers import ARENA
-from tests.cluster import token_file
 
 HOSTS, RANKS = 2, 2
 LIMIT_S = 200.0

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.links import Network
+from bench.peers import token_file
 from bench.processes import leashed
 from dataplane import Plane
-from tests.cluster import Cluster, environment, in_sync, token_file
+from tests.cluster import Cluster, environment, in_sync
 
 PORT = 7101
 ARENA = "64MiB"

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import dataplane
+from bench.peers import token_file
 from dataplane import Plane
 from tests.chaos.network import FAIR, Switch, Weather
-from tests.cluster import in_sync, members, token_file
+from tests.cluster import in_sync, members
 from tests.end_to_end.conftest import Cluster
 
 PORT = 7101

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import dataplane
-from bench.ports import free_addresses
+from bench.peers import free_addresses, peer_command
 from tests import cluster as peers
-from tests.cluster import in_sync, peer_command, until
+from tests.cluster import in_sync, until
 
 __all__ = ["free_addresses", "in_sync", "peer_command", "until"]
 PLANE = "test"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_ports
+from bench.peers import free_ports
 from dataplane import cli
 from dataplane.launch.token import new_token
 from tests.end_to_end.conftest import PLANE, Cluster, until

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_addresses
+from bench.peers import free_addresses
 from dataplane.errors import Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.membership.authority import EtcdKeeper

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 import zmq
 
-from tests.cluster import peer_command
+from bench.peers import peer_command
 from tests.processes import ending
 from tests.protocol.make_vectors import Layout, pack
 

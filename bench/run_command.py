@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -112,13 +113,13 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> int:
-    """Groups of a step, also where nobody says how many. TraceError where a run cannot be made of
-    the files."""
+    """Groups of a step at most, also where nobody says how many. TraceError where a run cannot be
+    made of the files."""
     if not options.trace_file:
         return options.prompts or load.PROMPTS
     files, steps = options.trace_file, options.steps
     recorded = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
-    return int(len(recorded) // steps)
+    return max(Counter(prompt.step for prompt in recorded).values())
 
 
 def _run(options: argparse.Namespace, command: str) -> int:

@@ -103,22 +103,24 @@ def of_run(
     paths: Sequence[Path], task: str, seed: int, steps: int, per_step: int | None
 ) -> list[Prompt]:
     """What a run of so many steps and groups a step takes of the files; per_step None: as many as
-    there are, of a recorded job all, else `PROMPTS` at most.
+    there are, of a recorded job all, else `PROMPTS` at most. Steps of a recorded job may differ in
+    their number of groups.
 
     Raises TraceError, also where the files have less, or groups of different sizes.
     """
     _, prompts = load(paths, task, seed)
     counts = Counter(prompt.step for prompt in prompts)
-    least = min(counts[step] for step in range(steps))
-    if not least:
+    sizes = [counts[step] for step in range(steps)]
+    if not min(sizes):
         raise TraceError(paths[0], f"it has {len(counts)} steps, and --steps asks for {steps}")
-    if per_step and least < per_step:
-        why = f"it has a step of {least} groups, and --prompts asks for {per_step}"
+    recorded = prompts[0].times is not None
+    has = max(sizes) if recorded else min(sizes)
+    if per_step and has < per_step:
+        why = f"it has a step of {has} groups, and --prompts asks for {per_step}"
         raise TraceError(paths[0], why)
-    most = max(counts.values()) if prompts[0].times else min(PROMPTS, least)
-    kept = cut(prompts, steps, per_step or most)
-    if len(sizes := {len(prompt.samples) for prompt in kept}) > 1:
-        why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
+    kept = cut(prompts, steps, per_step or (has if recorded else min(PROMPTS, has)))
+    if len(rows := {len(prompt.samples) for prompt in kept}) > 1:
+        why = f"it has groups of {min(rows)} to {max(rows)} rows; a run takes groups of one size"
         raise TraceError(paths[0], why)
     return kept
 

@@ -186,15 +186,17 @@ def test_a_task_with_media_is_refused(tmp_path: Path) -> None:
         load([write(tmp_path / "r", [step(0)])], "video")
 
 
-def test_a_recording_is_replayed_with_its_hosts_and_steps(
+def test_a_recording_is_replayed_with_its_hosts_and_with_steps_of_several_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, report = {"ended": None, "lost_peers": ["a"]}, tmp_path / "out.json"
     folder = write(tmp_path / "r", [step(0), step(1)], **lost)
+    two = pyarrow.Table.from_pylist([group(n) for n in range(2)])
+    pyarrow.parquet.write_table(two, folder / "step-000001.parquet")
     options = ["--planes", "dataplane", "--link", "none", "--pace", "20", "--json", str(report)]
     assert main(["run", "--trace", "math", "--trace-file", str(folder), *options]) == 0
     (run,) = json.loads(report.read_text())["runs"]
-    assert (run["hosts"], run["steps"], run["rows"]) == (2, 2, 2 * 4 * 4)
+    assert (run["hosts"], run["steps"], run["rows"]) == (2, 2, (4 + 2) * 4)
     said = " ".join(capsys.readouterr().out.split())
     assert "Recorded run mine: 2 steps of 9.50 s (median), 2 hosts" in said
     assert "Its recorder lost peer a and asked another" in said

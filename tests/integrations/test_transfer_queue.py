@@ -6,6 +6,7 @@ What 0.1.11 gave to the same calls is kept beside this file; where it is install
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -27,9 +28,11 @@ tensordict = pytest.importorskip("tensordict", reason="make test installs it")
 omegaconf = pytest.importorskip("omegaconf", reason="make test installs it")
 pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
+import dataplane  # noqa: E402
 import dataplane_transfer_queue as transfer_queue  # noqa: E402
 from dataplane_transfer_queue import BaseSampler  # noqa: E402
 from dataplane_transfer_queue.sampler import get_seqlen_balanced_partitions  # noqa: E402
+from tests import cluster  # noqa: E402
 from tests.integrations import transfer_queue_calls  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -230,6 +233,20 @@ def test_numbers_are_a_partitions_number_and_a_rows(tq: Any) -> None:
     assert again.global_indexes == [3]
 
 
+def test_another_process_reads_more_rows_than_a_filter_has_parts(tq: Any) -> None:
+    numbered = tq.get_client().put(rows(300), partition_id="numbered")
+    tq.kv_batch_put([f"k{i}" for i in range(300)], "keyed", rows(300))
+    keyed = tq.get_client().get_meta(["x"], 300, "keyed", mode="force_fetch")
+    other = tq.attach()  # it has read no key yet
+    try:
+        for meta in (numbered, keyed):
+            assert sorted(other.get_data(meta)["x"].tolist()) == list(range(300))
+        other.clear_samples(keyed)
+        assert tq.kv_list("keyed") == {"keyed": {}}
+    finally:
+        other.close()
+
+
 def test_many_fetch_at_once_and_each_row_is_fetched_once(tq: Any) -> None:
     client = tq.get_client()
     client.put(rows(40), partition_id="train")
@@ -319,6 +336,36 @@ def test_ranks_of_several_processes_share_what_the_sampler_remembers(
         assert transfer_queue.kv_list() == {"train": {}}  # a child's close ended nothing
     finally:
         transfer_queue.close()
+
+
+def test_what_a_sampler_remembers_survives_the_host_of_the_process_that_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DATAPLANE_RUN", "test")
+    monkeypatch.setenv("DATAPLANE_PEER", "a")
+    large = tensordict.TensorDict({"x": torch.zeros(1, 5_000)}, 1)
+    fetch = {"task_name": "t", "sampling_config": {"dp_rank": 0, "batch_index": 0}}
+    with cluster.running(["a", "b"], "test", "64MiB") as peers:
+        transfer_queue.init({"controller": {"sampler": transfer_queue.RankAwareSampler}})
+        try:
+            client = transfer_queue.get_client()
+            monkeypatch.setenv("DATAPLANE_PEER", "b")
+            far = transfer_queue.attach()
+            far.kv_put(["big"], "lost", large, None)
+            client.put(rows(400), partition_id="train")  # of the second partition: long numbers
+            had = far.get_meta(["x"], 200, "train", **fetch)
+            peers.kill("b")
+            with pytest.raises(dataplane.PeerLost):
+                far.get_data(had)
+            with contextlib.suppress(dataplane.PeerLost):
+                far.close()
+            again = client.get_meta(["x"], 200, "train", **fetch)
+            assert again.global_indexes == had.global_indexes
+            assert client.get_data(again)["x"].tolist() == list(range(200))
+            with pytest.raises(KeyError, match="lost with a peer"):
+                client.kv_get("big", "lost", None)
+        finally:
+            transfer_queue.close()
 
 
 def test_a_sampler_of_the_users_own_is_asked(

@@ -161,7 +161,11 @@ class TransferQueueClient:
             if not equal(now := packed(sampler), told):
                 store.tell("sampler", now)
         if cleared := [i for i in chosen if i not in rows]:
-            raise StorageKeyNotFoundError(f"rows {cleared[:3]} of {name!r} were cleared")
+            raise StorageKeyNotFoundError(
+                f"{len(cleared)} of the {len(chosen)} rows that the sampler chose are not in "
+                f"partition {name!r}, for example {cleared[:3]}: each was cleared or lost with a "
+                "peer"
+            )
         return self._meta(name, {i: rows[i] for i in chosen}, fields, ready=True)
 
     def _told_of_the_sampler(self) -> dict[str, Any]:
@@ -414,7 +418,7 @@ class TransferQueueClient:
         if absent := [key for key, row in zip(keys, found, strict=True) if row is None]:
             raise StorageKeyNotFoundError(
                 f"{len(absent)} of {len(keys)} keys not found in {partition_id!r}, for example "
-                f"{absent[:3]}: they were never put, or were cleared"
+                f"{absent[:3]}: each was never put, cleared, or lost with a peer"
             )
         fields = common_fields([row for row in found if row is not None])
         if not fields:

@@ -87,7 +87,8 @@ class Store:
     def begin(self) -> None:
         """Look at the plane as one that is new to this process."""
         stages = {"alone": [_TOKEN]}
-        self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop")
+        # Two copies, because a sampler's state must survive the host of the process that fetched.
+        self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop", replicas=2)
         self._known: dict[str, tuple[int, dataplane.Partition]] = {}
         self._keys: dict[int, str] = {}
 
@@ -317,7 +318,8 @@ class Store:
         except dataplane.RowsGone as exc:
             raise StorageKeyNotFoundError(
                 f"{exc.details['rows']} of {len(keys)} rows not found in partition {name!r}, for "
-                f"example {exc.details['keys'][:3]}"
+                f"example {exc.details['keys'][:3]}: each was never put, cleared, or lost with a "
+                "peer"
             ) from exc
         except dataplane.FieldUnknown as exc:
             raise StorageKeyNotFoundError(
@@ -366,7 +368,9 @@ class Store:
                 part.tag(keys, tags, expect={_INDEX: None})
             for row, now in zip(without, self.find(name, keys), strict=True):
                 if now is None:
-                    raise StorageKeyNotFoundError(f"row {row.key!r} of {name!r} was cleared")
+                    raise StorageKeyNotFoundError(
+                        f"row {row.key!r} of {name!r} was cleared or lost with a peer meanwhile"
+                    )
                 row.tags = now.tags
         base = number << INDEX_BITS
         indexes = [base + int(row.number or 0) for row in rows]
@@ -387,7 +391,10 @@ class Store:
             keys = {index: self._keys[index] for index in indexes if index in self._keys}
         unknown = [index for index in indexes if index not in keys]
         if unknown:
-            wanted = dataplane.tag(_INDEX).isin([index & mask for index in unknown])
+            # A range, because a filter with one part per row has a limit. It may find more rows.
+            numbers = [index & mask for index in unknown]
+            tag = dataplane.tag(_INDEX)
+            wanted = (tag >= min(numbers)) & (tag <= max(numbers))
             try:
                 rows = _rows(self._on(name, lambda part: part.rows(where=wanted)))
             except StorageKeyNotFoundError:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from dataplane.metadata.shard.journal import Snapshot, dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Op, encode
 from dataplane.wire.tables import Definition
 from tests.metadata.observed import accounts, carried_over, observed
 from tests.metadata.store_model import OWNERS, STAGES, is_inline
@@ -31,8 +31,10 @@ class JournalMachine(StoreMachine):
         self.replica = self.empty()
         self.learner: Store | None = None
         self.pieces: Iterator[Op] = iter(())
+        self.told: list[bytes] = []
+        """what the learner is to be told"""
         self.since: list[Op] = []
-        """what happened after the learner's snapshot"""
+        """what happened after the learner's dump began"""
 
     def definition(self) -> Definition:
         return Definition(stages=STAGES, free=self.free, group_size=self.group_size)
@@ -40,12 +42,14 @@ class JournalMachine(StoreMachine):
     def empty(self) -> Store:
         return Store("p", self.definition(), 1, self.numbers)
 
+    @precondition(lambda self: self.learner is None)
     @rule(many=st.integers(1, 5))
     def a_replica_is_made_anew_from_a_dump(self, many: int) -> None:
         self.ship()
         self.replica = self.empty()
         carried_over(self.replica, list(dump(self.store, many)), self.now)
 
+    @precondition(lambda self: self.learner is None)
     @rule(many=st.integers(1, 5))
     def a_backup_is_promoted(self, many: int) -> None:
         """It serves its copy as it is; the next backup gets a dump of that."""
@@ -56,25 +60,35 @@ class JournalMachine(StoreMachine):
 
     @rule(many=st.integers(1, 5))
     def a_learner_begins(self, many: int) -> None:
+        """Whatever changes between its pieces, they are what they were all at once."""
         self.ship()
         self.learner, self.since = self.empty(), []
-        self.pieces = Snapshot(self.store).ops(many)
+        self.told = [encode(op) for op in dump(self.store, many)]
+        pieces = dump(self.store, many)
+        self.pieces = chain([next(pieces)], pieces)
 
     @precondition(lambda self: self.learner is not None)
     @rule(count=st.integers(1, 5))
     def some_pieces_arrive_at_the_learner(self, count: int) -> None:
-        assert self.learner is not None
-        carried_over(self.learner, list(islice(self.pieces, count)), self.now)
+        self.hear(list(islice(self.pieces, count)))
 
     @precondition(lambda self: self.learner is not None)
     @rule()
     def the_learner_has_all_pieces_and_follows(self) -> None:
         assert self.learner is not None
         self.ship()
-        carried_over(self.learner, [*self.pieces, *self.since], self.now)
+        self.hear(list(self.pieces))
+        assert not self.told
+        carried_over(self.learner, self.since, self.now)
         assert observed(self.learner) == observed(self.store)
         assert accounts(self.learner) == []
         self.learner = None
+
+    def hear(self, pieces: list[Op]) -> None:
+        assert self.learner is not None
+        assert [encode(op) for op in pieces] == self.told[: len(pieces)]
+        del self.told[: len(pieces)]
+        carried_over(self.learner, pieces, self.now)
 
     def ship(self) -> None:
         carried_over(self.replica, self.ops, self.now)

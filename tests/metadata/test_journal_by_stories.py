@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Op, encode
 from dataplane.wire.limits import ABSENT, NO_GROUP
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import RANGE, VALUE
@@ -57,6 +58,9 @@ class Story:
         self.store, self.copy = self.empty(), self.empty()
         self.store.emit = self.ops.append
         self.now = 0.0
+        self.dumped: list[bytes] = []
+        """what a dump is to tell that is under way"""
+        self.pieces: Iterator[Op] = iter(())
 
     def empty(self) -> Store:
         return Store("p", self.definition, 1, self.numbers)
@@ -69,8 +73,10 @@ class Story:
             with contextlib.suppress(DataplaneError):
                 step()
             self.ship()
+        self.do_begin_a_dump()
         self.store.clear()
         self.ship()
+        self.tell_some(None)
 
     def ship(self) -> None:
         self.told.update(type(op).__name__ for op in self.ops)
@@ -306,7 +312,25 @@ class Story:
 
     # other copies
 
+    def do_begin_a_dump(self) -> None:
+        self.tell_some(None)
+        many = self.any.randint(1, 5)
+        self.dumped = [encode(op) for op in dump(self.store, many)]
+        pieces = dump(self.store, many)
+        self.pieces = itertools.chain([next(pieces)], pieces)
+
+    def do_tell_some_of_the_dump(self) -> None:
+        self.tell_some(self.any.randint(1, 5))
+
+    def tell_some(self, count: int | None) -> None:
+        """Whatever happened since the dump began, its pieces are what they were then. None: all."""
+        pieces = list(itertools.islice(self.pieces, count))
+        expected = self.dumped[: len(pieces) if count else None]
+        assert [encode(op) for op in pieces] == expected
+        del self.dumped[: len(pieces)]
+
     def do_make_the_copy_anew(self) -> None:
+        self.tell_some(None)
         self.ship()
         self.copy = self.empty()
         carried_over(self.copy, list(dump(self.store, self.any.randint(1, 5))), self.now)

@@ -181,7 +181,7 @@ def restore(state: State, op: Restore) -> None:
         for stage in state.stages.values():
             stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
-        state.permits.acked([group for group in groups if not group.is_spent])
+        state.permits.acked(state, [group for group in groups if not group.is_spent])
     state.producers.add(0 if rows is None else rows.count)
     state.remember(op.change, PUT)
 

@@ -96,6 +96,8 @@ def close(state: State, name: Name, size: int) -> int:
             "close it with at least that many",
             rows=group.seen,
         )
+    if state.images is not None:
+        state.images.keep_group(group)
     group.expected = size
     return int(size == group.seen and _close_now(state, group))
 

@@ -165,9 +165,11 @@ def _end(
         for group in groups:
             lease.stage.settle(group)
         if state.permits.counts and state.definition.free == "drop":
-            state.permits.acked(groups)
+            state.permits.acked(state, groups)
         state.free_acked(rows)
     if outcome != "keep":
+        if state.images is not None:
+            state.images.keep_lease(lease)
         for part in asked:
             lease.left[part.number] &= ~part.bits
         if lease.is_done:

@@ -4,15 +4,15 @@ store as the operations that rebuild it, for a learner, a promotion, a drain.
 Nothing here waits for time or asks a lane: the operation says which rows. What does not fit the
 store is a typed error, and the store of no use any more.
 
-Carried out on an empty store, a dump makes an equal one. A `Snapshot` notes at once how the store
-stands, and is told in pieces while the store goes on: what happens then follows the last piece.
-What was freed and not yet told is left out: the peer that takes over tells owners what it holds.
+Carried out on an empty store, a dump makes an equal one. A dump tells how the store stood when the
+dump began, in pieces, while the store goes on: what happens then follows the last piece. What was
+freed and not yet told is left out: the peer that takes over tells owners what it holds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata.shard import finishes, plans
+from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
     ACKED,
     LEASED,
@@ -31,7 +32,6 @@ from dataplane.metadata.shard.blocks import (
     Block,
     Group,
     Rows,
-    Standing,
 )
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
@@ -385,70 +385,57 @@ def _new_lease(store: Store, number: int) -> None:
 # a dump
 
 
-_copy_block: Callable[[Block], Block] = Block.__copy__  # type: ignore[attr-defined]
-_copy_group: Callable[[Group], Group] = Group.__copy__  # type: ignore[attr-defined]
-_copy_standing: Callable[[Standing], Standing] = Standing.__copy__  # type: ignore[attr-defined]
-_NOTHING = Standing()
 PIECE_ROWS = 4096
 """An operation of a dump is about so many rows, groups or keys: some 10 ms of work."""
 
 
-class Snapshot:
-    """A store as it stands now; later changes of the store leave it as it is.
+def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
+    """The operations that make an equal store, each about at most `many` rows (or one block),
+    groups or keys, `PIECE_ROWS` unless given; a lease is one. Leases begin anew where they are
+    carried out, with all the time that they had at first.
 
-    Copies of blocks and groups, without what they refer to: values, keys, tags and what stages
-    wrote are replaced in a block and never changed. Some 70 ms for a million rows in groups of 8.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.partition, self.generation = store.partition, store.generation
-        stages = store.stages
-        self._first: list[Op] = [Declared(name, list(one.fields)) for name, one in stages.items()]
-        self._first += _permits_told(store)
-        self._groups = list(map(_copy_group, store.groups.values()))
-        self._blocks = list(map(_copy_block, store.blocks.values()))
-        self._standings = [_standings(self._blocks, one) for one in stages.values()]
-        self._ready = {
-            name: (*one.rows.plain.entries(), one.groups.plain.entries()[0])
-            for name, one in stages.items()
-        }
-        self._leases = [(one, tuple(one.left)) for one in store.leases]
-        self._buried = store.tombstones.all()
-        self._last: list[Op] = [op for plan in store.leases.plans for op in _plan_told(plan)]
-        self._last += _losses_told(store)
-        self._last.append(_summary_told(store))
-
-    def ops(self, many: int | None = None) -> Iterator[Op]:
-        """The operations that make an equal store, each about at most `many` rows (or one block),
-        groups or keys, `PIECE_ROWS` unless given; a lease is one. Leases begin anew where they
-        are carried out, with all the time that they had at first."""
-        many = many or PIECE_ROWS
-        assert many <= MAX_ROWS_PER_MESSAGE
-        yield from self._first
-        for groups in _pieces(self._groups, many):
-            yield Groups([_group_told(one) for one in groups])
-        for blocks in _some_blocks(self._blocks, many):
-            yield Blocks([_block_told(one, self._standings) for one in blocks])
-            yield from _values_told(blocks)
-            rows = Rows([(block, block.live) for block in blocks])
-            yield from _tags_told(self.partition, self.generation, rows)
-        for name, (blocks, bits, groups) in self._ready.items():
-            for at in range(0, len(blocks), many):
-                part = slice(at, at + many)
-                some = zip(blocks[part], bits[part], strict=True)
-                yield Ready(name, [(block.number, bytes_of(rows)) for block, rows in some])
-            for ready in _pieces(groups, many):
-                yield Ready(name, groups=b"".join([group.key for group in ready]))
-        for lease, left in self._leases:
-            yield _lease_told(lease, left)
-        for gone in _pieces(self._buried, many):
-            yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
-        yield from self._last
+    They tell the store as it is when the first is asked for, whatever happens to it before the
+    last is. That first one notes which things there are, and copies none of them."""
+    many = many or PIECE_ROWS
+    assert many <= MAX_ROWS_PER_MESSAGE
+    images = store.keep_images()
+    try:
+        for op in _told(store, images, many):
+            yield op
+            assert store.images is images, "another dump of this store has begun"
+    finally:
+        store.drop_images(images)
 
 
-def dump(store: Store, many: int | None = None) -> Iterator[Op]:
-    """As `Snapshot.ops` of the store as it is now."""
-    return Snapshot(store).ops(many)
+def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
+    # All that is noted comes before the first operation.
+    stages = list(store.stages.values())
+    first: list[Op] = [Declared(one.name, list(one.fields)) for one in stages]
+    first += _permits_told(store)
+    groups, blocks = list(store.groups.values()), list(store.blocks.values())
+    leases = list(store.leases)
+    buried = store.tombstones.all()
+    last: list[Op] = [op for plan in store.leases.plans for op in _plan_told(plan)]
+    last += [*_losses_told(store), _summary_told(store)]
+
+    yield from first
+    for some in _pieces(groups, many):
+        yield Groups([_group_told(images.group(one), len(stages)) for one in some])
+    for some_blocks in _some_blocks(blocks, images, many):
+        yield Blocks([_block_told(one, len(stages)) for one in some_blocks])
+        yield from _values_told(some_blocks)
+        rows = Rows([(block, block.live) for block in some_blocks])
+        yield from _tags_told(store.partition, store.generation, rows)
+    for stage in stages:
+        for ready in images.lane(stage.rows.plain, many):
+            yield Ready(stage.name, [(block.number, bytes_of(bits)) for block, bits in ready])
+        for ready in images.lane(stage.groups.plain, many):
+            yield Ready(stage.name, groups=b"".join([group.key for group, _ in ready]))
+    for lease in leases:
+        yield _lease_told(lease, images.left(lease))
+    for gone in _pieces(buried, many):
+        yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
+    yield from last
 
 
 def _losses_told(store: Store) -> Iterator[Op]:
@@ -489,7 +476,7 @@ def _permits_told(store: Store) -> Iterator[Op]:
             yield Permitted(one.number, one.holder, one.count, one.version, used)
 
 
-def _group_told(group: Group) -> OneGroup:
+def _group_told(group: Group, stages: int) -> OneGroup:
     return OneGroup(
         group.number,
         group.key,
@@ -498,40 +485,35 @@ def _group_told(group: Group) -> OneGroup:
         group.seen - group.live,
         group.dropped,
         group.closed,
-        group.states.replace(bytes([READY]), bytes([PENDING])),  # `Ready` says in which order
+        group.states[:stages].replace(
+            bytes([READY]), bytes([PENDING])
+        ),  # `Ready` says in which order
         group.begun,
     )
 
 
-def _some_blocks(of: Sequence[Block], many: int) -> Iterator[list[Block]]:
-    """Blocks that are told together."""
+def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterator[list[Block]]:
+    """Blocks that are told together, as they were."""
     some, rows, nbytes = list[Block](), 0, 0
     for block in of:
-        rows, nbytes = rows + block.count, nbytes + block.nbytes + block.inline_bytes
+        image = images.block(block)
+        size = image.nbytes + image.inline_bytes
+        rows, nbytes = rows + block.count, nbytes + size
         if some and (rows > many or nbytes > MAX_OP_BYTES):
-            yield some
-            some, rows, nbytes = [], block.count, block.nbytes + block.inline_bytes
+            yield images.blocks(some)
+            some, rows, nbytes = [], block.count, size
         some.append(block)
     if some:
-        yield some
+        yield images.blocks(some)
 
 
-def _standings(blocks: Sequence[Block], stage: Stage) -> dict[int, Standing]:
-    """By block, where a dump tells something of them."""
-    if not stage.rows.counts[ACKED] and not stage.released_rows:
-        return {}
-    told = ((block.number, block.standings[stage.number]) for block in blocks)
-    return {number: _copy_standing(one) for number, one in told if one.acked or one.returned}
-
-
-def _block_told(block: Block, by_stage: Sequence[Mapping[int, Standing]]) -> OneBlock:
-    """by_stage: as `_standings` of each."""
+def _block_told(block: Block, stages: int) -> OneBlock:
     added = {
         stage: {field: bytes_of(rows & block.live) for field, rows in fields.items()}
         for stage, fields in (block.wrote or {}).items()
     }
     names = None if block.names is None else list(block.names)
-    standings = [one.get(block.number, _NOTHING) for one in by_stage]
+    standings = block.standings[:stages]
     acked = [bytes_of(one.acked) for one in standings]
     returned = [bytes_of(one.returned & block.live) for one in standings]
     live = bytes_of(block.live)

@@ -97,7 +97,7 @@ class Permits:
         for group in state.groups.values():
             group.begun = self.version
             if state.definition.free == "drop" and _acked(group):
-                self._finish(group)
+                self._finish(state, group)
 
     def opened(self, group: Group) -> None:
         group.begun = self.version
@@ -123,11 +123,11 @@ class Permits:
                 self._spend()  # the entry that it got as it was opened
                 permit.left -= 1
 
-    def acked(self, groups: Iterable[Group]) -> None:
+    def acked(self, state: State, groups: Iterable[Group]) -> None:
         """A stage acked rows of these groups, which are kept until they are dropped."""
         for group in groups:
             if group.begun != DONE and _acked(group):
-                self._finish(group)
+                self._finish(state, group)
                 self._count()
 
     def removed(self, group: Group, finished: bool) -> None:
@@ -140,7 +140,9 @@ class Permits:
         elif finished:
             self._count()
 
-    def _finish(self, group: Group) -> None:
+    def _finish(self, state: State, group: Group) -> None:
+        if state.images is not None:
+            state.images.keep_group(group)
         group.begun = DONE
         self.done += 1
 

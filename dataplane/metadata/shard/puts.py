@@ -216,7 +216,7 @@ def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
 
 
 def add_to(block: Block, stage: str, field: str, rows: int) -> None:
-    """The values of these rows are the stage's own."""
+    """The values of these rows, which were merged just now, are the stage's own."""
     wrote = block.wrote or {}
     mine = wrote.get(stage, {})
     block.wrote = wrote | {stage: mine | {field: mine.get(field, 0) | rows}}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
     ACKED,
     LEASED,
@@ -41,7 +42,7 @@ _STATES = [bytes([state]) for state in (PENDING, READY, LEASED, ACKED, SPLIT)]
 Test = Callable[[Where, Unit, int], int]
 
 
-class _Entry(msgspec.Struct, gc=False, eq=False):
+class Entry(msgspec.Struct, gc=False, eq=False):
     unit: Unit
     bits: int
 
@@ -54,10 +55,12 @@ class Lane:
 
     def __init__(self, matches: Callable[[Unit, int], int] | None = None) -> None:
         self._matches = matches
-        self._queue: deque[_Entry] = deque()
-        self._of: dict[Unit, tuple[_Entry, ...]] = {}
+        self._queue: deque[Entry] = deque()
+        self._of: dict[Unit, tuple[Entry, ...]] = {}
         self._spent = 0
         """entries of which nothing is left"""
+        self.images: BeforeImages | None = None
+        """of a dump under way, which has not told this lane yet"""
         self.count = 0
         self.passed_over = 0
         """how often its first unit stayed when others were taken that lay nearer"""
@@ -70,10 +73,9 @@ class Lane:
     def __iter__(self) -> Iterator[tuple[Unit, int]]:
         return ((one.unit, one.bits) for one in self._queue if one.bits)
 
-    def entries(self) -> tuple[list[Unit], list[int]]:
-        """The units in order, and which rows of each are ready. A copy: two quick passes."""
-        left = [one for one in self._queue if one.bits]
-        return [one.unit for one in left], [one.bits for one in left]
+    def entries(self) -> list[Entry]:
+        """All of them in order, spent ones too: some 7 ms for a million."""
+        return list(self._queue)
 
     def holds(self, unit: Unit) -> int:
         """What is in the lane of this unit."""
@@ -88,7 +90,9 @@ class Lane:
             bits = self._matches(unit, bits)
             if not bits:
                 return
-        entry = _Entry(unit, bits)
+        if self.images is not None:
+            self.images.keep_lane(self)
+        entry = Entry(unit, bits)
         if front:
             self._queue.appendleft(entry)
         else:
@@ -104,6 +108,8 @@ class Lane:
         entries = self._of.get(unit)
         if entries is None:
             return
+        if self.images is not None:
+            self.images.keep_lane(self, entries)
         left = []
         for entry in entries:
             gone = entry.bits & bits
@@ -269,12 +275,18 @@ class Stage:
         """of them, those that were leased again"""
         self.claimed_at: float | None = None
         """when somebody last asked for its rows, as far as this copy knows"""
+        self.images: BeforeImages | None = None
+        """of a dump under way, which tells this stage"""
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups
 
     def of(self, block: Block) -> Standing:
         return block.standings[self.number]
+
+    def keep_images(self, images: BeforeImages | None) -> None:
+        """A dump begins, None: it is over."""
+        self.images = self.rows.plain.images = self.groups.plain.images = images
 
     def drain_changed(self) -> bool:
         """Whether counts changed since the last call."""
@@ -301,6 +313,8 @@ class Stage:
 
     def move(self, block: Block, bits: int, was: int, to: int | None, front: bool = False) -> None:
         """Give rows another state, None: they are no more. front: before all others."""
+        if self.images is not None:
+            self.images.keep_block(block)
         mine = block.standings[self.number]
         if was == READY:
             mine.ready ^= bits
@@ -366,6 +380,8 @@ class Stage:
     def move_group(self, group: Group, to: int, front: bool = False) -> None:
         was = group.states[self.number]
         if was != to:
+            if self.images is not None:
+                self.images.keep_group(group)
             states, number = group.states, self.number
             group.states = states[:number] + _STATES[to] + states[number + 1 :]
             self.groups.move(group, 1, was, to, front)

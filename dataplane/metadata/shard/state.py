@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined, did_you_mean
+from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
     LEASED,
     PENDING,
@@ -124,6 +125,8 @@ class State:
         """what the rows take that are here, without those"""
         self.last_number = 0
         """that a block or group has got; at every copy they have the same"""
+        self.images: BeforeImages | None = None
+        """of a dump under way"""
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Spec], list[Owner]]] = {}
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
@@ -173,6 +176,23 @@ class State:
     @property
     def nbytes(self) -> int:
         return self.used_bytes + self.tombstones.nbytes
+
+    # dumps
+
+    def keep_images(self) -> BeforeImages:
+        """A dump begins: what it tells is kept before it changes, until `drop_images`. One dump of
+        a store is told at a time: a new one takes the place of the one before."""
+        self.images = BeforeImages(self.last_number)
+        for stage in self.stages.values():
+            stage.keep_images(self.images)
+        return self.images
+
+    def drop_images(self, images: BeforeImages) -> None:
+        """A dump is over."""
+        if self.images is images:
+            self.images = None
+            for stage in self.stages.values():
+                stage.keep_images(None)
 
     # stages
 
@@ -427,6 +447,8 @@ class State:
     ) -> dict[str, int]:
         """Values of rows that are here; per field how many stayed that were there (`keep`).
         `written` follows."""
+        if self.images is not None:
+            self.images.keep_block(block)
         if not keep and block.wrote is not None:  # another writer's now
             came = {
                 field: bits_of(rows[place] for place in rows_of(values.having([field])))
@@ -446,6 +468,8 @@ class State:
         self, block: Block, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]
     ) -> None:
         """`retag` follows."""
+        if self.images is not None:
+            self.images.keep_block(block)
         before = 0 if block.tags is None else block.tags.nbytes
         block.tags = Tags(block.count) if block.tags is None else block.tags.copy()
         block.tags.set(rows, tags)
@@ -459,6 +483,8 @@ class State:
         progress: dict[str, Values] | None = None,
     ) -> None:
         """Another set of values, or of what stages gave back."""
+        if self.images is not None:
+            self.images.keep_block(block)
         if values is not None:
             self.used_bytes += values.nbytes - block.values.nbytes
             self.inline_bytes += len(values.inline) - len(block.values.inline)
@@ -517,6 +543,8 @@ class State:
 
     def close_group(self, group: Group) -> bool:
         """It closes at the size it has. Whether it counts as made: it was not cancelled."""
+        if self.images is not None:
+            self.images.keep_group(group)
         group.expected, group.closed = group.seen, True
         for stage in self.stages.values():
             stage.settle(group)
@@ -567,6 +595,8 @@ class State:
             self._take_out(block, bits, keys)
             if block.group:
                 group = groups[block.group] = self.groups[block.group]
+                if self.images is not None:
+                    self.images.keep_group(group)
                 many = bits.bit_count()
                 group.live -= many
                 if dropped:
@@ -585,6 +615,8 @@ class State:
         return sum(int(records["nbytes"].sum()) for _, records in gone)
 
     def _take_out(self, block: Block, bits: int, keys: bytes) -> None:
+        if self.images is not None:
+            self.images.keep_block(block)
         for stage in self.stages.values():
             stage.forget(block, bits)
         for key in keys_in(keys):

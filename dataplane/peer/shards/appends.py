@@ -23,7 +23,8 @@ import functools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,7 +36,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.journal import Snapshot
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -73,6 +74,11 @@ class _Dump:
     entry: Entry
     has_ended: bool = False
     """it was dropped before its turn"""
+
+
+def _ended() -> Generator[Op, None, None]:
+    """What a backup is told of a store that was dropped before its dump began."""
+    yield Ended()
 
 
 class Shipping:
@@ -224,23 +230,23 @@ class Shipping:
         self._dumping = None
         self._go_on()
 
-    async def _dump_one(self, dump: _Dump) -> None:
+    async def _dump_one(self, one: _Dump) -> None:
         """The last operation counts for all of them."""
-        entry = dump.entry
-        ops: Iterator[Op] = iter([Ended()]) if dump.has_ended else Snapshot(entry.store).ops()
+        entry = one.entry
         last = encode(Begun(entry.store.declared))
         began = self.host.now()
-        for op in ops:
-            self._enqueue(entry, last, 0)
-            last = encode(op)
-            if self._queued_bytes > DUMPED_BYTES:
-                self._go_on()
-                self._has_room.clear()
-                await self._has_room.wait()
-                began = self.host.now()
-            elif self.host.now() - began > PIECE_S:
-                await asyncio.sleep(0)
-                began = self.host.now()
+        with closing(_ended() if one.has_ended else dump(entry.store)) as ops:
+            for op in ops:
+                self._enqueue(entry, last, 0)
+                last = encode(op)
+                if self._queued_bytes > DUMPED_BYTES:
+                    self._go_on()
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                    began = self.host.now()
+                elif self.host.now() - began > PIECE_S:
+                    await asyncio.sleep(0)
+                    began = self.host.now()
         self._enqueue(entry, last)
 
     def _go_on(self) -> None:

@@ -1,0 +1,100 @@
+"""Before-images: what blocks, groups, lane entries and leases were when a dump of a store began.
+
+A dump is told in pieces while the store goes on. Whoever changes one of these things has its image
+kept first, where the dump has not told it yet; the dump then tells the image. Only a dump under
+way keeps images, of what changes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataplane.metadata.shard.blocks import Block, Group, Standing
+
+if TYPE_CHECKING:
+    from dataplane.metadata.shard.leases import Lease
+    from dataplane.metadata.shard.stages import Entry, Lane
+
+_copy_block: Callable[[Block], Block] = Block.__copy__  # type: ignore[attr-defined]
+_copy_group: Callable[[Group], Group] = Group.__copy__  # type: ignore[attr-defined]
+_copy_standing: Callable[[Standing], Standing] = Standing.__copy__  # type: ignore[attr-defined]
+
+
+class BeforeImages:
+    """Of one dump. last: the highest number that a block or group had when the dump began; those
+    above it are new.
+
+    The dump tells blocks in the order of their numbers, and groups likewise."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._block_told = self._group_told = 0
+        """numbers up to which the dump has told them"""
+        self._blocks: dict[int, Block] = {}
+        self._groups: dict[int, Group] = {}
+        self._lanes: dict[Lane, list[Entry]] = {}
+        self._entries: dict[Entry, int] = {}
+        self._leases: dict[int, list[int]] = {}
+
+    # before a change
+
+    def keep_block(self, block: Block) -> None:
+        number = block.number
+        if self._block_told < number <= self._last and number not in self._blocks:
+            self._blocks[number] = _copied(block)
+
+    def keep_group(self, group: Group) -> None:
+        """New rows need none: a dump tells of a group how many rows are gone, not which it has."""
+        number = group.number
+        if self._group_told < number <= self._last and number not in self._groups:
+            self._groups[number] = _copy_group(group)
+
+    def keep_lane(self, lane: Lane, entries: Iterable[Entry] = ()) -> None:
+        """entries: those of which something leaves."""
+        if lane not in self._lanes:
+            self._lanes[lane] = lane.entries()
+        for entry in entries:
+            self._entries.setdefault(entry, entry.bits)
+
+    def keep_lease(self, lease: Lease) -> None:
+        if lease.number not in self._leases:
+            self._leases[lease.number] = list(lease.left)
+
+    # for the dump
+
+    def block(self, block: Block) -> Block:
+        """As it was; the block itself where it did not change, good until the next change."""
+        return self._blocks.get(block.number, block)
+
+    def blocks(self, some: Sequence[Block]) -> list[Block]:
+        """As they were, now told. Copies: later changes leave all but their standings as it is."""
+        self._block_told = some[-1].number
+        return [_copy_block(self._blocks.pop(one.number, one)) for one in some]
+
+    def group(self, group: Group) -> Group:
+        """As it was; the group itself where it did not change, good until the next change."""
+        self._group_told = group.number
+        return self._groups.pop(group.number, group)
+
+    def lane(self, lane: Lane, many: int) -> Iterator[list[tuple[Any, int]]]:
+        """The units that were ready, with which rows of each, from at most `many` entries at a
+        time."""
+        self.keep_lane(lane)
+        entries = self._lanes[lane]
+        for at in range(0, len(entries), many):
+            some = entries[at : at + many]
+            yield [(one.unit, bits) for one in some if (bits := self._entries.get(one, one.bits))]
+        lane.images = None
+
+    def left(self, lease: Lease) -> list[int]:
+        """What was left of it."""
+        return self._leases.get(lease.number, lease.left)
+
+
+def _copied(block: Block) -> Block:
+    """Values, tags, progress and what stages wrote are replaced by a change: the copy shares
+    them."""
+    image = _copy_block(block)
+    image.standings = tuple(map(_copy_standing, block.standings))
+    return image

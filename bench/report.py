@@ -17,8 +17,6 @@ from bench import outputs
 from bench.run import Progress as Report
 
 _GB = 1e9
-_FIGURES = ("status", "steady\nstep s", "cold\nstep s", "link\nGB", "link\nfull %", "peak\nGB")
-
 Run = dict[str, Any]
 
 
@@ -44,41 +42,40 @@ def table(runs: list[Run], machine: dict[str, Any]) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    shown.add_column("run", no_wrap=True)
-    for name in _FIGURES:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        shown.add_row(*_cells(run))
+    lines = [cells(run) for run in runs]
+    for name in lines[0]:
+        figure = name != "run"
+        heading = name.replace(" ", "\n", 1)
+        shown.add_column(heading, justify="right" if figure else "left", no_wrap=figure)
+    for run, line in zip(runs, lines, strict=True):
+        style = "green" if run["status"] == "ok" else "red"
+        line["status"] = f"[{style}]{line['status'].replace(' ', chr(10))}[/]"
+        shown.add_row(*line.values())
     return shown
 
 
-def _cells(run: Run) -> list[str]:
+def cells(run: Run) -> dict[str, str]:
+    """What a table says of a run, by its columns."""
     nbytes = max(run["peak_memory_bytes"].values(), default=0)
-    ok = run["status"] == "ok"
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
-    limit = run["memory_limit_bytes"]
-    apart = " apart" if run["apart"] else " phased" if run["phased"] else ""
-    under = f", {limit / (1 << 30):g} GiB" if limit else ""
-    where = f"{run['hosts']} hosts{apart}, dedup {_switch(run['dedup'])}"
-    how = f"{run['link'] or 'no link limit'}{under}"
-    return [
-        f"{run['trace']}/{run['plane']}\n{where}\n{how}",
-        f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
-        _steady(run),
-        _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
-        _or_dash(link["bytes"] / _GB if link else None, ".2f"),
-        _or_dash(None if share is None else 100 * share, ".0f"),
-        f"{nbytes / _GB:.2f}",
-    ]
+    return {
+        "run": label(run),
+        "status": run["status"],
+        "steady step s": _steady(run),
+        "cold step s": _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
+        "link GB": _or_dash(link["bytes"] / _GB if link else None, ".2f"),
+        "link full %": _or_dash(None if share is None else 100 * share, ".0f"),
+        "peak GB": f"{nbytes / _GB:.2f}",
+    }
 
 
 def _steady(run: Run) -> str:
-    """The median, and below it the range."""
+    """The median and the range."""
     median, ends = steady_seconds(run), steady_range(run)
     if median is None or ends is None:
         return "–"
-    return f"{median:.2f}\n{ends[0]:.2g}–{ends[1]:.2g}"
+    return f"{median:.2f} ({ends[0]:.2g}–{ends[1]:.2g})"
 
 
 def _or_dash(figure: float | None, form: str) -> str:
@@ -137,7 +134,9 @@ def label(run: Mapping[str, Any]) -> str:
     where = "apart, " if run["apart"] else "phased, " if run["phased"] else ""
     dedup = f"dedup {_switch(run['dedup'])}"
     link = f"{run['link']} links" if run["link"] else "no link limit"
-    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, {where}{dedup}, {link})"
+    limit = run["memory_limit_bytes"]
+    under = f", {limit / (1 << 30):g} GiB a host" if limit else ""
+    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, {where}{dedup}, {link}{under})"
 
 
 def first_line(error: str) -> str:

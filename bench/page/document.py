@@ -9,10 +9,10 @@ from pathlib import Path
 from string import Template
 
 from bench import outputs
-from bench.links import rated
 from bench.page import drawing
 from bench.page.drawing import Figure
-from bench.page.runs import Report, Run, carried, figures, gib, step, switch
+from bench.page.runs import Report, Run, figures, gib
+from bench.report import cells, label
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""
@@ -118,7 +118,7 @@ def _details(reports: Sequence[Report]) -> str:
         before = run.get("failed_before")
         for attempt, when in ((before, ", first attempt"), (run, "")):
             if attempt and attempt["error"]:
-                told = f"{_name(run)}{when}: {attempt['status']}"
+                told = f"{label(run)}{when}: {attempt['status']}"
                 error = f"<pre>{escape(attempt['error'])}</pre>"
                 parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
     parts.append("<h2>Commands and machine</h2>")
@@ -140,33 +140,21 @@ def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
 
 def _table(runs: Sequence[Run]) -> str:
     """A line a run."""
-    told = list(map(_cells, runs))
+    told = [cells(run) | _more(run) for run in runs]
     head = "".join(f"<th>{escape(name)}</th>" for name in told[0])
     body = ""
     for run, line in zip(runs, told, strict=True):
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.values())
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in line.values())
         bad = ' class="bad"' if run["status"] != "ok" else ""
-        body += f"<tr{bad}>{cells}</tr>"
+        body += f"<tr{bad}>{row}</tr>"
     return f'<div class="wide" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _name(run: Run) -> str:
-    return f"{run['trace']}/{run['plane']}, dedup {switch(run['dedup'])}, {run['hosts']} hosts"
-
-
-def _cells(run: Run) -> dict[str, str]:
-    ok, took, link = run["status"] == "ok", step(run), carried(run)
-    full = f", full {link[1]:.0%}" if link and link[1] is not None else ""
+def _more(run: Run) -> dict[str, str]:
+    """What the page has room for, and a terminal has not."""
+    ok = run["status"] == "ok"
     return {
-        "run": _name(run),
-        "status": str(run["status"]),
-        "link": rated(run["link"]) if run["link"] else "–",
         "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
-        "seconds": f"{run['seconds']:.2f}" if run["seconds"] else "–",
-        "a step": f"{took[0]:.2f} {took[1]}" if took else "–",
-        "rows/s": f"{run['rows'] / run['steps'] / took[0]:.1f}" if took else "–",
         "distinct GB": f"{run['bytes_unique'] / 1e9:.2f}",
         "moved GB": f"{run['bytes_moved'] / 1e9:.2f}" if ok else "–",
-        "busiest link, GB a step": f"{link[0] / 1e9:.2f}{full}" if link else "–",
-        "peak GB": f"{run['peak_total_bytes'] / 1e9:.2f}",
     }

@@ -100,14 +100,6 @@ def step(run: Run) -> tuple[float, str] | None:
     return (run["step_seconds"][0], "cold") if steady is None else (steady, "steady")
 
 
-def carried(run: Run) -> tuple[float, float | None] | None:
-    """Bytes of the busiest host's link in a step, and the share of time in which it was full."""
-    told = run["busiest_link"]
-    if not told or run["status"] != "ok":
-        return None
-    return told["bytes"] / len(run["step_seconds"]), told["busy_share"]
-
-
 def _families(runs: Sequence[Run]) -> list[list[Run]]:
     """The same work a host, on several numbers of hosts."""
     a_host = [

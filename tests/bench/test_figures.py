@@ -46,9 +46,9 @@ def test_a_comparison_tells_medians_rates_and_processor_time_a_gigabyte() -> Non
     assert told["put"]["per_s"] == 2.0 and told["put"]["cpu_ms"] == {"writer": 1000.0}
 
 
-def test_the_page_tells_rates_and_binary_units(tmp_path: Path) -> None:
+def test_the_page_tells_steps_and_binary_units(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write(page, [report(runs=[run("dataplane", rows=128, step_seconds=[4.0])])])
+    write(page, [report(runs=[run("dataplane", rows=128, step_seconds=[9.0, 4.0])])])
     told = page.read_text()
-    assert "<td>4.00 cold</td><td>32.0</td>" in told  # seconds a step, rows a second
+    assert "<td>4.00 (4–4)</td><td>9.00</td>" in told  # steady and cold
     assert "at most 1 GiB" in told and "limit of a host, 3 GiB" in told

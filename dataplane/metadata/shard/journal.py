@@ -402,7 +402,7 @@ def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
     try:
         for op in _told(store, images, many):
             yield op
-            assert store.images is images, "another dump of this store has begun"
+            assert store.images is images, "another dump of this store was started"
     finally:
         store.drop_images(images)
 

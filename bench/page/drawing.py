@@ -1,4 +1,4 @@
-"""Panels, by matplotlib: rows of marks, and lines with their names at their ends.
+"""Panels, by matplotlib: bars, and lines with their names at their ends.
 
 A panel is one drawing as wide as a phone, and a page lays out as many beside each other as it has
 room for: the letters are alike everywhere. Colours are names of a theme; on the page they become
@@ -24,7 +24,6 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 Theme = Mapping[str, str]
-Mark = Callable[[Axes, Theme, float], None]  # draws itself at a height of the axes
 
 # Planes have the colours of Okabe and Ito, which people with any colour vision tell apart. Each
 # colour is there once: by it the page finds which variable it is.
@@ -76,12 +75,12 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A name and a figure, and a mark below them."""
+class Bar:
+    """A name and a figure, and below them lengths end to end, each with its colour."""
 
     name: str
     told: str
-    mark: Mark
+    parts: Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,36 +114,22 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def stack(parts: Sequence[tuple[str, float]]) -> Mark:
-    """Bars end to end: (colour, length)."""
-
-    def draw(ax: Axes, theme: Theme, y: float) -> None:
-        starts = itertools.accumulate((length for _, length in parts), initial=0.0)
-        for start, (colour, length) in zip(starts, parts, strict=False):
-            ax.barh(y, length, 0.26, left=start, color=theme[colour])
-
-    return draw
-
-
-def rows(
-    title: str,
-    content: Sequence[Row],
-    scale: Scale,
-) -> Panel:
-    """Rows below each other."""
+def bars(title: str, content: Sequence[Bar], unit: str) -> Panel:
+    """Bars below each other, from zero."""
 
     def draw(ax: Axes, theme: Theme) -> None:
         ax.set_ylim(len(content) + 0.1, 0)
         ax.set_axisbelow(True)
         place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "zorder": 4}
-        for y, row in enumerate(content):
-            ax.text(0.01, y + 0.34, row.name, **place)
-            ax.text(0.995, y + 0.34, row.told, ha="right", color=theme["ink"], **place)
-            row.mark(ax, theme, y + 0.77)
-        _axis(ax.xaxis, scale)
-        low, high = ax.get_xlim()
-        ax.set_xlim(scale.low if scale.low is not None else low, scale.high or high)
-        ax.set_xlabel(scale.unit, color=theme["soft"], fontsize=_LETTER - 1, loc="right")
+        for y, bar in enumerate(content):
+            ax.text(0.01, y + 0.34, bar.name, **place)
+            ax.text(0.995, y + 0.34, bar.told, ha="right", color=theme["ink"], **place)
+            starts = itertools.accumulate((length for _, length in bar.parts), initial=0.0)
+            for start, (colour, length) in zip(starts, bar.parts, strict=False):
+                ax.barh(y + 0.77, length, 0.26, left=start, color=theme[colour])
+        _axis(ax.xaxis, Scale(unit))
+        ax.set_xlim(0, ax.get_xlim()[1])
+        ax.set_xlabel(unit, color=theme["soft"], fontsize=_LETTER - 1, loc="right")
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         ax.grid(axis="x", color=theme["grid"], lw=1)

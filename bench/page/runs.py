@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.links import rated
 from bench.page import drawing
-from bench.page.drawing import LIGHT, Figure, Line, Row, Scale, number
+from bench.page.drawing import LIGHT, Bar, Figure, Line, Scale, number
 from bench.report import steady_range, steady_seconds
 
 Report = Mapping[str, Any]
@@ -184,10 +184,10 @@ def share(runs: Sequence[Run]) -> Figure | None:
             recorded = run["recorded_step_seconds"]
             parts = [("work", recorded), (colour(run["plane"]), seconds)]
             told = f"{number(seconds)} s, {seconds / (recorded + seconds):.0%}"
-            content.append(Row(run["plane"], told, drawing.stack(parts)))
-        scale = Scale("seconds of a step", low=0)
+            content.append(Bar(run["plane"], told, parts))
         dedup = ", dedup off" if not members[0]["dedup"] else ""
-        panels.append(drawing.rows(_job(members[0], linked) + dedup, content, scale))
+        title = _job(members[0], linked) + dedup
+        panels.append(drawing.bars(title, content, "seconds of a step"))
     sentence = (
         "Grey: recorded rollout and training of the same step; these runs did not wait for it. "
         "Colour: time to move the step's data, added as if it did not overlap."

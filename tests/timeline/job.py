@@ -259,19 +259,21 @@ class Plane:
         if not job.full_s:
             yield
             return
-        plane, rows = self.planes["b"], 0
-        part = plane.partition(f"earlier-{next(self._numbers)}", stages={"s": ["x"]})
-        for nbytes in (1 << 20, 1 << 16):
-            with contextlib.suppress(dataplane.BackPressure):
-                while True:
-                    part.put({"x": np.zeros((1, nbytes), np.uint8)}, timeout=0.5)
-                    rows += 1
-        held = [part.claim("s", rows=rows)]
-        timer = threading.Timer(job.full_s, lambda: held.pop().ack())
-        timer.start()
-        yield
-        timer.join()
-        part.drop()
+        rows = 0
+        variables = {"DATAPLANE_RUN_DIR": str(self.cluster.run_dir), "DATAPLANE_TOKEN_FILE": ""}
+        with environment(**variables), self.cluster.connect("b") as plane:
+            part = plane.partition(f"earlier-{next(self._numbers)}", stages={"s": ["x"]})
+            for nbytes in (1 << 20, 1 << 16):
+                with contextlib.suppress(dataplane.BackPressure):
+                    while True:
+                        part.put({"x": np.zeros((1, nbytes), np.uint8)}, timeout=0.5)
+                        rows += 1
+            held = [part.claim("s", rows=rows)]
+            timer = threading.Timer(job.full_s, lambda: held.pop().ack())
+            timer.start()
+            yield
+            timer.join()
+            part.drop()
 
     @contextlib.contextmanager
     def _slow_link(self, job: Job) -> Iterator[None]:

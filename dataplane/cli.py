@@ -35,6 +35,7 @@ from dataplane.version import __version__
 _PAGE = "127.0.0.1:8787"
 _JSON = "print one JSON object, for programs"
 _ONLY_RUN = "the run (default: the only one on this host)"
+_THIS_PEER = "the peer on this host to ask (default: any peer of the run)"
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_peer(commands: Commands) -> None:
-    peer = commands.add_parser("peer", help="run a peer on this host until it is stopped")
+    peer = commands.add_parser("peer", help="run a peer on this host until you stop it")
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
         if one.is_switch:
@@ -84,7 +85,7 @@ def _add_peer(commands: Commands) -> None:
 
 def _add_status(commands: Commands) -> None:
     status = commands.add_parser(
-        "status", help="show your runs on this host, their rows, and waiting calls"
+        "status", help="show your runs on this host, their rows and their waiting calls"
     )
     status.add_argument("--peer", metavar="NAME", help="show only this peer")
     status.add_argument("--run", metavar="NAME", help="show only this run")
@@ -93,7 +94,7 @@ def _add_status(commands: Commands) -> None:
 
 
 def _add_why(commands: Commands) -> None:
-    why = commands.add_parser("why", help="say in one sentence why a step took so long")
+    why = commands.add_parser("why", help="explain in one sentence why a step took so long")
     _add_steps(why)
     _add_source(why)
     why.set_defaults(command=_why)
@@ -115,37 +116,37 @@ def _add_trace(commands: Commands) -> None:
 
 def _add_record(commands: Commands) -> None:
     record = commands.add_parser(
-        "record", help="write sizes and times of the steps, for `python -m bench run`"
+        "record", help="record the sizes and times of steps, for `python -m bench run`"
     )
     record.add_argument(
-        "-o", "--output", metavar="DIR", required=True, help="a directory that is new or empty"
+        "-o", "--output", metavar="DIR", required=True, help="a new or empty directory"
     )
     record.add_argument(
-        "--steps", metavar="N", type=int, help="end after N steps (default: when the run ends)"
+        "--steps", metavar="N", type=int, help="stop after N steps (default: when the run ends)"
     )
-    record.add_argument("--peer", metavar="NAME", help="query this peer on the host")
+    record.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     record.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
     record.set_defaults(command=_record)
 
 
 def _add_watch(commands: Commands) -> None:
     watch = commands.add_parser(
-        "watch", help="show which workers wait, and for what, here or on a page in a browser"
+        "watch", help="show which workers are waiting, and for what, here or in a browser"
     )
-    watch.add_argument("--peer", metavar="NAME", help="query this peer on the host")
+    watch.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     watch.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
     watch.add_argument(
         "--page",
         metavar="HOST:PORT",
         nargs="?",
         const=_PAGE,
-        help=f"serve a page instead, and print its link (default address: {_PAGE})",
+        help=f"serve a web page instead, and print its link (default address: {_PAGE})",
     )
     watch.add_argument(
         "--token-file",
         metavar="FILE",
         help=(
-            "the run's cluster token, which a page beyond loopback needs "
+            "file with the run's cluster token, needed unless the page is on a loopback address "
             "(default: DATAPLANE_TOKEN_FILE)"
         ),
     )
@@ -155,7 +156,7 @@ def _add_watch(commands: Commands) -> None:
 def _add_rows(commands: Commands) -> None:
     rows = commands.add_parser("rows", help="list rows of a partition, without their values")
     rows.add_argument("partition", help="name of the partition; `dataplane status` lists them")
-    rows.add_argument("--stage", metavar="NAME", help="show the state for this stage only")
+    rows.add_argument("--stage", metavar="NAME", help="show the rows' state for this stage only")
     rows.add_argument(
         "--where",
         metavar="TAG=VALUE",
@@ -164,7 +165,7 @@ def _add_rows(commands: Commands) -> None:
         help="show only rows with this tag; may be repeated",
     )
     rows.add_argument(
-        "--limit", metavar="N", type=int, default=20, help="how many rows to list (default: 20)"
+        "--limit", metavar="N", type=int, default=20, help="list at most N rows (default: 20)"
     )
     _add_source(rows)
     rows.set_defaults(command=_rows)
@@ -172,7 +173,7 @@ def _add_rows(commands: Commands) -> None:
 
 def _add_get(commands: Commands) -> None:
     get = commands.add_parser(
-        "get", help="show one row: dtype, shape and first values of each field"
+        "get", help="show one row: the dtype, shape and first values of each field"
     )
     get.add_argument("partition", help="name of the partition; `dataplane status` lists them")
     get.add_argument("key", help="key of the row; `dataplane rows PARTITION` lists them")
@@ -181,8 +182,8 @@ def _add_get(commands: Commands) -> None:
         metavar="NAME",
         action="append",
         help=(
-            "show only this field; may be repeated (default: all fields, which copies them to "
-            "this host)"
+            "show only this field; may be repeated (default: all fields; their values are copied "
+            "to this host)"
         ),
     )
     _add_source(get)
@@ -210,14 +211,14 @@ def _add_probe(commands: Commands) -> None:
 
 
 def _add_token(commands: Commands) -> None:
-    token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
+    token = commands.add_parser("token", help="create a cluster token: dataplane token > F")
     token.set_defaults(command=_token)
 
 
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="the partition of the step")
+    step.add_argument("--step", metavar="PARTITION", help="the step with this partition")
     step.add_argument(
         "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
     )
@@ -225,7 +226,7 @@ def _add_steps(command: argparse.ArgumentParser) -> None:
 
 def _add_source(command: argparse.ArgumentParser) -> None:
     """Options of commands that ask one peer."""
-    command.add_argument("--peer", metavar="NAME", help="query this peer on the host")
+    command.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     command.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
     command.add_argument("--json", action="store_true", help=_JSON)
 
@@ -288,7 +289,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         import perfetto.protos.perfetto.trace.perfetto_trace_pb2  # noqa: F401
     except Exception as exc:  # an older protobuf refuses it with an error of its own
         raise InvalidCall(
-            f"dataplane trace cannot load the package perfetto ({exc}): "
+            f"`dataplane trace` cannot import the package perfetto ({exc}): install it with "
             "pip install 'dataplane-rl[trace]'"
         ) from exc
     # Imported here: `dataplane peer` must not load the client.
@@ -365,7 +366,9 @@ def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
     found = _found(arguments.run, arguments.peer)
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
-        raise PeerAmbiguous(f"several runs have peers on this host: {names}; choose one with --run")
+        raise PeerAmbiguous(
+            f"several runs have peers on this host ({names}): choose one with --run"
+        )
     run = found[0]
     return run.name, next(one for one in run.peers if arguments.peer in (None, one.name))
 
@@ -384,13 +387,13 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
         if not running:
             raise PeerNotFound(
-                f"found no run of yours on this host, in {rundir.run_dir()}. Start one with "
-                "connect() in a program, or with `dataplane peer`; if it runs with "
-                "DATAPLANE_RUN_DIR set, set it here too",
+                f"found no runs of this user on this host (looked in {rundir.run_dir()}). Start "
+                "one with connect() in a program, or with `dataplane peer`. If your run was "
+                "started with DATAPLANE_RUN_DIR, set the same value in this shell",
                 running=running,
             )
         raise PeerNotFound(
-            f"found no peer{asked} on this host; running peers: {'; '.join(running)}",
+            f"found no peer{asked} on this host. Running peers of each run: {'; '.join(running)}",
             running=running,
         )
     return found
@@ -462,9 +465,9 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
         some = True
         what = f"run {run.name!r}, {duration(run.age_s)} old: peer {peer.name!r}"
         if needed and not arguments.force:
-            bar.print(f"kept {what}, because {needed}; --force ends it")
+            bar.print(f"kept {what}, because {needed}; use --force to end it")
         elif ending.end(peer, who):
-            bar.print(f"ended {what}{f', though {needed}' if needed else ''}")
+            bar.print(f"ended {what}{f', although {needed}' if needed else ''}")
         else:
             bar.print(f"could not end {what}: {ending.not_ended(peer)}")
             code = 1
@@ -475,7 +478,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
             some = True
             bar.print(f"removed the files of run {folder.name!r} in {folder}")
     if not some:
-        bar.print("no run to end")
+        bar.print("found no runs to end")
     return code
 
 
@@ -488,7 +491,7 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits:
     partitions = stats["everywhere"]["partitions"]
     rows = {name: one["rows"] for name, one in partitions.items() if one["rows"]}
     if rows:
-        names = ", ".join(f"{count} of {name!r}" for name, count in rows.items())
+        names = ", ".join(f"{count} in {name!r}" for name, count in rows.items())
         return f"its run has unread rows: {names}"
     own = 1 + sum(one["session"] in visits for one in stats["everywhere"]["clients"])
     clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - own
@@ -502,6 +505,6 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits:
 def _heading(seen: dict[str, Any]) -> str:
     """Which run it is, and who began it."""
     by = seen["begun_by"]
-    who = f"`{by['command']}` (pid {by['pid']})" if by else "a peer that was started by hand"
+    who = f"`{by['command']}` (pid {by['pid']})" if by else "hand"
     unnamed = "" if seen["named"] else " (unnamed)"
     return f"run {seen['run']}{unnamed}, started {duration(seen['age_s'])} ago by {who}"

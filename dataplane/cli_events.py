@@ -25,6 +25,7 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
     if step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
         raise InvalidCall(
-            f"--step {step!r}: no peer has events of this partition; there are events of: {shown}"
+            f"--step {step!r}: no peer has events of this partition. Partitions with events: "
+            f"{shown}"
         )
     return events, [step]

@@ -40,13 +40,17 @@ def lacking(report: Report, transport: str) -> list[str]:
                 why = peer["devices"]["missing"].get(transport, "it has no device arena")
                 found.append(f"{here}: {why}")
         elif transport not in ("tcp", peer["runs"]):
-            why = peer["missing"] or f"it runs {peer['runs']} (--transport {peer['requested']})"
+            why = peer["missing"] or f"it uses {peer['runs']} (--transport {peer['requested']})"
             found.append(f"{here}: {why}")
         for way in peer.get("from", []):
             tried_on = (way.get("devices") or {}) if devices else way
             tried = tried_on.get("tried", {}).get(transport, {})
             if not tried.get("exact"):
-                why = way.get("error") or tried.get("error") or tried_on.get("why", "no devices")
+                why = (
+                    way.get("error")
+                    or tried.get("error")
+                    or tried_on.get("why", "there is no device arena")
+                )
                 found.append(f"{way['peer']} → {here}: {why}")
     return found
 
@@ -74,7 +78,7 @@ def lines(report: Report) -> Iterator[str]:
         yield (
             f"peer {peer['peer']} at {peer['address']}: dataplane {peer['version']}, arena "
             f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, requested transport {peer['requested']}, "
-            f"running {_carrier(peer['runs'], peer)}{missing}"
+            f"using {_carrier(peer['runs'], peer)}{missing}"
         )
         if runs := peer["devices"]["runs"]:
             yield f"  device transports: {', '.join(runs)}"

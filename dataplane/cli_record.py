@@ -65,7 +65,7 @@ def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -
     with _Stop() as stop:
         with _Access(peer, run) as access:
             folder = _Folder(Path(directory), run)
-            print(f"recording run {run} to {directory}; Ctrl-C ends the recording", flush=True)
+            print(f"recording run {run} to {directory}; press Ctrl-C to stop", flush=True)
             why = _follow(access, recorder, folder, most_steps, stop)
         folder.add(recorder, recorder.finish(), most_steps)
         folder.end(recorder, why)
@@ -140,7 +140,7 @@ def _follow(
                 return f"--steps {most_steps}"
             quiet = recorder.begun and asked - recorder.latest > QUIET_S
             if quiet and not any(e.going_on for e in look.now) and _is_last(access.plane):
-                return "no client is left"
+                return "no clients left"
         except ConnectError:
             lost = access.plane.peer
             if why := access.another(alone=len(peers) <= 1):
@@ -176,7 +176,8 @@ class _Folder:
             raise InvalidCall(f"-o {str(path)!r}: {error.strerror}") from error
         if found:
             raise InvalidCall(
-                f"-o {str(path)!r}: the directory is not empty, it has {found[0]!r}; name a new one"
+                f"-o {str(path)!r}: the directory is not empty (it contains {found[0]!r}); choose "
+                "a new or empty directory"
             )
         self._write_index()
 
@@ -198,7 +199,7 @@ class _Folder:
 
     def lost(self, peer: str, other: str) -> None:
         """Say in the index that this peer was lost while it was asked."""
-        print(f"lost peer {peer}: asking peer {other} now", flush=True)
+        print(f"lost peer {peer}, switched to peer {other}", flush=True)
         if peer not in self.index.lost_peers:
             self.index.lost_peers.append(peer)
         self._write_index()
@@ -230,8 +231,8 @@ class _Folder:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise InvalidCall(
-                f"-o {str(self.path)!r}: {name} cannot be written: {error.strerror or error}; "
-                f"{counted(len(self.index.steps), 'step')} were recorded"
+                f"-o {str(self.path)!r}: cannot write {name}: {error.strerror or error}. "
+                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that"
             ) from error
 
 
@@ -264,8 +265,8 @@ def _summary(recorder: Recorder, folder: _Folder, why: str) -> int:
         folder.discard()
         seen = f"{counted(out, 'step was', 'steps were')} left out" if out else "no step was seen"
         raise InvalidCall(
-            f"no complete step was recorded ({why}): {seen}; record for at least one whole step, "
-            "until its rows are acked and its partition is sealed or dropped"
+            f"no complete step was recorded ({why}): {seen}. Record for at least one whole step, "
+            "until all its rows are acked and its partition is sealed or dropped"
         )
     print(f"{counted(steps, 'step')} recorded ({why}), {out} left out: {folder.path}", flush=True)
     return 0

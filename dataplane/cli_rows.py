@@ -24,6 +24,7 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
     counted,
+    did_you_mean,
     few,
     nearest,
     sized,
@@ -96,10 +97,10 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
         known = overview(handle, None, MAX_ROWS, _TIMEOUT_S)
     names = [str(one) for one in row_names(known.table.rows)]
     near = difflib.get_close_matches(key, names, 3, 0.5)
-    meant = f"did you mean {', '.join(near)}? " if near else ""
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise RowsGone(
-        f"partition {partition!r} has no row {key!r}: it was never put, or was freed, dropped or "
-        f"lost; {meant}`dataplane rows {partition}` lists the rows",
+        f"partition {partition!r} has no row with key {key!r}: it was never put, or it was freed, "
+        f"dropped or lost.{meant} `dataplane rows {partition}` lists the rows",
         keys=[key],
     )
 
@@ -133,11 +134,9 @@ def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
     if stage is not None and report["shown"]:
         known = list(report["shown"][0]["states"])
         if stage not in known:
-            near = nearest(stage, known)
-            meant = f"did you mean {near}? " if near else ""
             raise StageUndefined(
-                f"partition {report['partition']!r} has no stage {stage!r}: {meant}its stages are "
-                f"{few(known, _NAMED)}"
+                f"partition {report['partition']!r} has no stage {stage!r}"
+                f"{did_you_mean(stage, known)}: its stages are {few(known, _NAMED)}"
             )
         for row in report["shown"]:
             row["states"] = {stage: row["states"][stage]}
@@ -172,7 +171,10 @@ def lines(report: Report) -> Iterator[str]:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         yield f"  {'  '.join(cells)}".rstrip()
     if report["more"]:
-        yield f"  first {len(shown)} rows; use --limit to show more, --where TAG=VALUE to filter"
+        yield (
+            f"  showing the first {counted(len(shown), 'row')}: use --limit to show more, or "
+            "--where TAG=VALUE to filter"
+        )
 
 
 def show_row(report: Report, as_json: bool) -> int:
@@ -202,7 +204,7 @@ def parsed_where(texts: Sequence[str]) -> Where | None:
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise InvalidCall(f"--where {text}: expected TAG=VALUE, such as --where version=7")
+            raise InvalidCall(f"--where {text}: expected TAG=VALUE, for example --where version=7")
         one = tag(name) == _scalar(value)
         where = one if where is None else where & one
     return where
@@ -221,9 +223,9 @@ def _attached(plane: Plane, partition: str) -> Report:
     if partition in known:
         return plane.partition(partition).stats()
     near = nearest(partition, known) or next(iter(difflib.get_close_matches(partition, known)), "")
-    meant = f"did you mean {near}? " if near else ""
-    names = f"its partitions are {few(known, _NAMED)}" if known else "it has no partitions"
-    raise PartitionUndefined(f"run {plane.name!r} has no partition {partition!r}: {meant}{names}")
+    meant = f" (did you mean {near!r}?)" if near else ""
+    names = f"its partitions are {few(known, _NAMED)}" if known else "it has no partitions yet"
+    raise PartitionUndefined(f"run {plane.name!r} has no partition {partition!r}{meant}: {names}")
 
 
 def _as_names(key: str) -> list[Name]:

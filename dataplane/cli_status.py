@@ -73,9 +73,10 @@ def _everywhere(peers: Mapping[str, Stats]) -> Stats:
 def _stuck(seen: Stats) -> Iterator[str]:
     for wait in sorted(seen["waits"], key=lambda one: -one["for_s"]):
         if wait["for_s"] >= STUCK_S:
-            calls = counted(wait["calls"], "call waits", "calls wait")
+            calls = counted(wait["calls"], "call has", "calls have")
             why = f": {wait['why']}" if wait["why"] else ""
-            yield f"  ! {_named(wait)}: {calls} on {wait['peer']}, {duration(wait['for_s'])}{why}"
+            waited = f"been waiting on {wait['peer']} for {duration(wait['for_s'])}"
+            yield f"  ! {_named(wait)}: {calls} {waited}{why}"
 
 
 def _named(wait: Stats) -> str:
@@ -111,7 +112,7 @@ def _clients(clients: Sequence[Stats]) -> Iterator[str]:
         if one["leased_rows"]:
             parts.append(f"{counted(one['leased_rows'], 'row')} leased")
         if one["waiting_calls"]:
-            parts.append(counted(one["waiting_calls"], "call waits", "calls wait"))
+            parts.append(counted(one["waiting_calls"], "waiting call"))
         if held := one["granted_bytes"] + one["pinned_bytes"]:
             parts.append(f"holds {sized(held)}")
         yield f"    {', '.join(parts)}"
@@ -168,7 +169,7 @@ def _stage(name: str, stage: str, figures: Stats, seen: Stats) -> str:
     if waits:
         oldest = max(wait["for_s"] for wait in waits)
         calls = sum(wait["calls"] for wait in waits)
-        parts.append(f"{counted(calls, 'call waits', 'calls wait')}, the oldest {duration(oldest)}")
+        parts.append(f"{counted(calls, 'waiting call')}, the oldest for {duration(oldest)}")
     if figures["released_rows"]:
         again = figures["redelivered_rows"]
         parts.append(f"{figures['released_rows']} released, {again} redelivered")
@@ -182,7 +183,7 @@ def _plan(plan: Stats) -> str:
     said = f"{plan['acked']} of {counted(plan['ranks'], 'rank')} acked"
     for word, many, ranks in (
         ("working", plan["came"] - plan["acked"], plan["working"]),
-        ("not come", plan["ranks"] - plan["came"], plan["absent"]),
+        ("not joined", plan["ranks"] - plan["came"], plan["absent"]),
     ):
         shown = ranks[:SHOWN_RANKS]
         more = " …" if many > len(shown) else ""

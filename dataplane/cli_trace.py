@@ -33,8 +33,8 @@ def write(peer: LivingPeer, step: str | None, last: int, output: str) -> Written
     events, names = gathered(peer, step, last)
     if not names:
         raise InvalidCall(
-            "there is nothing to trace: no peer has events of rows that were put; put rows, then "
-            "run this command again"
+            "there is nothing to trace: no peer has recorded a put. Put some rows, then run this "
+            "command again"
         )
     data = encode(events, names, time.time() - time.monotonic())
     partial = path.with_name(f".dataplane-trace-{os.getpid()}-{time.monotonic_ns()}")
@@ -56,14 +56,14 @@ def _target(output: str) -> Path:
     if path.exists() and not path.is_file():
         raise _unwritable(output, "it exists and is not a regular file")
     if not path.parent.is_dir():
-        raise _unwritable(output, f"there is no directory {str(path.parent)!r}")
+        raise _unwritable(output, f"the directory {str(path.parent)!r} does not exist")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _unwritable(output, f"you may not write in {str(path.parent)!r}")
+        raise _unwritable(output, f"no permission to write in {str(path.parent)!r}")
     return path
 
 
 def _unwritable(output: str, why: str) -> InvalidCall:
-    return InvalidCall(f"-o {output}: cannot write the trace: {why}. Give another path")
+    return InvalidCall(f"cannot write the trace to {output}: {why}. Pass another path with -o")
 
 
 def show(written: Written, as_json: bool) -> int:
@@ -73,7 +73,7 @@ def show(written: Written, as_json: bool) -> int:
         steps = few(written.steps, SHOWN)
         print(
             f"wrote {written.path} ({counted(len(written.steps), 'step')}: {steps}; "
-            f"{sized(written.nbytes)}); open it in https://ui.perfetto.dev",
+            f"{sized(written.nbytes)}); open it at https://ui.perfetto.dev",
             flush=True,
         )
     return 0

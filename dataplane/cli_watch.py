@@ -57,7 +57,9 @@ async def _serve(watcher: Watcher, key: str, host: str, port: int) -> None:
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"http://{shown}:{port}/?key={key}", flush=True)
     print(
-        "Open this link in a browser. It is secret: it shows the run. Ctrl-C ends it.", flush=True
+        "Open this link in a browser. Keep it secret: anyone who has it can see the run. Press "
+        "Ctrl-C to stop.",
+        flush=True,
     )
 
     def seen(view: View) -> None:

@@ -30,7 +30,8 @@ no: the call fails again until something else changes; `next_step` says what.
 
 
 class DataplaneError(Exception):
-    """Base class of every error of this package. `details` has the values in the message."""
+    """Base class of every error of this package. `details` holds the values that the message
+    mentions."""
 
     next_step: ClassVar[str] = "Read the message."
     retry: ClassVar[Retry] = "no"
@@ -104,7 +105,7 @@ class ConnectError(DataplaneError, ConnectionError):
 class PeerNotFound(ConnectError):
     """No peer with this name runs on this host."""
 
-    next_step = "Start it, or connect to one that the message lists."
+    next_step = "Start the peer, or connect to one that the message lists."
     retry: ClassVar[Retry] = "no"
 
 
@@ -130,37 +131,37 @@ class AddressInUse(ConnectError):
 
 
 class TokenMissing(ConnectError):
-    """An address is reachable from other machines, and there is no cluster token."""
+    """An address is reachable from other machines, but there is no cluster token."""
 
     next_step = "Give every peer the token that `dataplane token` prints."
     retry: ClassVar[Retry] = "no"
 
 
 class SeedsMissing(ConnectError):
-    """The job spans several hosts and has no seeds."""
+    """The job spans several hosts, but has no seeds."""
 
     next_step = "Set `DATAPLANE_SEEDS` to the same value on every host."
     retry: ClassVar[Retry] = "no"
 
 
 class RunMissing(ConnectError):
-    """The job spans several hosts and has no run name."""
+    """The job spans several hosts, but has no run name."""
 
     next_step = "Set `DATAPLANE_RUN` to the same value on every host."
     retry: ClassVar[Retry] = "no"
 
 
 class RunInUse(ConnectError):
-    """`connect(fresh=True)` would end a run with clients (`details["clients"]`)."""
+    """`connect(fresh=True)` would end a run that still has clients (`details["clients"]`)."""
 
-    next_step = 'End them, choose another run name, or pass `fresh="force"`.'
+    next_step = 'Stop the clients, choose another run name, or pass `fresh="force"`.'
     retry: ClassVar[Retry] = "no"
 
 
 class InvalidConfig(DataplaneError, ValueError):
-    """A variable, an option or an argument has an invalid value."""
+    """An environment variable, option or argument has an invalid value."""
 
-    next_step = "Correct it as the message says."
+    next_step = "Correct the value."
 
 
 class PeerLost(ConnectError):
@@ -171,22 +172,23 @@ class PeerLost(ConnectError):
 
 
 class PeerLeaves(PeerLost):
-    """The peer left during a call, which may have taken effect. Its rows move to other hosts."""
+    """The peer left during a call, which may have taken effect. The peer's rows move to other
+    hosts."""
 
     next_step = "Repeat the call at another peer."
 
 
 class PeerEnded(PeerLost):
-    """The peer has shut down, and its rows are gone."""
+    """The peer has shut down, and its rows are lost."""
 
-    next_step = "Connect again: the run starts empty."
+    next_step = "Connect again. The run starts empty."
     retry: ClassVar[Retry] = "no"
 
 
 class ClientClosed(ConnectError):
-    """The client was closed, or belongs to the parent of this forked process."""
+    """The client was closed, or was inherited by a forked process."""
 
-    next_step = "Call `dataplane.connect()` here; use `spawn` with `multiprocessing`."
+    next_step = "Call `dataplane.connect()` in this process. With `multiprocessing`, use `spawn`."
     retry: ClassVar[Retry] = "no"
 
 
@@ -207,7 +209,7 @@ class InvalidCall(DataplaneError, ValueError):
 
 
 class ProtocolError(DataplaneError):
-    """A message is not part of this protocol, or exceeds one of its limits."""
+    """A message violates the protocol, or exceeds one of its limits."""
 
     next_step = "Install one release everywhere, or report a bug."
 
@@ -241,7 +243,7 @@ class StaleEpoch(ProtocolError):
 
 
 class ChangeExpired(DataplaneError):
-    """The request came too late and changed nothing. An earlier copy may have taken effect."""
+    """The request arrived too late to take effect. An earlier attempt may have succeeded."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "with keys"
@@ -250,12 +252,12 @@ class ChangeExpired(DataplaneError):
 class PartitionUndefined(DataplaneError):
     """No process has declared this partition."""
 
-    next_step = "Declare it, or wait for the process that does."
+    next_step = "Declare it, or wait until another process does."
     retry: ClassVar[Retry] = "yes"
 
 
 class PartitionConflict(DataplaneError):
-    """The partition exists with another definition, or callers passed different arguments."""
+    """The partition already has a different definition, or callers passed different arguments."""
 
     next_step = "Use one definition everywhere, or drop the partition first."
 
@@ -264,17 +266,17 @@ class PartitionGone(DataplaneError):
     """The partition was dropped, or lost with both hosts that had its metadata.
     `details["reason"]` is "dropped" or "lost"."""
 
-    next_step = "Declare it again: it starts empty."
+    next_step = "Declare it again. It starts empty."
 
 
 class PartitionSealed(DataplaneError):
-    """The partition is sealed and takes no new rows."""
+    """The partition is sealed and accepts no new rows."""
 
-    next_step = "Put new rows elsewhere; new fields are still accepted."
+    next_step = "Put new rows in another partition. New fields are still accepted."
 
 
 class StageUndefined(DataplaneError):
-    """The partition has no such stage, and none can be added now."""
+    """The partition has no stage of this name, and stages can no longer be added."""
 
     next_step = "Correct the name, or declare the stage with the partition."
 
@@ -289,15 +291,15 @@ class FieldUnknown(DataplaneError, KeyError):
 
 
 class FieldExists(DataplaneError):
-    """The rows already have these fields. Fields are written once."""
+    """The rows already have these fields. A field is written only once."""
 
-    next_step = "After a repeated put: continue. To overwrite: pass `replace=True`."
+    next_step = "After a retried put, continue. To overwrite, pass `replace=True`."
 
 
 class InvalidRows(DataplaneError, ValueError):
-    """The lengths, keys, groups or tags of a call's rows do not match."""
+    """The lengths, keys, groups or tags of a call's rows are inconsistent."""
 
-    next_step = "Correct the call; nothing was stored."
+    next_step = "Correct the call. Nothing was stored."
 
 
 def without_group(rows: int, group_size: int) -> InvalidRows:
@@ -324,21 +326,21 @@ class LimitExceeded(DataplaneError, ValueError):
 
 
 class GroupClosed(DataplaneError):
-    """The group is closed and takes no more rows."""
+    """The group is closed and accepts no more rows."""
 
-    next_step = "After a repeated put: continue. Otherwise use another group id."
+    next_step = "After a retried put, continue. Otherwise, use another group id."
 
 
 class RowsDropped(DataplaneError):
     """The call names rows or groups that were dropped."""
 
-    next_step = "Leave them out. To reuse the names: `reuse=True`."
+    next_step = "Leave them out. To reuse their names, pass `reuse=True`."
 
 
 class RowsGone(DataplaneError, LookupError):
-    """Rows were freed, dropped or lost, or never put."""
+    """The rows were freed, dropped, lost, or never put."""
 
-    next_step = "Read before the last stage acks. After a repeated put: continue."
+    next_step = "Read before the last ack. After a retried put, continue."
 
 
 class RowsLost(DataplaneError):
@@ -348,15 +350,15 @@ class RowsLost(DataplaneError):
 
 
 class TagConflict(DataplaneError):
-    """`expect=` did not hold: another caller changed the tags."""
+    """The tags differ from `expect=`: another caller changed them."""
 
     next_step = "Read the tags and decide again."
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed half-way; `details["committed"]` lists the rows that were stored."""
+    """A put failed after it stored some rows, which `details["committed"]` lists."""
 
-    next_step = "Repeat the put: it stores the rest."
+    next_step = "Repeat the put with the same keys."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -373,7 +375,7 @@ class ClaimTimeout(DataplaneError, TimeoutError):
 class StreamEnd(DataplaneError):
     """The partition is sealed, and no rows are left for the stage."""
 
-    next_step = "Leave the loop; this is not a failure."
+    next_step = "Leave the loop. This is not a failure."
 
 
 class LeaseExpired(DataplaneError):
@@ -385,7 +387,7 @@ class LeaseExpired(DataplaneError):
 class NotFetched(DataplaneError, LookupError):
     """The field was not fetched with this batch or these rows."""
 
-    next_step = "Name it in `fields=`, or call `fetch(…)`."
+    next_step = "Name the field in `fields=`, or call `fetch(…)`."
 
 
 # memory
@@ -399,15 +401,15 @@ class BackPressure(DataplaneError):
 
 
 class ShardFull(BackPressure):
-    """The host that keeps the partition has no room for more metadata."""
+    """The host that stores the partition's metadata has no room left."""
 
-    next_step = "Consume or drop rows, or enlarge that host's arena."
+    next_step = "Consume or drop rows, or give that host a larger arena."
 
 
 class SpillFull(BackPressure):
-    """The arena and the spill directory are both full."""
+    """The arena and the disk of the spill directory are full."""
 
-    next_step = "Free rows, or free space on the disk."
+    next_step = "Free rows, or free space on that disk."
 
 
 class ValueTooLarge(DataplaneError):
@@ -425,7 +427,7 @@ class DeviceMissing(DataplaneError):
 class DeadlineExceeded(DataplaneError, TimeoutError):
     """The call did not finish within its deadline. It may have taken effect."""
 
-    next_step = "Repeat it, perhaps with a longer `timeout=`."
+    next_step = "Repeat the call, perhaps with a longer `timeout=`."
     retry: ClassVar[Retry] = "with keys"
 
 
@@ -433,20 +435,20 @@ class DeadlineExceeded(DataplaneError, TimeoutError):
 
 
 class TransferFailed(DataplaneError):
-    """A transfer of values between hosts was interrupted; none of it is used."""
+    """A transfer of values between hosts was interrupted. Partial data is discarded."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "yes"
 
 
 class TransportMissing(DataplaneError):
-    """A required transport does not work here."""
+    """A required transport does not work on this host."""
 
     next_step = "Install what the message names, or choose another `--transport`."
 
 
 class TicketRefused(DataplaneError):
-    """The owner of the values refused the ticket of a transfer."""
+    """The owner of the values refused the ticket for a transfer."""
 
     next_step = "Start all peers with the same run, seeds and token."
 
@@ -455,14 +457,15 @@ class TicketRefused(DataplaneError):
 
 
 class CheckpointFailed(DataplaneError):
-    """A checkpoint could not be written or read. An unfinished one leaves no files."""
+    """A checkpoint could not be written or read. A failed write leaves no files."""
 
     next_step = "Correct what the message names."
     retry: ClassVar[Retry] = "yes"
 
 
 class CheckpointCorrupt(DataplaneError):
-    """A file (`details["file"]`) is torn, altered or missing. Nothing was restored."""
+    """A file of the checkpoint (`details["file"]`) is truncated, altered or missing. Nothing was
+    restored."""
 
     next_step = "Use another checkpoint."
 

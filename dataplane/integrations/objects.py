@@ -24,8 +24,8 @@ def check_even(fields: TensorDict) -> None:
     shows only the fields that all rows have."""
     if (odd := uneven_keys(fields)) is not None:
         raise ValueError(
-            f"row {odd[2]} has field {odd[0]!r} but row {odd[1]} does not: all rows of a put need "
-            "the same fields; put rows with different fields in separate calls"
+            f"row {odd[2]} has field {odd[0]!r}, but row {odd[1]} does not: put rows with "
+            "different fields in separate calls"
         )
 
 
@@ -90,7 +90,8 @@ def _image(told: dict[str, Any]) -> Any:
     (width, height), pixels = told["size"], told[_IMAGE]
     if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
         raise ValueError(
-            f"{pixels.nbytes} bytes are too few for an image of {width} x {height} pixels"
+            f"the stored image is truncated: {pixels.nbytes} bytes are too few for {width} x "
+            f"{height} pixels"
         )
     made = Image.frombytes(told["mode"], (width, height), pixels.data)
     if "palette" in told:

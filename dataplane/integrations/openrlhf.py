@@ -30,23 +30,23 @@ _CLASS = "\0class"
 class Queue:
     """A queue for any number of processes, threads and hosts.
 
-    Items of one host come out in the order in which they were put. If several hosts put, a `get`
-    may take an item of its own host before older items of other hosts.
+    Items that one host puts come out in the order in which they were put. If several hosts put
+    items, `get` may return an item of its own host before older items of other hosts.
 
-    - `maxsize`: how many items may wait; 0 for no limit. The arena limits memory anyway. With
-      several producers, each may exceed the limit by one.
-    - `name`: name of the partition. The same name is the same queue; without a name, the queue is
-      new.
+    - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
+      in either case. With several producers, each may exceed the limit by one.
+    - `name`: the name of the queue's partition. Queues of the same name share their items.
+      Default: a new, unique name.
     - `run`: as for `dataplane.connect`.
 
-    A pickled queue, such as an argument of an actor, is the same queue in the other process.
+    A queue can be pickled, for example as an argument of an actor. The copy is the same queue.
     """
 
     def __init__(
         self, maxsize: int = 0, *, name: str | None = None, run: str | None = None
     ) -> None:
         if maxsize < 0:
-            raise ValueError(f"maxsize={maxsize}: expected 0 for no limit, or a positive number")
+            raise ValueError(f"maxsize={maxsize}: expected a positive number, or 0 for no limit")
         self.maxsize = maxsize
         self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
         self._plane = dataplane.connect(run=run)
@@ -56,61 +56,70 @@ class Queue:
         return _attached, (self.maxsize, self.name, self._plane.name)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Add an item. Wait while the queue is full; raise `Full` after `timeout` seconds.
+        """Add an item. Wait while the queue is full, and raise `Full` after `timeout` seconds.
 
         Equal arrays inside `mm_train_inputs` of one prompt's samples are stored once. Raises
-        InvalidValue, and stores nothing, if a part of the item is not None, a number, text, bytes,
-        list, tuple, dict, array, tensor or dataclass.
+        InvalidValue, and stores nothing, if the item contains anything other than None, numbers,
+        text, bytes, lists, tuples, dicts, arrays, tensors and dataclasses.
         """
         packed = _packed(item)
         if self.maxsize:
             try:
                 self._part.wait(_GET, below=self.maxsize, timeout=timeout if block else 0)
             except TimeoutError:
-                raise Full(f"queue {self.name} is full: it holds {self.maxsize} items") from None
+                raise Full(
+                    f"queue {self.name!r} is full: it already holds {self.maxsize} items"
+                ) from None
         self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take the next item. Wait for one; raise `Empty` after `timeout` seconds. Tensors are
-        private copies. A dataclass comes back as one if this process has imported its class."""
+        """Remove and return the next item. Wait while the queue is empty, and raise `Empty` after
+        `timeout` seconds. Tensors are private copies. Raises TypeError for a dataclass whose
+        module this process has not imported."""
         try:
             batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)
         except TimeoutError:
-            raise Empty(f"queue {self.name} is empty") from None
+            raise Empty(f"queue {self.name!r} is empty") from None
         with batch:
             return _unpacked(batch[_ITEM][0][_ITEM])
 
     def put_nowait(self, item: Any) -> None:
+        """Add an item without waiting. Raises `Full` if the queue is full."""
         self.put(item, block=False)
 
     def get_nowait(self) -> Any:
+        """Remove and return the next item without waiting. Raises `Empty` if there is none."""
         return self.get(block=False)
 
     async def put_async(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Like `put`, without blocking the event loop."""
         await asyncio.to_thread(self.put, item, block, timeout)
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Like `get`, without blocking the event loop."""
         return await asyncio.to_thread(self.get, block, timeout)
 
     def qsize(self) -> int:
-        """Return the number of items that wait."""
+        """Return the number of items in the queue."""
         return int(self._part.stats()["stages"][_GET]["ready_rows"])
 
     def __len__(self) -> int:
         return self.qsize()
 
     def empty(self) -> bool:
+        """Return whether the queue has no items."""
         return self.qsize() == 0
 
     def full(self) -> bool:
+        """Return whether the queue has `maxsize` items or more."""
         return 0 < self.maxsize <= self.qsize()
 
     def shutdown(self) -> None:
-        """End the queue. Its items are freed, and calls that wait for one raise PartitionGone."""
+        """End the queue and free its items. Calls that wait for an item raise PartitionGone."""
         self._part.drop()
 
     def close(self) -> None:
-        """Disconnect this process; the queue continues for others."""
+        """Disconnect this process. Other processes can still use the queue."""
         self._plane.close()
 
 
@@ -156,7 +165,7 @@ def _imported(module: str, qualname: str) -> Any:
         kind = getattr(kind, name, None)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(
-            f"{module}.{qualname} is not a dataclass that this process has imported: import "
-            f"{module} before getting such items"
+            f"cannot rebuild an item of class {module}.{qualname}, because this process has not "
+            f"imported it or it is not a dataclass: import {module} before calling get()"
         )
     return kind

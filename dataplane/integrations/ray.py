@@ -66,17 +66,17 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
     """Start a peer on every living node of the Ray cluster that this driver is connected to.
 
     - `given`: settings of the peers by name, written as for `dataplane peer` (docs/settings.md):
-      `arena="64GiB", transport="required:nixl"`. Other settings come from the variables of a node's
-      workers, then from those of this process.
-    - `token_file`: path of the cluster token on every host. Without it, `start` makes a new token
-      and sends it to the hosts through Ray.
-    - `timeout`: seconds.
+      `arena="64GiB", transport="required:nixl"`. Other settings come from the environment variables
+      of each node's workers, then from those of this process.
+    - `token_file`: path of the cluster token file on every host. Without it, `start` creates a new
+      token and sends it to the hosts through Ray.
+    - `timeout`: seconds to wait for all peers.
 
-    Workers find their node's peer with `dataplane.connect()`. Raises ConnectError and
-    InvalidConfig.
+    Workers attach to their node's peer with `dataplane.connect()`. Raises ConnectError if a node
+    does not start its peer in time, and InvalidConfig for an invalid setting.
     """
     if not ray.is_initialized():
-        raise InvalidConfig("ray is not initialised: call ray.init() before start()")
+        raise InvalidConfig("Ray is not initialised: call ray.init() before start()")
     texts = {name: text for name, text in map(_setting, given, given.values()) if text is not None}
     for name in _SHARED:  # what cannot be read is told here, and not by every node
         settings.value(name, settings.by_hand({name: texts.get(name)}, "{}="))
@@ -92,9 +92,9 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
 
 
 def started(*, timeout: float = START_S) -> Started:
-    """Return the peers of this Ray job. The first process that asks starts them with `start`, so
-    the processes need not know each other. They end with that process, or with `stop()`. Raises the
-    same errors as `start`."""
+    """Return the peers of this Ray job. The first process that calls this function starts them with
+    `start`, so the processes need not know each other. The peers end when that process ends, or
+    when a process calls `stop()`. Raises the same errors as `start`."""
     options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
     found = Started(ray.remote(_Starter).options(**options).remote())
     _answers([found.starter.start.remote()], timeout)
@@ -103,13 +103,13 @@ def started(*, timeout: float = START_S) -> Started:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Peers that some process of the job has started. Keep this object: Ray ends the starter of a
-    process that no longer refers to it."""
+    """The peers of a Ray job, started by one of its processes. Keep a reference to this object: Ray
+    ends the actor that starts the peers when no process refers to it."""
 
     starter: Any
 
     def stop(self) -> None:
-        """End the peers at once, with all rows."""
+        """Stop all peers at once. Their rows are lost."""
         _let_go([self.starter])
 
 
@@ -147,14 +147,14 @@ def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
     setting = name.replace("_", "-")
     if setting not in (*_SHARED, *_OF_NODES):
         known = ", ".join(one.replace("-", "_") for one in (*_SHARED, *_OF_NODES))
-        raise InvalidConfig(f"{name}= is not a setting of start(), which takes {known}, timeout")
+        raise InvalidConfig(f"{name}= is not a setting of start(): use {known} or timeout")
     if isinstance(text, bool):
         text = "1" if text else "0"
     return setting, text
 
 
 class Peers:
-    """The peers of this job. As a context manager, it calls `stop` at the end."""
+    """The peers of a Ray job. As a context manager, calls `stop` at the end of the body."""
 
     def __init__(self, setup: Setup, timeout: float) -> None:
         self._setup = setup
@@ -177,8 +177,8 @@ class Peers:
 
     @property
     def plane(self) -> str:
-        """The plane's name. Set DATAPLANE_RUN to it for processes that Ray does not know, such as
-        children of an actor."""
+        """The plane's name. Set DATAPLANE_RUN to this name for processes that Ray did not start,
+        such as child processes of an actor."""
         return self._setup.plane
 
     @property
@@ -187,7 +187,7 @@ class Peers:
         return list(self._attendants)
 
     def extend(self) -> None:
-        """Start a peer on the nodes that joined later. `start` calls this too."""
+        """Start a peer on every node that has none yet, such as nodes that joined later."""
         found = [node for node in _nodes() if node not in self._attendants]
         made = {node: _attendant(node, self.plane) for node in found}
         self._attendants |= made
@@ -196,7 +196,7 @@ class Peers:
         except BaseException:
             _let_go([self._attendants.pop(node) for node in made])
             raise
-        log.info("plane %r: %s started", self.plane, counted(len(made), "peer"))
+        log.info("plane %r: started %s", self.plane, counted(len(made), "peer"))
 
     def stop(self) -> None:
         """Stop all peers. Their rows are lost. Nodes that have left the Ray cluster are skipped."""
@@ -213,8 +213,8 @@ class Peers:
         joins = bool(self._setup.seeds)
         if not joins and len(self._attendants) > len(attendants):
             raise InvalidConfig(
-                "this plane was started on one host, so its peer has no address that other hosts "
-                "can reach: call stop(), then start() again now that there are several hosts"
+                "this plane was started when the Ray cluster had only one host, so other hosts "
+                "cannot reach its peer: call stop(), then start() again"
             )
         if not joins and len(addresses) > 1:
             self._setup = _with_seeds(self._setup, addresses)
@@ -244,8 +244,8 @@ def _answers(calls: list[Any], timeout: float) -> list[Any]:
     except ray.exceptions.RayError as exc:
         raise ConnectError(
             f"not every Ray node started a peer within {timeout:g} s ({type(exc).__name__}): "
-            "check that dataplane is installed on all nodes, and that they can reach each other's "
-            "addresses"
+            "check that dataplane is installed on all nodes, and that the nodes can connect to "
+            "each other"
         ) from exc
 
 
@@ -254,7 +254,8 @@ def _let_go(attendants: list[Any]) -> None:
         told = [one.stop.remote() for one in attendants]
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
-            log.warning("ray: %d nodes failed to stop their peers", len(told) - len(done))
+            late = counted(len(told) - len(done), "actor")
+            log.warning("ray: %s did not stop the peers within %g s", late, STOP_S)
     for attendant in attendants:
         ray.kill(attendant)
 
@@ -285,9 +286,9 @@ class Attendant:
         here = runs.find_run().name
         if here != plane:
             raise InvalidConfig(
-                f"the workers of node {self._name} belong to run {here!r}, but the driver belongs "
-                f"to {plane!r}. Call connect() after ray.init(), or set DATAPLANE_RUN in the "
-                "driver, and pass the same value to the workers with "
+                f"the workers of Ray node {self._name} belong to run {here!r}, but the driver "
+                f"belongs to {plane!r}: call connect() after ray.init(), or set DATAPLANE_RUN in "
+                "the driver and pass the same value to the workers with "
                 'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": …}})'
             )
         host = ray.util.get_node_ip_address()
@@ -349,4 +350,7 @@ def _free_port(host: str, ports: Sequence[int]) -> int:
     for port in ports:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
-    raise AddressInUse(f"none of the {len(ports)} ports from {ports[0]} on is free on {host}")
+    raise AddressInUse(
+        f"no free port on {host} between {ports[0]} and {ports[-1]}: free one of these ports, or "
+        "choose another run name, which selects other ports"
+    )

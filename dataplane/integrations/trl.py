@@ -28,13 +28,15 @@ RESULT = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class Rollouts:
-    """The completions that one training run asks for. Pass the same arguments in ranks and workers.
+    """The completions that one training run asks for. Pass the same arguments in every rank and
+    every worker.
 
-    - `fields`: what workers add besides `prompt_ids`, `completion_ids` and `logprobs`. TRL passes
-      them to reward functions, and uses `env_mask` itself.
-    - `stages`: further stages that make some of the fields, such as {"score": ["completion_ids"]}.
-    - `timeout`: seconds that a rank waits for all completions of a request. None waits for as long
-      as it takes, and logs what is missing.
+    - `fields`: the fields that workers add besides `prompt_ids`, `completion_ids` and `logprobs`.
+      TRL passes them to reward functions, and uses `env_mask` itself.
+    - `stages`: other stages, which produce some of the fields, and the fields that each of them
+      needs, such as {"score": ["completion_ids"]}.
+    - `timeout`: how many seconds a rank waits for all completions of a request. None waits without
+      a limit, and logs what is missing.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class Rollouts:
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: return one completion per prompt, in order. A prompt that needs
-        several completions is in the list several times.
+        several completions occurs several times in the list.
 
-        Rows have the tags `version`, the trainer's step, and `eval`. From these a worker knows
-        which weights to use and how to sample.
+        Each row has the tags `version` (the trainer's step) and `eval`. They tell a worker which
+        weights to use and how to sample.
         """
         request = uuid.uuid4().hex
         keys = [f"{request}-{place}" for place in range(len(prompts))]
@@ -86,13 +88,14 @@ class Rollouts:
     def requests(
         self, rows: int, *, where: dataplane.Where | None = None, timeout: float | None = None
     ) -> dataplane.Stream:
-        """For a rollout worker: batches of at most `rows` prompts, `batch["prompt"]`, until
-        training ends. Answer with `batch.add(prompt_ids=…, completion_ids=…, logprobs=…)`. If a
-        worker dies, other workers get its prompts."""
+        """Return the stream of prompts for a rollout worker: batches of at most `rows` prompts,
+        `batch["prompt"]`, until training ends. Answer each batch with
+        `batch.add(prompt_ids=…, completion_ids=…, logprobs=…)`. If a worker dies, other workers
+        get its prompts."""
         return self.partition.stream("rollout", rows=rows, min=1, where=where, timeout=timeout)
 
     def end(self) -> None:
-        """End the requests, and with them the workers' loops."""
+        """End the streams of prompts, so that the workers' loops finish."""
         self.partition.seal()
 
 

@@ -42,15 +42,15 @@ def put(
     """Write the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
     `meta_info` with each row. The other arguments are those of `Partition.put`.
 
-    Raises ValueError for a name that is in both, is `meta_info`, or is missing in some rows.
-    InvalidValue names a value inside an object that is not None, a number, text, bytes, list,
-    tuple, dict, array or tensor.
+    Raises ValueError for a name that is in both, is `meta_info`, or is missing in some rows. Raises
+    InvalidValue for an object that contains anything other than None, numbers, text, bytes, lists,
+    tuples, dicts, arrays and tensors.
     """
     if data.batch is not None:
         check_even(data.batch)
     columns: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
     if odd := sorted(({*columns} & {*data.non_tensor_batch}) | ({META_INFO} & {*columns})):
-        raise ValueError(f"this DataProto has two entries named {odd[0]!r}; rename one")
+        raise ValueError(f"this DataProto has two entries named {odd[0]!r}: rename one of them")
     for name, array in data.non_tensor_batch.items():
         columns[str(name)] = [{_OBJECT: packed_object(one)} for one in array]
     columns[META_INFO] = [packed_object(dict(data.meta_info))] * len(data)
@@ -62,8 +62,8 @@ def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
     """Return the fetched fields of rows, and their `meta_info`, as a DataProto. Its tensors and
     arrays are private copies.
 
-    Raises ValueError for a field whose rows differ in shape, and for a key of `meta_info` whose
-    values differ between puts.
+    Raises ValueError for a field whose rows differ in shape, and for a key of `meta_info` that has
+    different values in different puts.
     """
     from verl import DataProto
 
@@ -78,8 +78,9 @@ def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
             continue
         if len(shapes := {np.shape(one) for one in column}) > 1:
             raise ValueError(
-                f"rows of field {name!r} have the shapes {sorted(shapes)}, but a DataProto needs "
-                "equal shapes: pad them before the put, or read the field with `torch(...)`"
+                f"the rows of field {name!r} have different shapes, {sorted(shapes)}, but a "
+                "DataProto needs rows of one shape: pad them before the put, or read the field "
+                "with `torch(...)`"
             )
         tensors[name] = rows.torch(name)
     meta_info = _joined([unpacked_object(one) for one in _meta_infos(rows)])
@@ -113,8 +114,9 @@ def _joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
         for key, value in info.items():
             if key in joined and not _same(joined[key], value):
                 raise ValueError(
-                    f"meta_info {key!r} differs between the puts of these rows: "
-                    f"{joined[key]!r:.80} and {value!r:.80}"
+                    f"these rows come from puts with different values of meta_info[{key!r}], "
+                    f"{joined[key]!r:.80} and {value!r:.80}: use one value in all puts, or read "
+                    "the rows of each put separately"
                 )
             joined[key] = value
     return joined

@@ -112,9 +112,9 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     if named is None:
         launcher = several[0].launcher
         raise SeedsMissing(
-            f"this {launcher} job spans several hosts, and its variables do not name them. Set "
-            "DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on every host. "
-            "For a plane of this host alone, set DATAPLANE_SEEDS=none",
+            f"this {launcher} job spans several hosts, but its environment variables do not name "
+            "them: set DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on "
+            "every host, or DATAPLANE_SEEDS=none to use this host alone",
             launcher=launcher,
         )
     port = seed_port(run)
@@ -159,7 +159,10 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
         for node in _expand(item):
             nodes.append(node)
             if len(nodes) > MAX_NODES:
-                raise InvalidConfig(f"{nodelist!r} names more than {MAX_NODES} nodes")
+                raise InvalidConfig(
+                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} nodes, the "
+                    "most that dataplane supports"
+                )
     return tuple(dict.fromkeys(nodes))
 
 
@@ -170,15 +173,21 @@ def _expand(item: str) -> Iterator[str]:
         return
     ranges, closing, tail = rest.partition("]")
     if not closing:
-        raise InvalidConfig(f"{item!r} is not a Slurm node list")
+        raise _not_a_nodelist(item)
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise InvalidConfig(f"{item!r} is not a Slurm node list")
+            raise _not_a_nodelist(item)
         first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             for end in _expand(tail):
                 yield f"{head}{number:0{len(first)}d}{end}"
+
+
+def _not_a_nodelist(item: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"{item!r:.80} is not a valid Slurm node list: expected a form such as node[01-03,7]"
+    )
 
 
 def _split_outside_brackets(text: str) -> list[str]:
@@ -355,7 +364,8 @@ def _address_towards(host: str) -> str:
     except OSError as exc:
         raise ConnectError(
             f"cannot resolve or reach {host}, the first host of this job "
-            f"({exc.strerror or exc}): check names and routes, or set DATAPLANE_SEEDS",
+            f"({exc.strerror or exc}): check DNS and routing, or set DATAPLANE_SEEDS to "
+            "addresses that this host can reach",
             host=host,
         ) from exc
 
@@ -370,5 +380,6 @@ def _integer(environ: Environ, name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise InvalidConfig(
-            f"{name}={text!r}: expected a whole number; correct or unset it"
+            f"the environment variable {name} is {text!r}, which is not an integer: correct or "
+            "unset it"
         ) from None

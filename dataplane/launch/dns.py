@@ -52,13 +52,13 @@ def seeds_of(
     until = time.monotonic() + wait_s
     found = resolve(name)
     if len(found) != count:
-        log.info("seeds: %s has %d addresses, waiting for %d", name, len(found), count)
+        log.info("seeds: %s resolves to %d addresses, waiting for %d", name, len(found), count)
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
-                f"{name} had {len(found)} addresses after {duration(wait_s)}, but {setting} "
-                f"expects {count}: check that exactly these hosts are running. On Kubernetes the "
-                "headless Service needs publishNotReadyAddresses: true",
+                f"{name} still resolved to {len(found)} addresses after {duration(wait_s)}, but "
+                f"{setting} expects {count}: check that exactly {count} hosts are running. On "
+                "Kubernetes, the headless Service needs publishNotReadyAddresses: true",
                 name=name,
                 found=sorted(found),
                 expected=count,
@@ -74,7 +74,7 @@ def _parsed(setting: str) -> tuple[str, int, int]:
     port, count = (int(match[2]), int(match[3])) if match else (0, 0)
     if match is None or not 0 < port < 65536 or not 0 < count <= MAX_HOSTS:
         raise InvalidConfig(
-            f"{setting!r} is not a valid seed name: write dns://NAME:PORT/COUNT, such as "
-            "dns://grpo.default.svc:7101/4"
+            f"{setting!r} is not a valid DNS name for seeds: use dns://NAME:PORT/COUNT, for "
+            "example dns://grpo.default.svc:7101/4"
         )
     return match[1], port, count

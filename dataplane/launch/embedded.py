@@ -100,10 +100,10 @@ class Attached:
             said = f"joined run {self.run.name!r}, started {by} {age} ago: {peer}"
         remarks = self._of_beginning() if self.began else self._of_joining(found)
         if card is not None and card.version != __version__:
-            remarks.append(f"this process has dataplane {__version__}")
+            remarks.append(f"this process uses dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
             remarks.append(
-                "ray is not initialised yet, so this process has its own run: call connect() "
+                "Ray is not initialised yet, so this process uses its own run: call connect() "
                 "after ray.init() to join the run of the Ray job"
             )
         return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
@@ -112,18 +112,21 @@ class Attached:
         if found.clients:
             return []
         starter = self.living.starter
-        anew = starter is not None and not self.run.unnamed
-        fresh = "connect(fresh=True) ends it first" if anew else ""
         if found.rows:
             last = f" (`{found.left_by}`)" if found.left_by else ""
             said = (
-                f"it has {counted(found.rows, 'row')} and no clients: the last one{last} left "
-                f"{duration(found.left_ms / 1e3)} ago"
+                f"the run has {counted(found.rows, 'row')} but no clients: the last client{last} "
+                f"left {duration(found.left_ms / 1e3)} ago"
             )
-            return [f"{said}. If this process should not use the rows, {fresh}" if fresh else said]
+            if starter is not None and not self.run.unnamed:
+                said += ". To start with an empty run instead, call connect(fresh=True)"
+            return [said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if named and starter is not None and not runs.is_of_launch(starter):
-            return [f"another launch started it and has no clients left. To start over, {fresh}"]
+            return [
+                "another launch started this run and has no clients left. To start with a new "
+                "run instead, call connect(fresh=True)"
+            ]
         return []
 
     def _of_beginning(self) -> list[str]:
@@ -135,15 +138,16 @@ class Attached:
             remarks += [_ended(min(left, key=lambda one: one.age_s))] if left else []
         if self.run.over:
             remarks.append(
-                f"DATAPLANE_RUN is {self.run.over!r}, an unnamed run whose processes have ended "
-                "or are on another host; to share one run between hosts, set a run name"
+                f"DATAPLANE_RUN={self.run.over} refers to an unnamed run whose processes have "
+                "ended or are on another host: to share one run between hosts, set DATAPLANE_RUN "
+                "to a name of your choice"
             )
         if self.run.said_by in ("hand", "variable"):
             named = {one.name: one for one in rundir.living_runs(self.living.folder.parent)}
             if near := nearest(self.run.name, named):
                 remarks.append(
-                    f"this host also has {_introduced(named[near])}, whose name is similar: if "
-                    f"you meant that run, join it with connect(run={near!r})"
+                    f"this host also has {_introduced(named[near])}, whose name is similar: to "
+                    f"join that run instead, call connect(run={near!r})"
                 )
         if self.run.said_by != "launch":
             return remarks
@@ -159,9 +163,9 @@ class Attached:
         others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
         if others:
             remarks.append(
-                f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs in "
-                "several terminals, or started by separate lines of a script, give them the same "
-                "run name with connect(run=…) or DATAPLANE_RUN"
+                f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs "
+                "that are started separately, in several terminals or by several lines of a "
+                "script, give them the same run name with connect(run=…) or DATAPLANE_RUN"
             )
         return remarks
 
@@ -172,8 +176,8 @@ class Attached:
 
 
 _SHARE = (
-    "their rows are not shared with this process. To share rows, call connect() in the common "
-    "parent before it starts the processes, or give all of them the same run name with "
+    "this process uses its own run, and runs do not share rows. To share rows, call connect() in "
+    "the common parent before it starts the processes, or give all of them the same run name with "
     "connect(run=…) or DATAPLANE_RUN"
 )
 
@@ -181,13 +185,14 @@ _SHARE = (
 def _gone(dead: rundir.DeadPeer) -> str:
     """What went with a peer."""
     card = dead.card
-    said = f"it starts empty: its last peer {card.name!r} (pid {card.pid})"
+    said = f"the run starts empty: its last peer {card.name!r} (pid {card.pid})"
     rows, age = counted(card.rows, "row"), duration(dead.age_s)
     if card.ended:
         return f"{said} ended {age} ago with {rows} ({card.ended})"
     # Nobody saw it end: its card is older than its end.
     return (
-        f"{said} was killed, and had {rows} {age} ago: see {log_path(dead.folder, card.name)}.old"
+        f"{said} was killed, and had {rows} {age} ago. See its log, "
+        f"{log_path(dead.folder, card.name)}.old"
     )
 
 
@@ -231,9 +236,9 @@ def attach(
     if fresh_start is not None:
         if peer_name is not None:
             raise InvalidCall(
-                "fresh=True starts the run with a new peer, so it cannot be combined with "
-                f"a peer name (here {peer_name!r}): leave out one of them, and unset "
-                "DATAPLANE_PEER"
+                "fresh=True starts the run with a new peer, so it cannot be combined with a peer "
+                f"name (here {peer_name!r}): leave out one of the two. If the name comes from "
+                "DATAPLANE_PEER, unset that variable"
             )
         me = replace(me, fresh=True)
         with _start_lock(folder, deadline):
@@ -267,8 +272,8 @@ def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
         return mine
     if len(found) > 1:
         raise PeerAmbiguous(
-            f"{len(found)} runs have a peer {peer_name!r} on this host: {', '.join(found)}; "
-            f"choose one with connect({peer_name!r}, run={found[0]!r}) or "
+            f"{len(found)} runs on this host have a peer named {peer_name!r} "
+            f"({', '.join(found)}): choose one with connect({peer_name!r}, run={found[0]!r}) or "
             f"DATAPLANE_RUN={found[0]}",
             running=found,
         )
@@ -287,16 +292,16 @@ def embedded_config(
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
         raise RunMissing(
-            f"this job has peers on several hosts ({', '.join(seeds)}), and they have no common "
-            "run name. Set DATAPLANE_RUN=NAME to the same value on every host, and to a new name "
-            "for each launch. With torchrun, --rdzv-id NAME is enough",
+            f"this job has peers on several hosts ({', '.join(seeds)}), but no run name that they "
+            "share: set DATAPLANE_RUN to the same name on every host, and to a new name for each "
+            "launch. With torchrun, --rdzv-id NAME is enough",
             seeds=seeds,
         )
     if seeds and place.listen is None:
         raise ConnectError(
-            f"none of the seeds ({', '.join(seeds)}) is an address of this host: start this "
-            "host's peer by hand with `dataplane peer --name … --listen tcp://host:port "
-            "--seeds …`",
+            f"none of the seeds ({', '.join(seeds)}) is an address of this host: correct "
+            "DATAPLANE_SEEDS, or start this host's peer by hand with `dataplane peer --name … "
+            "--listen tcp://host:port --seeds …`",
             seeds=seeds,
         )
     given = settings.by_hand({"run": run, "name": embedded_name(place.listen)})
@@ -391,7 +396,7 @@ def _choose(
         if name not in living:
             raise PeerNotFound(
                 f"run {run!r} has no peer named {name!r} on this host (running: {names}): start "
-                f"it with `dataplane peer --name {name} --run {run}`, or name another peer",
+                f"it with `dataplane peer --name {name} --run {run}`, or choose another peer",
                 name=name,
                 running=list(living),
             )
@@ -400,7 +405,7 @@ def _choose(
         return living[own]
     if len(living) > 1:
         raise PeerAmbiguous(
-            f"several peers of run {run!r} are on this host: {names}; choose one with "
+            f"run {run!r} has several peers on this host ({names}): choose one with "
             f"connect({next(iter(living))!r}) or DATAPLANE_PEER={next(iter(living))}",
             running=list(living),
         )
@@ -421,8 +426,8 @@ def _start_once(
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
                     f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
-                    f"files in {folder} were removed and it has not restored them: it may be "
-                    "stopped. End it, or use another run name",
+                    f"files in {folder} were removed and it has not recreated them, perhaps "
+                    "because it is suspended: end that process, or use another run name",
                     run=config.run,
                     pid=pid,
                 )
@@ -449,8 +454,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "another process is starting the embedded peer and did not finish in time; check "
-                f"the log, {log_path(folder)}",
+                "another process is starting this run's peer but did not finish in time: check "
+                f"the peer's log, {log_path(folder)}",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)
@@ -499,7 +504,7 @@ def _spawn(config: PeerConfig, folder: Path) -> int:
         os.close(held_by_peer)
     if launcher.returncode:
         os.close(alive)
-        raise ConnectError(f"the embedded peer could not be started: {_tail(log)}")
+        raise ConnectError(f"could not start the embedded peer: {_tail(log)}")
     return alive
 
 
@@ -535,10 +540,10 @@ def _answers_in_time(
             if peer.card is not None and not peer.socket.exists():
                 what = (
                     f"(pid {peer.card.pid}) is alive, but its socket {peer.socket} is missing: "
-                    "end it and start it again"
+                    "end the peer and start it again"
                 )
             ours = alive is not None or is_embedded(peer.name)
-            hint = f"; the end of its log, {log}: {_tail(log)}" if ours else ""
+            hint = f". Last lines of its log, {log}: {_tail(log)}" if ours else ""
             raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
         time.sleep(_POLL_S)
     return True

@@ -68,10 +68,10 @@ class FreshStart:
         several = bool(discovery.find_seeds(run, environ))
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
-                f"fresh=True cannot tell this launch of run {run!r} from the previous one on "
-                "other hosts: no launcher gives the hosts a common id for each launch (Slurm, "
-                "mpirun, Ray and torchrun --rdzv-id do). Give the new launch another run name "
-                "(DATAPLANE_RUN)"
+                f"fresh=True cannot tell this launch of run {run!r} from an earlier launch on "
+                "other hosts, because the launcher gives each launch no id that all hosts share "
+                "(Slurm, mpirun, Ray and torchrun --rdzv-id do): set DATAPLANE_RUN to a new name "
+                "for each launch"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -82,9 +82,9 @@ class FreshStart:
         shown = few([str(one) for one in clients], SHOWN_CLIENTS)
         if clients and not self.force:
             raise RunInUse(
-                f"run {run!r} has {counted(len(clients), 'client')}, {shown}: connect(fresh=True) "
-                "does not end a run in use. End them first, give this launch another run name, or "
-                'call connect(fresh="force"), which ends the run and its rows anyway',
+                f"run {run!r} has {counted(len(clients), 'client')}, {shown}, and "
+                "connect(fresh=True) does not end a run that is in use: stop the clients, choose "
+                'another run name, or call connect(fresh="force") to end the run and lose its rows',
                 run=run,
                 clients=[
                     {"pid": one.pid, "command": one.command, "age_s": one.age_s} for one in clients
@@ -92,14 +92,14 @@ class FreshStart:
             )
         age = duration(peer.card.age_s) if peer.card else "?"
         how = 'connect(fresh="force")' if self.force else "connect(fresh=True)"
-        if not end(peer, f"`{me.command}` (pid {me.pid}) by {how}"):
+        if not end(peer, f"`{me.command}` (pid {me.pid}) with {how}"):
             raise ConnectError(
                 f"could not end peer {peer.name!r} of run {run!r}: {not_ended(peer)}",
                 peer=peer.name,
             )
         level = logging.WARNING if clients else logging.INFO
-        under = f" under {shown}" if clients else ""
-        log.log(level, "ended run %r, started %s ago%s", run, age, under)
+        still = f", although it had {counted(len(clients), 'client')}: {shown}" if clients else ""
+        log.log(level, "ended run %r, started %s ago%s", run, age, still)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         """Return the clients that use a run. Clients that connected only to look get PASSING_S to
@@ -120,8 +120,8 @@ class FreshStart:
             if self.force:
                 return []
             raise RunInUse(
-                f"peer {peer.name!r} of run {run!r} did not report its clients "
-                f'({exc.message}); connect(fresh="force") ends it anyway',
+                f"peer {peer.name!r} of run {run!r} did not report its clients ({exc.message}), so "
+                'the run may be in use: call connect(fresh="force") to end it anyway',
                 run=run,
                 clients=[],
             ) from exc
@@ -132,15 +132,15 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
     starter = peer.card.starter if peer.card else None
     if starter is None:
         raise InvalidCall(
-            f"peer {peer.name!r} of run {run!r} was started by hand, and fresh=True does "
-            f"not end such a peer: stop it first (dataplane clean --run {run} --force)"
+            f"peer {peer.name!r} of run {run!r} was started by hand, and connect(fresh=True) does "
+            f"not end such a peer: stop it first with `dataplane clean --run {run} --force`"
         )
     mine = runs.is_of_launch(starter)
     if several and mine and not starter.fresh:
         raise InvalidCall(
-            f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
-            f"{run!r} without fresh=True. In a run of several hosts, either all processes "
-            "of a launch pass fresh=True, or none does"
+            f"`{starter.command}` (pid {starter.pid}), a process of this launch, connected to run "
+            f"{run!r} without fresh=True: in a run of several hosts, pass fresh=True in all "
+            "processes of a launch or in none"
         )
     return not mine or (starter.process == me.process and not several)
 
@@ -177,4 +177,7 @@ def not_ended(peer: rundir.LivingPeer) -> str:
     pid = rundir.holder(peer.socket.parent, peer.name)
     if pid:
         return f"pid {pid} is still alive after SIGKILL; see its state in /proc/{pid}/status"
-    return "its process is in another container, or its pid is not visible here; end it there"
+    return (
+        "its process runs in another container, or its pid is not visible here; end it in that "
+        "container"
+    )

@@ -135,7 +135,7 @@ def folder_of(plane: str, base: Path) -> Path:
     folder = plane if plain else f"~{xxhash.xxh3_64_hexdigest(plane.encode())[:12]}"
     if len(folder) > room:
         raise InvalidConfig(
-            f"the path of the run directory {base} is too long for a socket: set "
+            f"the path of the run directory {base} is too long for a Unix socket: set "
             "DATAPLANE_RUN_DIR to a path of at most "
             f"{MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
         )
@@ -491,8 +491,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid: {exc}. connect() sets this option; do not set it by "
-            "hand"
+            f"--starter {text!r} is not valid ({exc}): connect() sets this option, so do not pass "
+            "it yourself"
         ) from exc
 
 

@@ -78,13 +78,13 @@ class Setting:
 
 def _devices(text: str) -> str:
     if text not in ("auto", "required", "off"):
-        raise InvalidConfig(f"{text!r} is not auto, required or off")
+        raise InvalidConfig(f"{text!r} is not valid: use auto, required or off")
     return text
 
 
 def _tracebacks(text: str) -> str:
     if text not in ("short", "full"):
-        raise InvalidConfig(f"{text!r} is neither short nor full")
+        raise InvalidConfig(f"{text!r} is not valid: use short or full")
     return text
 
 
@@ -103,7 +103,7 @@ TABLE = (
         "peer",
         "NAME",
         "the run's only peer on this host; `connect()` starts one if there is none",
-        "the peer on this host to attach to; `connect()` never starts it",
+        "the peer on this host to attach to; `connect()` does not start it",
         values.check_peer_name,
         of="connect()",
         option=False,
@@ -112,7 +112,7 @@ TABLE = (
         "devices",
         "auto, required or off",
         "auto",
-        "whether clients read values on a GPU in place",
+        "whether clients read values in GPU memory in place",
         _devices,
         of="connect()",
         option=False,
@@ -130,7 +130,7 @@ TABLE = (
         "progress",
         "",
         "on",
-        "whether long calls show a progress bar, if standard error is a terminal",
+        "whether long calls show a progress bar when standard error is a terminal",
         values.parse_yes,
         of="connect() and every peer",
         option=False,
@@ -158,7 +158,7 @@ TABLE = (
         "listen",
         "tcp://HOST:PORT",
         "the seed that is an address of this host",
-        "address at which other peers reach it",
+        "address at which other peers reach this peer",
         lambda text: values.parse_address(text) and text.strip(),
         field="listen",
         variable=False,
@@ -166,9 +166,9 @@ TABLE = (
     Setting(
         "seeds",
         "tcp://HOST:PORT,… or dns://NAME:PORT/COUNT",
-        "the launcher's, else this host alone",
+        "the launcher's hosts, else this host alone",
         "all founding peers, in the same order on every host; `none`: this host alone; dns://: a "
-        "name that resolves to COUNT addresses, for which the peer waits up to 300 s",
+        "name; the peer waits up to 300 s until it resolves to COUNT addresses",
         values.parse_seeds,
         field="seeds",
         text=lambda seeds: ",".join(seeds) or "none",
@@ -195,8 +195,8 @@ TABLE = (
         "lost-after",
         "SECONDS",
         "20",
-        "seconds that a peer may be silent, while its host answers, before the roster keeper "
-        "declares it lost; under 30; the keeper's value applies",
+        "seconds that a peer may be silent, while its host responds, before the roster keeper "
+        "declares it lost; under 30; only the keeper's value counts",
         values.parse_lost_after,
         field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",
@@ -223,7 +223,7 @@ TABLE = (
         "spill",
         "DIR[:SIZE]",
         "none; SIZE: four times the arena",
-        "directory for values that do not fit into a full arena",
+        "directory for values that do not fit in the arena",
         values.parse_spill,
         field="spill",
     ),
@@ -231,7 +231,7 @@ TABLE = (
         "device-arena",
         "[cuda@N,…:]SIZE",
         "none",
-        "GPU memory for rows on each GPU that is visible to the peer, or on those named",
+        "GPU memory for rows, on every GPU visible to the peer or on those listed",
         values.parse_device_arena,
         field="device_arena",
     ),
@@ -265,7 +265,7 @@ TABLE = (
         "linger",
         "SECONDS",
         "5, or 300 while rows are unread; for a peer started by hand: forever",
-        "seconds that the peer stays after its last client",
+        "seconds that the peer runs after its last client disconnects",
         values.parse_seconds,
         of="peers of connect()",
         field="linger_s",
@@ -274,7 +274,7 @@ TABLE = (
         "linger-unread",
         "SECONDS",
         "the value of linger if it is given, else 300",
-        "the same while rows are unread",
+        "the same, while rows are unread",
         values.parse_seconds,
         of="peers of connect()",
         field="linger_unread_s",
@@ -418,8 +418,8 @@ class PeerConfig:
             )
         if self.arena_bytes > (allowed := values.allowed_memory_bytes()):
             raise InvalidConfig(
-                f"an arena of {sized(self.arena_bytes)} is more than the {sized(allowed)} of "
-                "memory that this host or cgroup allows: use a smaller one (--arena or "
+                f"an arena of {sized(self.arena_bytes)} exceeds the {sized(allowed)} of memory "
+                "that this host or cgroup allows: use a smaller arena (--arena or "
                 "DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 allowed_bytes=allowed,
@@ -429,8 +429,9 @@ class PeerConfig:
         """InvalidConfig where TLS cannot be had as the rest is set."""
         if self.transport.required:
             raise InvalidConfig(
-                f"transport {self.transport.required} does not encrypt: use --transport "
-                f"{self.transport} or --bulk-tls (DATAPLANE_BULK_TLS), not both",
+                f"transport {self.transport.required} does not support encryption, so it cannot "
+                f"be used with TLS: leave out --transport {self.transport} or --bulk-tls "
+                "(DATAPLANE_BULK_TLS)",
                 transport=self.transport.required,
             )
 
@@ -439,21 +440,22 @@ class PeerConfig:
         seeds = ", ".join(self.seeds) or "none"
         if self.seeds and self.listen is None:
             raise InvalidConfig(
-                f"cannot tell which of the seeds ({seeds}) is this peer: name it with "
-                "--listen tcp://host:port"
+                f"cannot tell which of the seeds ({seeds}) is this peer: pass this peer's own "
+                "address with --listen tcp://host:port"
             )
         own = None if self.listen is None else values.endpoint(self.listen)
         is_seed = own is None or own in map(values.endpoint, self.seeds)
         if self.join and (is_seed or not self.seeds):
             raise InvalidConfig(
-                f"a peer that joins (--join) cannot be one of the seeds ({seeds}): pass "
-                "the running plane's seeds with --seeds, and the peer's own address with --listen"
+                "--join needs the seeds of a running plane, and this peer cannot be one of them "
+                f"(seeds: {seeds}): pass the plane's seeds with --seeds, and this peer's own "
+                "address with --listen"
             )
         if not is_seed and not self.join:
             raise InvalidConfig(
-                f"{self.listen} is not one of the seeds ({seeds}): start all peers with the "
-                "same --seeds, which include this one, or add this peer to a running plane with "
-                "--join",
+                f"this peer's address {self.listen} is not one of the seeds ({seeds}): start all "
+                "peers with the same --seeds, including this address, or pass --join to add this "
+                "peer to a running plane",
                 listen=self.listen,
                 seeds=self.seeds,
             )

@@ -53,7 +53,7 @@ def read_token(path: Path | str) -> Token:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise InvalidConfig(
-            f"the token file {path} cannot be read: {exc.strerror}", path=str(path)
+            f"cannot read the token file {path}: {exc.strerror}", path=str(path)
         ) from exc
     try:
         _check_private(path, os.fstat(fd))
@@ -63,9 +63,9 @@ def read_token(path: Path | str) -> Token:
         os.close(fd)
     if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
         raise InvalidConfig(
-            f"the token in {path} has {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes, and "
-            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: make one with dataplane "
-            f"token > {path}",
+            f"the token in {path} has {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes, but a token "
+            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: create one with `dataplane "
+            f"token > {path}`",
             path=str(path),
         )
     return Token(path, secret)
@@ -76,9 +76,9 @@ def _check_private(path: Path, found: os.stat_result) -> None:
     private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
     if not private or found.st_uid not in (os.getuid(), 0):
         raise InvalidConfig(
-            f"the token file {path} must be a file of uid {os.getuid()} or root that only its "
-            f"owner can read (mode 0600; it has {stat.filemode(found.st_mode)} and uid "
-            f"{found.st_uid}): run chmod 600 {path}, and make a new token if others may have "
+            f"the token file {path} must belong to uid {os.getuid()} or root and be readable only "
+            f"by its owner, but it has mode {stat.filemode(found.st_mode)} and owner uid "
+            f"{found.st_uid}: run `chmod 600 {path}`, and create a new token if others may have "
             "read this one",
             path=str(path),
         )

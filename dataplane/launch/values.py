@@ -39,7 +39,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise InvalidConfig(f"{text!r} is not a size: write 8GiB, 512MiB or a number of bytes")
+        raise InvalidConfig(
+            f"{text!r} is not a valid size: use a form such as 8GiB or 512MiB, or a number of bytes"
+        )
     return int(float(match[1]) * unit)
 
 
@@ -47,7 +49,7 @@ def parse_yes(text: str) -> bool:
     """1, true, yes, on; 0, false, no, off."""
     word = text.strip().lower()
     if word not in (*_YES, *_NO):
-        raise InvalidConfig(f"{text!r} is neither 1 nor 0")
+        raise InvalidConfig(f"{text!r} is not valid: use 1 or 0")
     return word in _YES
 
 
@@ -58,7 +60,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise InvalidConfig(f"{text!r} is not a duration: write a number of seconds")
+        raise InvalidConfig(f"{text!r} is not a valid duration: use a number of seconds, 0 or more")
     return seconds
 
 
@@ -67,8 +69,8 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is not valid here: calls time out after 30 s and must reach the "
-            "backup before that, so write 1 to 29 seconds"
+            f"{text!r} is out of range: a call times out after 30 s and must be able to reach the "
+            "backup before then, so use 1 to 29 seconds"
         )
     return seconds
 
@@ -77,7 +79,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`."""
     match = _ADDRESS.fullmatch(address.strip())
     if match is None or not 0 < int(match[2]) < 65536:
-        raise InvalidConfig(f"{address!r} is not an address: write tcp://host:port")
+        raise InvalidConfig(f"{address!r} is not a valid address: use tcp://host:port")
     return match[1].strip("[]"), int(match[2])
 
 
@@ -90,7 +92,9 @@ def parse_roster(text: str) -> tuple[str, ...]:
     """`host:port` of each server of `etcd://host:port,host:port`; nothing: ()."""
     servers = tuple(one.strip() for one in text.removeprefix("etcd://").split(",") if one.strip())
     if text and not (text.startswith("etcd://") and servers):
-        raise InvalidConfig(f"{text!r} is not a roster service: write etcd://host:port,host:port")
+        raise InvalidConfig(
+            f"{text!r} is not a valid roster service: use etcd://host:port,host:port"
+        )
     for server in servers:
         parse_address(f"tcp://{server}")
     return servers
@@ -119,8 +123,8 @@ def check_listen(address: str, token: Token | None) -> None:
         return
     if token is None:
         raise TokenMissing(
-            f"{address} can be reached from other machines, so its peers need a cluster token. "
-            "Make one with `dataplane token > F`. Copy F to every host, with mode 0600. Start "
+            f"{address} can be reached from other machines, so the peers need a cluster token. "
+            "Create one with `dataplane token > F`, copy F to every host with mode 0600, and start "
             "every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. With Ray, set the variable "
             "in runtime_env's env_vars. On Kubernetes, mount F as a Secret with defaultMode 0400. "
             "If all peers run on one machine, use tcp://127.0.0.1:port, which needs no token",
@@ -128,8 +132,8 @@ def check_listen(address: str, token: Token | None) -> None:
         )
     if host in ("0.0.0.0", "::"):
         raise InvalidConfig(
-            f"other peers cannot reach {address}: listen on this host's own name or "
-            "address, as it appears in the seeds",
+            f"{address} is a wildcard address, which other peers cannot connect to: listen on this "
+            "host's own name or address, as it appears in the seeds",
             address=address,
         )
 
@@ -146,7 +150,8 @@ def check_peer_name(name: str) -> str:
     """The name, if it can be one; InvalidConfig otherwise."""
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
-            f"{name!r} is not a valid peer name: use up to 32 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid peer name: use up to 32 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit"
         )
     return name
 
@@ -226,7 +231,8 @@ def parse_transport(text: str) -> TransportChoice:
     match = _CHOICE.fullmatch(text.strip().lower())
     if match is None:
         raise InvalidConfig(
-            f"{text!r} is not a transport setting: write auto, required:nixl, off:nixl,ucx or off"
+            f"{text!r} is not a valid transport setting: use auto, off, required:NAME or "
+            "off:NAME,NAME, for example required:nixl"
         )
     required, off = match.groups()
     if match[0] == "off" or required == "tcp":
@@ -270,12 +276,13 @@ def parse_spill(text: str) -> Spill:
     base = Path(given if colon else text).absolute()
     if not base.is_dir():
         raise InvalidConfig(
-            f"the spill directory {base} does not exist: create it, or pass another as DIR[:SIZE]",
+            f"the spill directory {base} does not exist: create it, or choose another directory",
             path=str(base),
         )
     if colon and size_bytes < MIN_SPILL_BYTES:
         raise InvalidConfig(
-            f"a spill of {sized(size_bytes)} is too small: use at least {MIN_SPILL_BYTES >> 20}MiB",
+            f"a spill size of {sized(size_bytes)} is too small: use at least "
+            f"{MIN_SPILL_BYTES >> 20}MiB",
             size_bytes=size_bytes,
             minimum=MIN_SPILL_BYTES,
         )
@@ -304,12 +311,12 @@ class HttpAddress:
 
 def parse_metrics(text: str) -> HttpAddress:
     """`127.0.0.1:9464`, `[::]:9464`. InvalidConfig for anything else."""
-    return _parse_http(text, "for metrics", "127.0.0.1:9464")
+    return _parse_http(text, "metrics", "127.0.0.1:9464")
 
 
 def parse_page(text: str) -> HttpAddress:
     """The same for the page of `dataplane watch`."""
-    return _parse_http(text, "for the page", "127.0.0.1:8787")
+    return _parse_http(text, "page", "127.0.0.1:8787")
 
 
 def _parse_http(text: str, use: str, example: str) -> HttpAddress:
@@ -317,7 +324,7 @@ def _parse_http(text: str, use: str, example: str) -> HttpAddress:
         return HttpAddress(*parse_address(f"tcp://{text}"))
     except InvalidConfig:
         raise InvalidConfig(
-            f"{text!r} is not an address {use}: write HOST:PORT, such as {example}"
+            f"{text!r} is not a valid {use} address: use HOST:PORT, for example {example}"
         ) from None
 
 
@@ -328,9 +335,9 @@ def check_visible(what: str, at: HttpAddress, token: Token | None) -> None:
     """
     if token is None and not is_loopback(at.host):
         raise TokenMissing(
-            f"{what} at {at} can be read from other machines, and there is no cluster token: give "
-            "--token-file F or DATAPLANE_TOKEN_FILE=F, or use a loopback address "
-            f"(127.0.0.1:{at.port}), which an ssh tunnel can reach",
+            f"{what} at {at} can be read from other machines, but there is no cluster token: pass "
+            "--token-file F or set DATAPLANE_TOKEN_FILE=F, or use a loopback address "
+            f"(127.0.0.1:{at.port}), which an SSH tunnel can reach",
             address=str(at),
         )
 
@@ -363,13 +370,14 @@ def parse_device_arena(text: str) -> DeviceMemory:
     devices = _DEVICES.fullmatch(given if colon else registry.CUDA)
     if devices is None or (colon and devices["kind"] not in registry.names()):
         raise InvalidConfig(
-            f"{text!r} is not a device arena: write a size per GPU such as 2GiB, or name the GPUs, "
-            "such as cuda@0,2:2GiB"
+            f"{text!r} is not a valid device arena: use a size per GPU, such as 2GiB, or list the "
+            "GPUs, as in cuda@0,2:2GiB"
         )
     numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
     if len(numbers) > MAX_DEVICES or len(set(numbers)) < len(numbers):
         raise InvalidConfig(
-            f"{text!r} is not a device arena: name up to {MAX_DEVICES} devices, each of them once"
+            f"{text!r} is not a valid device arena: list at most {MAX_DEVICES} devices, each only "
+            "once"
         )
     memory = DeviceMemory(parse_size(size), devices["kind"], numbers)
     if memory.nbytes < MIN_BYTES:
@@ -397,9 +405,10 @@ def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise InvalidConfig(
-            f"{path} must be a directory of uid {os.getuid()} that only its owner can access "
-            f"(mode 0700; it has {stat.filemode(found.st_mode)} and uid {found.st_uid}): remove "
-            f"it, chmod it, or set {setting}",
+            f"{path} must be a directory that belongs to uid {os.getuid()} and that no other user "
+            f"can access, but it has mode {stat.filemode(found.st_mode)} and owner uid "
+            f"{found.st_uid}: remove it, run `chmod 700 {path}`, or set {setting} to another "
+            "directory",
             path=str(path),
         )
     return path

@@ -1,4 +1,4 @@
-"""For authors of a transport: a test suite that it must pass, and hosts to run it on.
+"""For authors of a transport: a test suite that a transport must pass, and hosts to run it on.
 
 Needs pytest and pytest-asyncio. Neither the library nor the peer imports this.
 

@@ -55,9 +55,12 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.mark.asyncio
 class TransportConformance:
-    """Set `transport` to the name of the transport. `tls`: test with `--bulk-tls`, for TCP.
-    `device`: test between arenas on devices of this kind, whose memory this process can read and
-    write."""
+    """The tests that every transport must pass. Subclass it and set `transport` to the name of your
+    transport.
+
+    `tls`: test with `--bulk-tls`, for TCP. `device`: test between arenas on devices of this kind,
+    whose memory this process must be able to read and write.
+    """
 
     transport: ClassVar[str] = "tcp"
     tls: ClassVar[bool] = False
@@ -101,7 +104,7 @@ class TransportConformance:
         sent = a.bytes[: count * 128].reshape(count, 128)
         got = b.bytes[: count * 128].reshape(count, 128)[slots // 128]
         assert np.array_equal(got[inside], sent[inside])
-        assert not got[~inside].any(), "something was written beside a destination"
+        assert not got[~inside].any(), "bytes outside a destination were overwritten"
 
     async def test_parts_of_ranges_can_be_read_and_nothing_beyond(self, start: StartHost) -> None:
         a, b = await start("a"), await start("b")

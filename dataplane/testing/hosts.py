@@ -28,7 +28,8 @@ Records = npt.NDArray[Any]
 
 
 class Host:
-    """An arena, its ranges, and what a peer does for its engine."""
+    """One host of a test: an arena, its ranges, and a bulk engine that serves them, without a
+    peer."""
 
     def __init__(
         self,
@@ -74,11 +75,12 @@ class Host:
         return Remote(self.owner, self.engine.address, self.engine.fingerprint)
 
     async def read(self, source: Host, copies: Records, timeout_s: float = 30.0) -> ReadOutcome:
-        """Read over the transport under test."""
+        """Read ranges of `source` into this host's arena, over the transport under test."""
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """Read as a peer does that was told to retry: a worker may be restarting."""
+        """Read, and retry up to four times if the transfer fails, as a peer does: a worker may be
+        restarting."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)
@@ -87,8 +89,8 @@ class Host:
         return await self.read(source, copies)
 
     def place(self, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Records:
-        """Put ranges 0, 1, … at these offsets; return COPY records of whole ranges to the same
-        offsets."""
+        """Define ranges 0, 1, … at these offsets. Return COPY records that copy each whole range to
+        the same offset."""
         count = len(offsets)
         self.extents["offset"][:count] = offsets
         self.extents["length"][:count] = lengths
@@ -143,11 +145,11 @@ class StartHost(Protocol):
 async def hosts(
     transport: str = TCP, tls: bool = False, device: type[Device] | None = None
 ) -> AsyncIterator[StartHost]:
-    """A function that starts a host. All hosts are stopped at the end, and every pin must have been
-    released.
+    """Yield a function that starts a host. At the end, wait until every pin is released, then stop
+    all hosts.
 
-    `tls`: all hosts use only TLS, except those started with another `tls`. `device`: each has its
-    memory on a device of this kind.
+    `tls`: all hosts use only TLS, except those that are started with another `tls`. `device`: each
+    host has its memory on a device of this kind.
     """
     every = tls
     started: list[Host] = []

@@ -54,7 +54,7 @@ def test_values_of_all_sizes_arrive_and_everybody_says_how(cluster: Cluster) -> 
         (way,) = peer["from"]
         assert peer["tls"] and way["tls"] and way["tried"]["tcp"]["exact"]
     shown = run("probe").stdout
-    assert shown.count("running tcp+tls") == 2 and "from b: tcp+tls, because" in shown
+    assert shown.count("using tcp+tls") == 2 and "from b: tcp+tls, because" in shown
     (shown_run,) = json.loads(run("status", "--json").stdout)["runs"]
     assert '"tls": true' in json.dumps(shown_run)
 

@@ -257,7 +257,9 @@ def test_a_peer_ends_when_told_whatever_signals_its_starter_blocks(folder: Path)
 
 def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
     cluster.start("a", "b", "c")
-    with pytest.raises(dataplane.PeerAmbiguous, match=r"a, b, c; choose one with connect\('a'\)"):
+    with pytest.raises(
+        dataplane.PeerAmbiguous, match=r"\(a, b, c\): choose one with connect\('a'\)"
+    ):
         dataplane.connect(run=PLANE)
     with pytest.raises(dataplane.PeerNotFound, match="running: a, b, c"):
         dataplane.connect("d", run=PLANE)
@@ -438,7 +440,7 @@ def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) 
 
 def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:
     done = status()
-    assert done.returncode == 2 and "found no run of yours on this host" in done.stderr
+    assert done.returncode == 2 and "found no runs of this user on this host" in done.stderr
     assert rundir.living_peers(folder) == []
 
 
@@ -451,7 +453,7 @@ def test_names_of_planes_and_settings_that_are_none_are_refused(
     for variable, value, says in (
         ("ARENA", "lots", "8GiB"),
         ("LINGER", "never", "number of seconds"),
-        ("SEEDS", "here", "write tcp://host:port"),
+        ("SEEDS", "here", "use tcp://host:port"),
         ("SPILL", "/nowhere:1GiB", "create it"),
         ("TOKEN_FILE", "/nowhere/token", "cannot be read"),
     ):

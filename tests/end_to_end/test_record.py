@@ -150,7 +150,7 @@ def test_what_cannot_be_recorded_is_said(
         return capsys.readouterr().err
 
     (tmp_path / "notes.txt").write_text("mine")
-    assert "the directory is not empty, it has 'notes.txt'" in said(tmp_path)
+    assert "the directory is not empty (it contains 'notes.txt')" in said(tmp_path)
     assert "File exists" in said(tmp_path / "notes.txt")
     assert "--steps 0: expected 1 or more" in said(tmp_path / "rec", "--steps", "0")
     assert cli.main(["record", "-o", str(tmp_path / "rec"), "--run", "nobody"]) == 2

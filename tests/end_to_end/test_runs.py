@@ -291,7 +291,7 @@ def test_an_unnamed_run_lives_as_long_as_one_of_its_processes(launch: Launch) ->
     until(lambda: name not in living(), "its peer left", 30)
     own = launch("leave=1", of=name)
     said = line(own)
-    assert f"DATAPLANE_RUN is {name!r}, an unnamed run whose processes have ended" in said
+    assert f"DATAPLANE_RUN={name} refers to an unnamed run whose processes have ended" in said
     told = line(own).split()
     assert told[0] == told[1] != name and told[2] == "0"
 
@@ -314,8 +314,8 @@ def test_rows_that_nobody_is_there_for_are_told_to_whoever_joins(launch: Launch)
     again = launch("run=grpo", "leave=1")
     said = line(again)
     assert said.startswith("joined run 'grpo', started by `python") and " s ago: " in said
-    assert "it has 2 rows and no clients: the last one (`python" in said
-    assert "connect(fresh=True) ends it first" in said
+    assert "the run has 2 rows but no clients: the last client (`python" in said
+    assert "call connect(fresh=True)" in said
     assert line(again).endswith(" 2")
 
 
@@ -393,7 +393,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
     with dataplane.connect(run="grpo"):
         said = caplog.records[-1]
         assert said.levelname == "WARNING"
-        assert "it starts empty: its last peer 'embedded'" in said.getMessage()
+        assert "the run starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
             r"was killed, and had 3 rows \S+ m?s ago: see .*embedded.log.old", caplog.text
         )
@@ -493,7 +493,7 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
         assert say(second, "rows") == "['new']"
         assert line(step(hosts[1], 2, "fresh")) == "['new']"  # once a launch
         assert "InvalidCall" in (told := line(step(hosts[0], None, "fresh")))
-        assert "Give the new launch another run name (DATAPLANE_RUN)" in told
+        assert "set DATAPLANE_RUN to a new name for each launch" in told
 
 
 def test_ranks_of_mpirun_are_of_one_run(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_connecting_before_ray_is_initialised_says_what_it_is(
     monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     with dataplane.connect():
-        assert "ray is not initialised yet, so this process has its own run" in caplog.text
+        assert "Ray is not initialised yet, so this process uses its own run" in caplog.text
 
 
 def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(
@@ -592,9 +592,7 @@ def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Clust
 
 def test_peers_of_several_hosts_need_a_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://127.0.0.1:7101,tcp://127.0.0.1:7102")
-    with pytest.raises(
-        dataplane.RunMissing, match="DATAPLANE_RUN=NAME to the same value on every host"
-    ):
+    with pytest.raises(dataplane.RunMissing, match="DATAPLANE_RUN to the same name on every host"):
         dataplane.connect()
 
 
@@ -615,7 +613,7 @@ def test_a_run_whose_name_is_near_another_ones_says_so(
             pass
         (said,) = [one.message for one in caplog.records if "whose name is similar" in one.message]
         assert ("started run 'grpo-maths'") in said and (
-            "join it with connect(run='grpo-math')"
+            "to join that run instead, call connect(run='grpo-math')"
         ) in said
         caplog.clear()
         with dataplane.connect(run="grpo-math-2"), dataplane.connect(run="grpo-math-3"):

@@ -307,8 +307,8 @@ def test_a_directory_to_spill_to_that_cannot_be_is_refused(tmp_path: Path) -> No
     for setting, says in (
         (f"{tmp_path}/none:1GiB", "create it"),
         (f"{tmp_path}:1KiB", "at least 1MiB"),
-        (f"{tmp_path}:much", "is not a size"),
-        (f"{tmp_path}:1GiB", "must be a directory of uid"),
+        (f"{tmp_path}:much", "is not a valid size"),
+        (f"{tmp_path}:1GiB", "must be a directory that belongs to uid"),
     ):
         command = peer_command("a", PLANE, "--arena", "16MiB", "--spill", setting)
         done = subprocess.run(command, capture_output=True, text=True)

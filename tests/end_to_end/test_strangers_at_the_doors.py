@@ -186,13 +186,13 @@ def test_what_a_peer_cannot_be_started_with_is_refused(
     mine, other = free_addresses(2)
     for arguments, says in (
         (["--listen", "tcp://0.0.0.0:7101", "--seeds", f"tcp://0.0.0.0:7101,{mine}"], "token"),
-        (["--listen", mine, "--seeds", other], "which include this one"),
+        (["--listen", mine, "--seeds", other], "including this address"),
         (["--seeds", f"{mine},{other}"], "--listen"),
         (["--listen", mine], "the same --seeds"),
-        (["--listen", "here", "--seeds", other], "write tcp://host:port"),
+        (["--listen", "here", "--seeds", other], "use tcp://host:port"),
         (["--arena", "many"], "write 8GiB"),
         (["--arena", "1"], "at least 1MiB"),
-        (["--arena", "900TiB"], "this host or cgroup allows: use a smaller one"),
+        (["--arena", "900TiB"], "this host or cgroup allows: use a smaller arena"),
         (["--name", "a/b"], "letters, digits"),
     ):
         assert says in refused(*peer_command("a", PLANE, *arguments))

@@ -112,7 +112,7 @@ def _bad_input(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["--step", "step-9"], "--step 'step-9': no peer has events of this partition"),
         (["-o", str(path.parent)], "it exists and is not a regular file"),
         (["-o", "/dev/null"], "it exists and is not a regular file"),
-        (["-o", str(path.parent / "none" / "x")], "there is no directory"),
+        (["-o", str(path.parent / "none" / "x")], "does not exist"),
     ):
         assert cli.main([*asked, *more]) == 2
         error = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_a_trace_that_cannot_be_written_whole_leaves_no_part_of_it(
         plane.partition("p", stages={"train": ["x"]}).put({"x": [1]})
         monkeypatch.setattr(Path, "replace", full)
         assert cli.main(["trace", "--run", plane.name, "-o", str(path)]) == 2
-    assert "cannot write the trace: No space left on device" in capsys.readouterr().err
+    assert "No space left on device. Pass another path" in capsys.readouterr().err
     assert [one.read_text() for one in tmp_path.iterdir()] == ["an older file"]
 
 

@@ -92,7 +92,7 @@ def test_a_page_for_other_machines_needs_the_token(
         assert cli.main(arguments) == 2
         assert "there is no cluster token" in capsys.readouterr().err
         assert cli.main(["watch", "--run", PLANE, "--page", "nonsense"]) == 2
-        assert "write HOST:PORT, such as 127.0.0.1:8787" in capsys.readouterr().err
+        assert "use HOST:PORT, for example 127.0.0.1:8787" in capsys.readouterr().err
         token = tmp_path / "token"
         token.write_text(new_token())
         token.chmod(0o600)

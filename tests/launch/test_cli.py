@@ -43,7 +43,7 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
 ) -> None:
     assert cli.main(["status", "--run", "p"]) == 2
     told = capsys.readouterr().err
-    assert f"found no run of yours on this host, in {run_dir}. Start one with connect()" in told
+    assert f"found no runs of this user on this host (looked in {run_dir}). Start one" in told
     assert not list(run_dir.iterdir())
 
 

@@ -39,7 +39,10 @@ def test_rows_are_a_table_with_a_state_for_each_stage() -> None:
         *("prompt-7-0", "prompt-7", "version=3", "tokens,", "video", "acked", "ready")
     ]
     assert second.split()[1:3] == ["–", "–"] and len(second) < 140
-    assert more == "  first 2 rows; use --limit to show more, --where TAG=VALUE to filter"
+    assert (
+        more
+        == "  showing the first 2 rows: use --limit to show more, or --where TAG=VALUE to filter"
+    )
 
 
 def test_rows_that_no_filter_leaves_are_said_to_be_none() -> None:
@@ -57,7 +60,7 @@ def test_one_stage_is_shown_and_an_unknown_one_is_refused_with_the_nearest(
     cli_rows.show_rows(report, "train", as_json=True)
     shown = json.loads(capsys.readouterr().out)["shown"]
     assert [row["states"] for row in shown] == [{"train": "ready"}, {"train": "leased"}]
-    with pytest.raises(StageUndefined, match="no stage 'trian': did you mean train"):
+    with pytest.raises(StageUndefined, match="no stage 'trian' .did you mean 'train'"):
         cli_rows.show_rows(json.loads(json.dumps(REPORT)), "trian", as_json=False)
 
 

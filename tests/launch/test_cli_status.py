@@ -102,21 +102,21 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         f"    pid {pid} on host a, rank {pid} (python a.py), for 65 s" for pid in range(100, 115)
     ]
     assert shown == [
-        "  ! claim of 'step-3', stage 'train': 8 calls wait on b, 95 s: 0 of 2 groups ready, "
-        "4 wanted",
+        "  ! claim of 'step-3', stage 'train': 8 calls have been waiting on b for "
+        "95 s: 0 of 2 groups ready, 4 wanted",
         "  ! peer c does not answer: it is stopped",
         "  host a   [###############.....]  75% of 4.0 GiB, 8 rows, 2 clients | rows/s: put "
         "12.0, reward 7.9, train 0.0",
-        "    pid 9 on host a (python a.py), for 65 s, 1 row leased, 2 calls wait, holds 3.0 MiB",
+        "    pid 9 on host a (python a.py), for 65 s, 1 row leased, 2 waiting calls, holds 3.0 MiB",
         *ranks,
         "    and 2 clients more",
         "  host bb  does not answer: it is away",
         "  partition step-3  open, 8 rows, 2 groups, 8.0 MiB",
         "    admit: version 7, lag 1 | 10 of 16 places taken, 3 of them by permits",
         "    reward  3 ready | 5 leased: 5 by pid 7 on host b, rank 3 (python reward.py --fast) "
-        "for 5 min | 1 call waits, the oldest 2 s | 6 released, 4 redelivered | 31.2 rows/s",
+        "for 5 min | 1 waiting call, the oldest for 2 s | 6 released, 4 redelivered | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "
-        "2, not come: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 calls wait, the oldest 95 s",
+        "2, not joined: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 waiting calls, the oldest for 95 s",
         "  partition step-11  sealed, 0 rows, 0 B",
         "    ! 5 rows were lost with a peer: part.lost() lists them",
         "  2 drained partitions: step-2, step-10",

@@ -155,7 +155,7 @@ while True:
 def test_the_run_directory_is_private(run_dir: Path, tmp_path: Path) -> None:
     assert rundir.run_dir() == run_dir
     run_dir.chmod(0o755)
-    with pytest.raises(InvalidConfig, match="0700"):
+    with pytest.raises(InvalidConfig, match="chmod 700"):
         rundir.run_dir()
     run_dir.chmod(0o700)
     (tmp_path / "mine").mkdir(mode=0o700)
@@ -169,7 +169,7 @@ def test_the_run_directory_is_private(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_directory_of_another_user_is_refused(run_dir: Path) -> None:
     (run_dir / "p").mkdir(mode=0o700)
     os.chown(run_dir / "p", 65534, 65534)
-    with pytest.raises(InvalidConfig, match="and uid 65534"):
+    with pytest.raises(InvalidConfig, match="and owner uid 65534"):
         rundir.plane_dir("p")
 
 

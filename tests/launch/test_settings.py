@@ -90,12 +90,14 @@ def test_a_duration_that_is_none_is_refused() -> None:
 def test_a_switch_is_on_or_off() -> None:
     for text, asked in (("1", True), ("true", True), ("0", False), ("off", False), ("", None)):
         assert settings.of_variable("bulk-tls", {"DATAPLANE_BULK_TLS": text}) is asked
-    with pytest.raises(InvalidConfig, match="DATAPLANE_BULK_TLS: 'yes please' is neither"):
+    with pytest.raises(
+        InvalidConfig, match="DATAPLANE_BULK_TLS: 'yes please' is not valid: use 1 or 0"
+    ):
         settings.of_variable("bulk-tls", {"DATAPLANE_BULK_TLS": "yes please"})
 
 
 def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:
-    with pytest.raises(InvalidConfig, match="ucx does not encrypt"):
+    with pytest.raises(InvalidConfig, match="ucx does not support encryption"):
         changed(bulk_tls=True, transport=parse_transport("required:ucx"))
 
 

@@ -172,8 +172,7 @@ class PeerLost(ConnectError):
 
 
 class PeerLeaves(PeerLost):
-    """The peer left during a call, which may have taken effect. The peer's rows move to other
-    hosts."""
+    """The peer left during a call, which may have taken effect. Its rows move to other hosts."""
 
     next_step = "Repeat the call at another peer."
 
@@ -272,11 +271,11 @@ class PartitionGone(DataplaneError):
 class PartitionSealed(DataplaneError):
     """The partition is sealed and accepts no new rows."""
 
-    next_step = "Put new rows in another partition. New fields are still accepted."
+    next_step = "Use another partition. New fields are still accepted."
 
 
 class StageUndefined(DataplaneError):
-    """The partition has no stage of this name, and stages can no longer be added."""
+    """The partition has no such stage, and stages can no longer be added."""
 
     next_step = "Correct the name, or declare the stage with the partition."
 
@@ -401,7 +400,7 @@ class BackPressure(DataplaneError):
 
 
 class ShardFull(BackPressure):
-    """The host that stores the partition's metadata has no room left."""
+    """The host with the partition's metadata has no room left."""
 
     next_step = "Consume or drop rows, or give that host a larger arena."
 
@@ -464,7 +463,7 @@ class CheckpointFailed(DataplaneError):
 
 
 class CheckpointCorrupt(DataplaneError):
-    """A file of the checkpoint (`details["file"]`) is truncated, altered or missing. Nothing was
+    """A checkpoint file (`details["file"]`) is truncated, altered or missing. Nothing was
     restored."""
 
     next_step = "Use another checkpoint."

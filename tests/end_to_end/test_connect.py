@@ -455,7 +455,7 @@ def test_names_of_planes_and_settings_that_are_none_are_refused(
         ("LINGER", "never", "number of seconds"),
         ("SEEDS", "here", "use tcp://host:port"),
         ("SPILL", "/nowhere:1GiB", "create it"),
-        ("TOKEN_FILE", "/nowhere/token", "cannot be read"),
+        ("TOKEN_FILE", "/nowhere/token", "cannot read the token file"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(f"DATAPLANE_{variable}", value)

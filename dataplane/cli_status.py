@@ -117,7 +117,7 @@ def _clients(clients: Sequence[Stats]) -> Iterator[str]:
             parts.append(f"holds {sized(held)}")
         yield f"    {', '.join(parts)}"
     if len(clients) > SHOWN_CLIENTS:
-        yield f"    and {counted(len(clients) - SHOWN_CLIENTS, 'client')} more"
+        yield f"    and {counted(len(clients) - SHOWN_CLIENTS, 'more client')}"
 
 
 def _who(label: str, client: Stats) -> str:

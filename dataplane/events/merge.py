@@ -18,19 +18,21 @@ from dataplane.wire.tables import Name, Owner
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """Something that happened in a plane. `kind` says what it was and which other fields are set;
+    """Something that happened in a plane. `kind` says what happened and which other fields are set;
     see `Kind`.
 
     - `at`: when the event happened or ended, in seconds on the monotonic clock of the client's
-      host; compare it with `time.monotonic()` there. `uncertain`: how many seconds `at` may be off,
-      relative to events of other peers.
-    - `peer`: the peer that recorded the event. `incarnation`: changes when that peer restarts.
-      `number`: the event's position among those of this incarnation, from 1; 0 while the event is
-      still `going_on`. `offset`: how many seconds the clock of `peer` is ahead of the client's;
-      `at` is already corrected by it.
-    - `seconds`: how long the event took, or has taken so far.
-    - `worker`: the process that acted or waited, "" if unknown. `host`: the peer that this process
-      is connected to.
+      host; comparable with `time.monotonic()` there.
+    - `uncertain`: the possible error of `at` relative to events of other peers, in seconds.
+    - `peer`: the peer that recorded the event.
+    - `incarnation`: the incarnation of that peer, which changes if the peer restarts.
+    - `number`: the event's position among the events of this incarnation, from 1; 0 while the event
+      is `going_on`.
+    - `offset`: how far the clock of `peer` is ahead of the client's clock, in seconds. `at` is
+      already corrected for it.
+    - `seconds`: the duration of the event; the duration so far if it is `going_on`.
+    - `worker`: the process that acted or waited; "" if unknown.
+    - `host`: the peer that this process is attached to.
     """
 
     kind: Kind

@@ -109,7 +109,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "12.0, reward 7.9, train 0.0",
         "    pid 9 on host a (python a.py), for 65 s, 1 row leased, 2 waiting calls, holds 3.0 MiB",
         *ranks,
-        "    and 2 clients more",
+        "    and 2 more clients",
         "  host bb  does not answer: it is away",
         "  partition step-3  open, 8 rows, 2 groups, 8.0 MiB",
         "    admit: version 7, lag 1 | 10 of 16 places taken, 3 of them by permits",

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Where:
-    """A filter over tags. Combine with `&`, `|` and `~`."""
+    """A filter over tags. Combine filters with `&`, `|` and `~`."""
 
     __slots__ = ("_wire",)
 
@@ -42,7 +42,7 @@ class Where:
         self._wire = wire
 
     def to_wire(self) -> WireWhere:
-        """Return the filter in wire form. LimitExceeded if it is too large or too deep."""
+        """Return the filter in wire form. Raises LimitExceeded if it is too large or too deep."""
         try:
             return checked(self._wire)
         except ProtocolError as exc:
@@ -75,7 +75,7 @@ class Where:
 
 
 class Tag:
-    """One tag of a row, to compare with a scalar."""
+    """A tag of a row. Comparing it with a scalar returns a filter, a `Where`."""
 
     __slots__ = ("_name",)
     __hash__ = None  # type: ignore[assignment]
@@ -104,11 +104,11 @@ class Tag:
         return self._compared("ge", value)
 
     def isin(self, values: Iterable[Scalar]) -> Where:
-        """Match rows whose tag equals one of `values`."""
+        """Return a filter for rows whose tag equals one of `values`."""
         return Where(["in", self._name, [_scalar(value) for value in values]])
 
     def exists(self) -> Where:
-        """Match rows that have this tag."""
+        """Return a filter for rows that have this tag."""
         return Where(["exists", self._name])
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ class Tag:
 
 
 def tag(name: str) -> Tag:
-    """A tag to filter by: `where=dataplane.tag("version") >= 6`."""
+    """Return a tag to filter by: `where=dataplane.tag("version") >= 6`."""
     return Tag(name)
 
 

@@ -24,7 +24,7 @@ def test_a_choice_of_transport_is_shown_as_it_was_made(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "nixl", "required:", "off:", "required:a,b", "auto:nixl"])
 def test_what_chooses_nothing_is_refused_with_the_forms_that_do(text: str) -> None:
-    with pytest.raises(InvalidConfig, match="write auto, required:nixl"):
+    with pytest.raises(InvalidConfig, match="use auto, off, required:NAME"):
         parse_transport(text)
 
 

@@ -17,9 +17,8 @@ def main() -> int:
         if missing in ("", "bench", "dataplane"):
             raise
         print(
-            f"python -m bench: the package {missing!r} is not installed for {sys.executable}; the "
-            "extra `bench` brings what the bench needs: run `make bench`, or "
-            "`pip install -e '.[bench]'`",
+            f"python -m bench: the package {missing!r} is not installed for {sys.executable}: run "
+            "`make bench`, or install the extra with `pip install -e '.[bench]'`",
             file=sys.stderr,
         )
         return 2

@@ -65,25 +65,26 @@ class Ledger:
         expected = {(p, s) for p in kept for s in range(self.samples)}
         seen = Counter(row for rows, _ in self._trained for row in rows)
         return [
-            *(f"row {row} was never trained" for row in sorted(expected - seen.keys())),
+            *(f"row {row} was never trained on" for row in sorted(expected - seen.keys())),
             *(f"row {row} was {self._absent(row)}" for row in sorted(seen.keys() - expected)),
-            *(f"row {row} was trained {n} times" for row, n in seen.items() if n > 1),
+            *(f"row {row} was trained on {n} times" for row, n in seen.items() if n > 1),
         ]
 
     def _absent(self, row: Row) -> str:
-        return "filtered, and trained" if row[0] in self.filtered else "never put"
+        return "filtered, but trained on" if row[0] in self.filtered else "never put"
 
     def _drops(self) -> list[str]:
         told, expected = Counter(self._filtered), set(self.filtered)
         return [
             *(f"group {p} should have been filtered" for p in sorted(expected - told.keys())),
-            *(f"group {p} was filtered wrongly" for p in sorted(told.keys() - expected)),
+            *(f"group {p} should not have been filtered" for p in sorted(told.keys() - expected)),
             *(f"group {p} was filtered {n} times" for p, n in told.items() if n > 1),
         ]
 
     def _groups(self) -> list[str]:
         return [
-            f"a batch mixes or splits groups: {len(rows)} rows of prompts {sorted(prompts)}"
+            f"a batch does not consist of one whole group: {len(rows)} rows of prompts "
+            f"{sorted(prompts)}"
             for rows, _ in self._trained
             if len(prompts := {p for p, _ in rows}) != 1 or len(set(rows)) != self.samples
         ]
@@ -92,10 +93,10 @@ class Ledger:
         found = []
         for rows, columns in self._trained:
             if columns.keys() != set(self.fields):
-                found.append(f"fields {sorted(columns)} arrived instead of {sorted(self.fields)}")
+                found.append(f"fields {sorted(columns)} arrived, expected {sorted(self.fields)}")
             for name, digests in columns.items():
                 for row, digest in zip(rows, digests, strict=True):
                     put = self._produced.get(row, {}).get(name)
                     if put != digest:
-                        found.append(f"{name} of row {row} is not what was put")
+                        found.append(f"field {name!r} of row {row} differs from what was put")
         return found

@@ -64,7 +64,7 @@ def _enter_links(options: argparse.Namespace, arguments: list[str], program: boo
     if getattr(options, "link", None) == links.NONE or not hasattr(options, "link"):
         return "not asked for"
     if not program and not links.inside():
-        return "a function was called, and no program was started"
+        return "the bench was called as a function, not started as a program"
     try:
         links.enter("bench", arguments)
     except links.NoNamespaces as exc:
@@ -75,9 +75,11 @@ def _enter_links(options: argparse.Namespace, arguments: list[str], program: boo
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Does a data plane help this job, on this machine? Try: run --trace video "
-        "--json bench/out/report.json",
-        epilog="What is measured, and how: bench/README.md",
+        description=(
+            "Measure whether a data plane helps a job on this machine. To start: `python -m bench "
+            "run --trace video --json bench/out/report.json`."
+        ),
+        epilog="bench/README.md describes what is measured, and how.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     headline.register(commands)

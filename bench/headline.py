@@ -47,15 +47,27 @@ _HARDLY = 0.02
 def register(commands: Any) -> None:
     """Add both commands to the bench's parser."""
     for name, (what, perform) in {
-        "headline": ("transfer time, share of a step, memory, where we lose; 8 minutes", _headline),
-        "links": ("the same over more hosts, with dedup off too; half an hour", _links),
+        "headline": ("measure transfer time, share of a step and memory (8 minutes)", _headline),
+        "links": ("measure the same on more hosts, and with dedup off (half an hour)", _links),
     }.items():
-        parser = commands.add_parser(name, help=what, description=f"{what}: a table, JSON, a page.")
-        parser.add_argument(
-            "--link", type=links.rate, metavar="RATE", help="of each host, each way, as for `run`"
+        parser = commands.add_parser(
+            name,
+            help=what,
+            description=(
+                f"{what.capitalize()}. Prints a table; --json also writes a report and a page."
+            ),
         )
         parser.add_argument(
-            "--json", type=outputs.report, default=None, help="the report; the page (.html) beside"
+            "--link",
+            type=links.rate,
+            metavar="RATE",
+            help="rate of each host's link in each direction, as for `run`",
+        )
+        parser.add_argument(
+            "--json",
+            type=outputs.report,
+            default=None,
+            help="write the report to this file, and a page (.html) next to it",
         )
         parser.set_defaults(perform=perform)
 

@@ -131,7 +131,7 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
                 limits.append(HostLimit(path, files, limit_bytes))
                 limits[-1]._open()
         except OSError as exc:
-            raise NoLimits(f"no memory limit can be set here: {exc}") from exc
+            raise NoLimits(f"cannot set a memory limit on this machine: {exc}") from exc
         yield limits
     finally:
         for limit in limits:
@@ -144,8 +144,8 @@ def check(limits: Sequence[HostLimit]) -> None:
         if limit.kills():
             if not limit.met_limit():
                 raise MachineFull(
-                    f"the machine had no memory left while host {host} was below its limit: end "
-                    "other work on it, or take fewer hosts or a lower limit"
+                    f"the machine ran out of memory while host {host} was below its limit: end "
+                    "other work on the machine, or use fewer hosts or a lower limit"
                 )
             raise OutOfMemory(f"host {host} reached its limit of {limit.limit_bytes >> 20} MiB")
 
@@ -168,7 +168,9 @@ def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> 
     if group.name == _RUNNER:
         return group.parent, _V2
     if "memory" not in _words(group / "cgroup.controllers"):
-        raise NoLimits("no memory limit can be set here: no memory controller in this cgroup")
+        raise NoLimits(
+            "cannot set a memory limit on this machine: this cgroup has no memory controller"
+        )
     if "memory" not in _words(group / "cgroup.subtree_control"):
         _enable(group)
     return group, _V2
@@ -179,8 +181,9 @@ def _enable(group: Path) -> None:
     others = [pid for pid in _words(group / "cgroup.procs") if int(pid) != os.getpid()]
     if others:
         raise NoLimits(
-            f"no memory limit can be set here: {len(others)} other processes are in {group}. Start "
-            "the bench in a group of its own: systemd-run --user --scope -p Delegate=yes ..."
+            f"cannot set a memory limit on this machine: {group} contains {len(others)} other "
+            "processes. Start the bench in its own group: systemd-run --user --scope -p "
+            "Delegate=yes …"
         )
     leaf = group / _RUNNER
     leaf.mkdir(exist_ok=True)

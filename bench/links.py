@@ -51,10 +51,10 @@ def bits_per_second(rate: str) -> float:
     nobody could wait for it."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(kbit|mbit|gbit)", rate)
     if match is None:
-        raise ValueError(f"{rate!r} is no rate such as 400mbit or 10gbit")
+        raise ValueError(f"{rate!r} is not a rate, such as 400mbit or 10gbit")
     bits = float(match[1]) * _UNITS[match[2]]
     if not _LEAST_BITS <= bits <= _MOST_BITS:
-        raise ValueError(f"{rate!r} is not between 1mbit and 1000gbit")
+        raise ValueError(f"{rate!r} is out of range: use 1mbit to 1000gbit")
     return bits
 
 
@@ -77,7 +77,7 @@ def rate(text: str) -> str:
     try:
         return text if text == NONE or bits_per_second(text) else NONE
     except ValueError as exc:
-        raise ArgumentTypeError(f"{exc}, nor {NONE}") from None
+        raise ArgumentTypeError(f"{exc}, or {NONE}") from None
 
 
 def inside() -> bool:
@@ -104,7 +104,7 @@ def enter(module: str, arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if probe.returncode:
         said = probe.stderr.strip().partition("\n")[0]
-        raise NoNamespaces(f"no network namespace with a bridge and tc's tbf: {said}")
+        raise NoNamespaces(f"cannot create a network namespace with a bridge and tc's tbf: {said}")
     os.environ[_INSIDE] = "1"
     os.execvp(door[0], [*door, sys.executable, "-m", module, *arguments])
 
@@ -123,7 +123,7 @@ class Network:
         self.rate = rate
         self._holders: list[subprocess.Popen[bytes]] = []
         if not 0 < hosts <= MAX_HOSTS:
-            raise ValueError(f"there are 1 to {MAX_HOSTS} hosts, not {hosts}")
+            raise ValueError(f"{hosts} hosts: expected 1 to {MAX_HOSTS}")
 
     def __enter__(self) -> Network:
         try:
@@ -261,7 +261,7 @@ def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + _START_S
     while Path(f"/proc/{holder.pid}/ns/net").readlink() == ours:
         if holder.poll() is not None or time.monotonic() > deadline:
-            raise NoNamespaces("a host's namespace could not be made")
+            raise NoNamespaces("could not create the namespace of a host")
         time.sleep(0.005)
 
 

@@ -25,7 +25,7 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         if unknown := [name for name in names if name not in known]:
-            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
         return names
 
     return parse
@@ -34,9 +34,9 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 def count(text: str) -> int:
     """A number of at least 1."""
     if not text.isdecimal() or not text.strip("0"):
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     if len(text) > _DIGITS:
-        raise ArgumentTypeError(f"{text!r} has more than {_DIGITS} digits")
+        raise ArgumentTypeError(f"{text!r} has more than {_DIGITS} digits, the maximum")
     return int(text)
 
 
@@ -46,7 +46,7 @@ def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Cal
     def bounded(text: str) -> int:
         value = (parse or count)(text)
         if value > most:
-            raise ArgumentTypeError(f"{value} is more than {most:,}: {why}")
+            raise ArgumentTypeError(f"{value} is more than {most:,}, the maximum: {why}")
         return value
 
     return bounded
@@ -61,9 +61,9 @@ def size(text: str) -> int:
     """Bytes: `512MiB`, `1GiB`, or a number."""
     match = re.fullmatch(r"(\d+)(|KiB|MiB|GiB)", text)
     if not match or not match[1].strip("0"):
-        raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 1GiB")
+        raise ArgumentTypeError(f"{text!r} is not a size, such as 512MiB or 1GiB")
     if len(match[1]) > _DIGITS or (nbytes := int(match[1]) * _UNITS[match[2]]) > _MOST_BYTES:
-        raise ArgumentTypeError(f"{text!r} is more than {_MOST_BYTES >> 30:,}GiB")
+        raise ArgumentTypeError(f"{text!r} is more than {_MOST_BYTES >> 30:,}GiB, the maximum")
     return nbytes
 
 
@@ -71,7 +71,9 @@ def seconds(text: str) -> float:
     """A time: more than 0, a day at most."""
     value = _number(text)
     if not 0 < value <= _DAY_S:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds such as 60, a day at most")
+        raise ArgumentTypeError(
+            f"{text!r} is not a number of seconds, such as 60, of at most a day"
+        )
     return value
 
 
@@ -79,7 +81,7 @@ def positive(text: str) -> float:
     """More than 0, and neither so small nor so large that no clock could count with it."""
     value = _number(text)
     if not _LEAST <= value <= _MOST:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0, from {_LEAST:g} to {_MOST:g}")
+        raise ArgumentTypeError(f"{text!r} is not a number from {_LEAST:g} to {_MOST:g}")
     return value
 
 

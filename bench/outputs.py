@@ -31,7 +31,9 @@ def report(text: str) -> Path:
     """A JSON file; the page beside it, of the same name, can be written too."""
     path = Path(text)
     if path.suffix == PAGE:
-        raise ArgumentTypeError(f"{text!r} is where the page would go: name the JSON report.json")
+        raise ArgumentTypeError(
+            f"{text!r} is the name that the page gets: name the JSON file, such as report.json"
+        )
     _try(path)
     _try(path.with_suffix(PAGE))
     return path
@@ -60,7 +62,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if not special:
             partial.replace(path.resolve())  # where it is a link, the link stays
     except OSError as exc:
-        raise NotWritten(f"{path} cannot be written: {exc.strerror or exc}") from exc
+        raise NotWritten(f"cannot write {path}: {exc.strerror or exc}") from exc
     finally:
         if not special:
             partial.unlink(missing_ok=True)
@@ -89,9 +91,9 @@ def _try(path: Path) -> None:
         if not _special(path):
             _fill(_partial(path))
     except FileExistsError:
-        raise ArgumentTypeError(f"{str(path)!r}: {str(path.parent)!r} is no folder") from None
+        raise ArgumentTypeError(f"{str(path)!r}: {str(path.parent)!r} is not a directory") from None
     except OSError as exc:
-        raise ArgumentTypeError(f"{str(path)!r} cannot be written: {exc.strerror}") from None
+        raise ArgumentTypeError(f"cannot write {str(path)!r}: {exc.strerror}") from None
 
 
 def _fill(path: Path) -> None:

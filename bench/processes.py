@@ -71,7 +71,7 @@ def die_with(parent: int) -> None:
     """Called in a child: the kernel kills this process when `parent` dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
-        raise SystemExit("the runner is gone")
+        raise SystemExit("the runner has ended")
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Crew:
     def account(self) -> str:
         """Who was stopped, by SIGSTOP or a debugger, and the ends of all logs."""
         stopped = [name for name, pid in self.pids().items() if _state(pid) in ("T", "t")]
-        told = [f"\n{name} is stopped, and nobody has continued it" for name in stopped]
+        told = [f"\n{name} is suspended, and nothing has resumed it" for name in stopped]
         told += [f"\n{m.name}:\n{tail}" for m in self.members.values() if (tail := m.tail())]
         return "".join(told)
 

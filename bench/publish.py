@@ -34,9 +34,9 @@ _UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_en
 
 def register(commands: Any) -> None:
     """Add `publish` to the command line."""
-    what = "make the pictures and tables of README and docs from a report of `headline`"
+    what = "update the pictures and tables of README and docs from a report of `headline`"
     parser = commands.add_parser("publish", help=what, description=what)
-    parser.add_argument("report", type=Path, help="JSON of `python -m bench headline`")
+    parser.add_argument("report", type=Path, help="JSON report of `python -m bench headline`")
     parser.set_defaults(perform=_perform)
 
 
@@ -45,7 +45,7 @@ def _perform(options: argparse.Namespace, command: str) -> int:
     try:
         told = document.load(options.report)
         if "headline" not in told or not told.get("runs"):
-            raise ValueError(f"{options.report} is no report of `headline`")
+            raise ValueError(f"{options.report} is not a report of `headline`")
         for path in publish(ROOT, told):
             console.print(f"wrote {path.relative_to(ROOT)}", markup=False)
     except (OSError, ValueError, LookupError, TypeError) as exc:

@@ -90,18 +90,18 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
     """The table, what the bench itself cost, what went wrong, and last the headline."""
     console.print(table(runs, machine))
     console.print(
-        "A step is timed from the end of the step before. Steady: median and range of all steps "
-        "but the first, which is cold. Link: the GB that the busiest link carried in both "
-        "directions in the whole run, and the share of 100 ms intervals in which it carried at "
-        "least 80 % of its rate in one direction. Peak: memory of the largest process. The trainer "
-        "compared the content of every row.",
+        "A step is timed from the end of the previous step. Steady: median and range of all steps "
+        "except the first, which is cold. Link: the GB that the busiest link carried in both "
+        "directions during the whole run, and the share of 100 ms intervals in which it carried "
+        "at least 80 % of its rate in one direction. Peak: memory of the largest process. The "
+        "trainer compared the content of every row.",
         style="dim",
     )
     for run in runs:
         for line in _flow(run):
             console.print(f"{label(run)}: {line}", style="dim")
     own = max(sum(run["bench_seconds"].values()) for run in runs)
-    console.print(f"The bench's own work took at most {own:.2f} s of a processor.", style="dim")
+    console.print(f"The bench itself used at most {own:.2f} s of processor time.", style="dim")
     for run in runs:
         if before := run.get("failed_before"):
             why = f"{before['status']!r}: {first_line(before['error'])}"
@@ -118,12 +118,12 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
     if computed := run["computed_link"]:
         yield (
             f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "
-            f"{computed['seconds']:.2f} s on a link of {computed['rate']}"
+            f"{computed['seconds']:.2f} s over a link of {computed['rate']}"
         )
     if run["plane_share"] is not None:
         yield (
-            f"at {run['pace']:g} × the recorded speed {run['plane_share']:.1%} of the time is the "
-            f"plane's and the bench's own ({run['paced_seconds']:.2f} s without them)"
+            f"at {run['pace']:g} × the recorded speed, the plane and the bench account for "
+            f"{run['plane_share']:.1%} of the time ({run['paced_seconds']:.2f} s without them)"
         )
     if run["rows_filtered"]:
         yield f"dynamic sampling filtered {run['rows_filtered']} rows"

@@ -56,7 +56,7 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
         ledger = Ledger(len(prompts), job.samples, job.stages()["train"], filtered)
         run = _Run(job, ledger, progress)
         if missing := PLANES[job.plane].missing():
-            return run.result("not installed", f"it needs {', '.join(missing)}")
+            return run.result("not installed", f"missing packages: {', '.join(missing)}")
         kills = oom_kills()
         try:
             with Network(job.hosts, job.link) if job.link else nullcontext() as run.network:
@@ -88,7 +88,7 @@ def _kept(folder: Path) -> list[str]:
     kept = tempfile.mkdtemp(prefix="bench-logs-")
     for log in found:
         shutil.copy(log, kept)
-    return [f"the logs of all processes: {kept}"]
+    return [f"the logs of all processes are in {kept}"]
 
 
 def prepared(job: Job, folder: Path) -> Job:
@@ -267,7 +267,7 @@ class _Run:
             if time.monotonic() > self._deadline:
                 trained = f"{self._ledger.trained_rows} of {self._ledger.expected_rows} rows"
                 raise RunTimeout(
-                    f"at its deadline the run still waited for {awaited}; {trained} were trained"
+                    f"the run timed out while waiting for {awaited}; {trained} were trained on"
                     + crew.account()
                 )
 

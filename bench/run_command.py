@@ -31,8 +31,12 @@ _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
 
 
 def register(commands: Any) -> None:
-    what = "drive planes with a trace, and compare them"
-    run = commands.add_parser("run", help=what, description=f"{what}: a table, JSON and a page.")
+    what = "run a trace through several planes and compare them"
+    run = commands.add_parser(
+        "run",
+        help=what,
+        description=f"{what.capitalize()}. Prints a table; --json also writes a report and a page.",
+    )
     _job_options(run)
     _plane_options(run)
     run.set_defaults(perform=_run)
@@ -40,51 +44,79 @@ def register(commands: Any) -> None:
 
 def _job_options(run: argparse.ArgumentParser) -> None:
     """What is run, by how many, on which hosts."""
-    run.add_argument("--trace", type=names(TASKS), required=True, help=" or ".join(TASKS))
+    run.add_argument("--trace", type=names(TASKS), required=True, help=f"task: {', '.join(TASKS)}")
     run.add_argument(
         "--trace-file",
         type=Path,
         nargs="+",
         default=[],
-        help="Parquet of `trace`, PolyTrace's files, or the folder of `dataplane record`, whose "
-        "hosts, steps and staleness are the defaults",
+        help=(
+            "replay this trace: a Parquet file of `trace`, files of PolyTrace, or a folder of "
+            "`dataplane record`, which also sets the default hosts, steps and staleness"
+        ),
     )
-    run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
-    run.add_argument("--hosts", type=bounds.hosts, help="hosts that share no memory; 2")
     run.add_argument(
-        "--prompts", type=bounds.prompts, help="groups in a step; 16, or what a file has"
+        "--planes",
+        type=names(PLANES),
+        default=tuple(PLANES),
+        help=f"planes to run (default: {','.join(PLANES)})",
     )
-    run.add_argument("--steps", type=bounds.steps, help="one after the other; 1")
+    run.add_argument(
+        "--hosts", type=bounds.hosts, help="number of hosts, which share no memory (default: 2)"
+    )
+    run.add_argument(
+        "--prompts",
+        type=bounds.prompts,
+        help="groups per step (default: 16, or as many as the file has)",
+    )
+    run.add_argument(
+        "--steps", type=bounds.steps, help="steps to run, one after the other (default: 1)"
+    )
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
-        help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
+        help="steps that rollout may be ahead of training (default: 0, synchronous)",
     )
     run.add_argument(
         "--link",
         type=links.rate,
         metavar="RATE|none",
-        help="of each host, each way, as tc writes it (400mbit); none: loopback without limits; "
-        "default: to a host's share of the cores as 100 Gbit/s is to 64 cores",
+        help=(
+            "rate of each host's link in each direction, in tc's notation, such as 400mbit; "
+            "`none` uses loopback without limits (default: 100 Gbit/s scaled from 64 cores to a "
+            "host's share of this machine's cores)"
+        ),
     )
-    run.add_argument("--seed", type=whole, default=0, help="the same draws the same trace; 0")
-    run.add_argument("--trainers", type=bounds.trainers, help="trainer ranks; one a host")
+    run.add_argument(
+        "--seed",
+        type=whole,
+        default=0,
+        help="seed of the trace; the same seed draws the same trace (default: 0)",
+    )
+    run.add_argument(
+        "--trainers", type=bounds.trainers, help="number of trainer ranks (default: one per host)"
+    )
     run.add_argument(
         "--apart",
         action="store_true",
-        help="rollout on the first half of the hosts, the other stages on the second; default: "
-        "every host has some of each stage",
+        help=(
+            "run rollout on the first half of the hosts and the other stages on the second half "
+            "(default: every host runs every stage)"
+        ),
     )
     run.add_argument(
         "--phased",
         action="store_true",
-        help="stages begin a step when rollout has finished it, as where both share GPUs",
+        help=(
+            "begin the other stages of a step only when its rollout has finished, as if both "
+            "shared GPUs"
+        ),
     )
     run.add_argument(
         "--pace",
         type=positive,
         default=0.0,
-        help="replay recorded times this many times as fast; default: wait for none of them",
+        help="replay the recorded times, this many times as fast (default: skip them)",
     )
 
 
@@ -95,20 +127,31 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         choices=("on", "off", "both"),
         nargs="?",
         const="on",
-        help="media of a group travel once; default: dataplane on, controller both ways",
+        help=(
+            "send the media of a group only once (default: on for dataplane, both ways for the "
+            "controller)"
+        ),
     )
-    run.add_argument("--arena", type=size, default=None, help="of each dataplane peer: 1GiB")
     run.add_argument(
-        "--memory-limit", type=size, default=None, help="of each host, by a cgroup: 3GiB"
+        "--arena", type=size, default=None, help="arena of each dataplane peer, such as 1GiB"
     )
     run.add_argument(
-        "--timeout", type=seconds, default=240.0, help="seconds that a run may take; 240"
+        "--memory-limit",
+        type=size,
+        default=None,
+        help="memory limit of each host, set with a cgroup, such as 3GiB",
+    )
+    run.add_argument(
+        "--timeout",
+        type=seconds,
+        default=240.0,
+        help="seconds that one run may take (default: 240)",
     )
     run.add_argument(
         "--json",
         type=outputs.report,
         default=None,
-        help="write the report here, and the page (.html) beside it",
+        help="write the report to this file, and a page (.html) next to it",
     )
 
 
@@ -125,13 +168,16 @@ def _prompts(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, command: str) -> int:
     """As `carry_out`, with the runs that the options ask for."""
     if options.trace_file and len(options.trace) > 1:
-        raise TraceError(options.trace_file[0], "it is of one task: give one --trace with it")
+        raise TraceError(
+            options.trace_file[0],
+            "PolyTrace files and recordings are of one task: pass exactly one --trace",
+        )
     _default(options, load.recorded_job(options.trace_file) if options.trace_file else None)
     prompts = _prompts(options)
     trainers = options.trainers or options.hosts
     bounds.check(prompts, options.steps)
     if options.apart and options.hosts < 2:
-        raise bounds.Impossible("--apart wants two hosts at least: --hosts 2")
+        raise bounds.Impossible("--apart needs at least two hosts: pass --hosts 2 or more")
     rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
     plan = [
         job if rate is None else with_link(job, rate, options.no_links)
@@ -167,11 +213,15 @@ def told(recording: Recording) -> list[str]:
         lines.append(f"Replayed as one stage, `reference`: {', '.join(recording.folded)}")
     if recording.lost_peers:
         lost = ", ".join(recording.lost_peers)
-        lines.append(f"Its recorder lost peer {lost} and asked another: steps may be missing.")
+        lines.append(
+            f"The recorder lost peer {lost} and switched to another, so steps may be missing."
+        )
     if recording.ended is None:
-        lines.append("Its recorder still runs or was killed: these are the complete steps.")
+        lines.append(
+            "The recorder is still running or was killed; the steps recorded so far are complete."
+        )
     else:
-        lines.append(f"Its recording ended: {recording.ended}.")
+        lines.append(f"The recording ended: {recording.ended}.")
     return lines
 
 
@@ -200,8 +250,8 @@ def carry_out(
     described = machine.describe() | {"no_links": no_links}
     if no_links:
         console.print(
-            f"Hosts have no links of their own here ({no_links}): all bytes go over loopback, and "
-            "what a link would take is computed.",
+            f"Hosts have no links of their own on this machine ({no_links}). All bytes go over "
+            "loopback, and the time on a link is computed.",
             markup=False,
         )
     try:
@@ -216,7 +266,7 @@ def carry_out(
     if file:
         written = file.with_suffix(".html")
         page.write(written, [page.load(file)])
-        console.print(f"Pictures: {written}", markup=False)
+        console.print(f"Wrote the page {written}", markup=False)
     return 0 if all(run["status"] in _expected(run) for run in runs) else 1
 
 

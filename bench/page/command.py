@@ -14,9 +14,13 @@ from bench.page.document import load, write
 
 def register(commands: Any) -> None:
     """Add `report` to the command line."""
-    parser = commands.add_parser("report", help="one HTML page of JSON reports")
-    parser.add_argument("files", type=Path, nargs="+", help="of headline, links or run")
-    parser.add_argument("-o", "--output", type=output, required=True, help="report.html")
+    parser = commands.add_parser("report", help="make one HTML page from JSON reports")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="JSON reports of headline, links or run"
+    )
+    parser.add_argument(
+        "-o", "--output", type=output, required=True, help="the page to write, such as report.html"
+    )
     parser.set_defaults(perform=perform)
 
 
@@ -31,7 +35,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
 def _perform(options: argparse.Namespace) -> str:
     """What is wrong, or nothing."""
     if options.output.resolve() in map(Path.resolve, options.files):
-        return f"{options.output} is one of the reports: name another file for the page"
+        return f"{options.output} is one of the reports: choose another file for the page"
     try:
         write(options.output, [load(path) for path in options.files])
     except OSError as exc:
@@ -40,5 +44,8 @@ def _perform(options: argparse.Namespace) -> str:
         return str(exc)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as exc:
         told = f"{type(exc).__name__}: {exc}"
-        return f"no page can be made: one of the files is no whole report of this version ({told})"
+        return (
+            "cannot make a page: one of the files is not a complete report of this version "
+            f"({told})"
+        )
     return ""

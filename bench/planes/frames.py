@@ -144,10 +144,10 @@ def receive_table(sock: socket.socket) -> tuple[Frame, int]:
     """The next frame's table and the bytes of the payload that follows. EOFError at the end."""
     magic, table_bytes, payload = _HEADER.unpack(_exactly(sock, bytearray(_HEADER.size)))
     if magic != _MAGIC or table_bytes > _MAX_TABLE_BYTES:
-        raise ValueError("what arrived is not a frame")
+        raise ValueError("the received data is not a frame")
     frame = _decoder.decode(_exactly(sock, bytearray(table_bytes)))
     if payload != sum(aligned(n) for n in frame.parts):
-        raise ValueError(f"a payload of {payload} bytes does not fit its table")
+        raise ValueError(f"a payload of {payload} bytes does not match its table")
     return frame, payload
 
 
@@ -160,7 +160,7 @@ def _exactly(sock: socket.socket, room: Any) -> Any:
     while view.nbytes:
         n = sock.recv_into(view)
         if n == 0:
-            raise EOFError("the other side closed the connection")
+            raise EOFError("the other end closed the connection")
         view = view[n:]
     return room
 
@@ -175,6 +175,6 @@ def unpack(frame: Frame, payload: Buffer) -> dict[str, list[Array]]:
         for shape, part in zip(table.shapes, table.parts, strict=True):
             start, nbytes = starts[part], frame.parts[part]
             if math.prod(shape) * dtype.itemsize != nbytes:
-                raise ValueError(f"a value of {field} does not fit its part")
+                raise ValueError(f"a value of field {field!r} does not match the size of its part")
             values.append(payload[start : start + nbytes].view(dtype).reshape(shape))
     return columns

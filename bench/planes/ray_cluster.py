@@ -119,7 +119,7 @@ def _connected(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> Non
     _init(address, nodes.place(0))
     while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
         if time.monotonic() > deadline or node.poll() is not None:
-            raise RuntimeError(f"{nodes.hosts} Ray nodes were not alive within {_START_S:.0f} s")
+            raise RuntimeError(f"{nodes.hosts} Ray nodes did not start within {_START_S:.0f} s")
         time.sleep(_PAUSE_S)
 
 
@@ -131,11 +131,15 @@ def _await_port(nodes: Nodes, deadline: float, node: subprocess.Popen[bytes] | N
             socket.create_connection((place, port), timeout=1).close()
             return
         except OSError as exc:
-            where = f"before it listened on {place}:{port}"
+            where = f"before listening on {place}:{port}"
             if node and node.poll() is not None:
-                raise RuntimeError(f"Ray's head ended, {node.returncode}, {where}") from exc
+                raise RuntimeError(
+                    f"Ray's head node ended with exit code {node.returncode} {where}"
+                ) from exc
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{_START_S:.0f} s were over {where}") from exc
+                raise RuntimeError(
+                    f"Ray's head node was not listening on {place}:{port} within {_START_S:.0f} s"
+                ) from exc
         time.sleep(_PAUSE_S)
 
 

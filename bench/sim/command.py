@@ -81,17 +81,43 @@ _QUICK = Size(
 
 def register(commands: Any) -> None:
     """Add `sim` to the command line."""
-    parser = commands.add_parser("sim", help="a model of larger clusters, fitted and checked here")
-    sizes = (8, 64, 512, 4096)
-    hosts = up_to(_MOST_HOSTS, "4,096 take minutes, and time grows faster than hosts")
-    parser.add_argument("--hosts", type=several(hosts), default=sizes, help="8,64,512,4096")
-    parser.add_argument("--trace", choices=TASKS, default="image", help="of the clusters")
-    parser.add_argument("--groups", type=count, default=2, help="of each host of a cluster, a step")
-    parser.add_argument(  # not `link`: that is for commands whose hosts have links here
-        "--link", dest="link_gbps", type=positive, default=200.0, help="of each host, Gbit/s"
+    parser = commands.add_parser(
+        "sim", help="model larger clusters; the model is fitted and checked on this machine"
     )
-    parser.add_argument("--quick", action="store_true", help="a few seconds: no figure to quote")
-    parser.add_argument("--json", type=outputs.output, default=None, help="write the model here")
+    sizes = (8, 64, 512, 4096)
+    hosts = up_to(
+        _MOST_HOSTS, "4,096 hosts take minutes, and the time grows faster than the number of hosts"
+    )
+    parser.add_argument(
+        "--hosts",
+        type=several(hosts),
+        default=sizes,
+        help="numbers of hosts to model (default: 8,64,512,4096)",
+    )
+    parser.add_argument(
+        "--trace",
+        choices=TASKS,
+        default="image",
+        help="task of the modelled clusters (default: image)",
+    )
+    parser.add_argument(
+        "--groups", type=count, default=2, help="groups per host and step (default: 2)"
+    )
+    parser.add_argument(  # not `link`: that is for commands whose hosts have links here
+        "--link",
+        dest="link_gbps",
+        type=positive,
+        default=200.0,
+        help="rate of each host's link in Gbit/s (default: 200)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="finish in a few seconds; the figures are not accurate enough to quote",
+    )
+    parser.add_argument(
+        "--json", type=outputs.output, default=None, help="write the model to this file"
+    )
     parser.set_defaults(perform=perform)
 
 
@@ -100,7 +126,8 @@ def perform(options: argparse.Namespace, command: str) -> int:
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
         raise TooMuch(
             f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, more "
-            f"than {_MOST_GROUPS:,}: the model holds them all; reduce --hosts or --groups"
+            f"than the limit of {_MOST_GROUPS:,}, because the model holds them all: reduce --hosts "
+            "or --groups"
         )
     console = Console()
     size = _QUICK if options.quick else _FULL
@@ -113,7 +140,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told)
     except RunFailed as exc:
-        console.print(f"no model without this run: {exc}", markup=False)
+        console.print(f"cannot fit the model, because a run failed: {exc}", markup=False)
         return 1
     _show(console, told)
     return 0
@@ -203,30 +230,31 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
     console.print(_cases(told["cases"]))
     planes = ", ".join(f"{plane} {skill:.2f}" for plane, skill in told["skill_by_plane"].items())
     console.print(
-        f"skill on transfers {told['skill']:.2f} (goal {GOAL}; {planes}): 1 is exact, 0 no better "
-        f"than predicting no transfer; runs of a case differ by {told['spread']:.1%}, others took "
-        f"{told['others_cores']:.2f} cores meanwhile"
+        f"Skill on transfers: {told['skill']:.2f} (goal {GOAL}; {planes}). 1 is exact; 0 is no "
+        f"better than predicting no transfer. Runs of one case differ by {told['spread']:.1%}. "
+        f"Other programs used {told['others_cores']:.2f} cores meanwhile."
     )
     if not told["quiet"]:
         console.print(
-            f"This machine was busy: other programs took {told['others_cores']:.2f} of its "
-            f"{told['machine']['cores']} cores. The skill then says more about them than about the "
-            "model: repeat this on a quiet machine."
+            f"This machine was busy: other programs used {told['others_cores']:.2f} of its "
+            f"{told['machine']['cores']} cores, so the skill says little about the model. Repeat "
+            "this on a quiet machine."
         )
     for failure in told["failed_runs"]:
-        console.print(f"made again after it failed: {failure}", markup=False)
+        console.print(f"repeated after a failure: {failure}", markup=False)
     if told["skill"] < GOAL:
         worst = max(told["cases"], key=lambda c: abs(c["predicted_step_s"] - c["median_step_s"]))
         console.print(
-            f"below the goal: worst is {worst['trace']} / {worst['plane']}, {worst['hosts']} "
-            f"hosts, {worst['predicted_step_s']:.2f} s for {worst['median_step_s']:.2f} s"
+            f"Below the goal. The worst case is {worst['trace']} / {worst['plane']} on "
+            f"{worst['hosts']} hosts: predicted {worst['predicted_step_s']:.2f} s, measured "
+            f"{worst['median_step_s']:.2f} s."
         )
     console.print(_model(told["model"], told["assumed"]))
 
 
 def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
     shown = Table(
-        title="seconds of a step: of recorded time alone, predicted, median of the runs",
+        title="seconds per step: recorded time alone, predicted, median of the runs",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

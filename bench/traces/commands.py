@@ -19,24 +19,35 @@ from bench.traces.tasks import TASKS
 
 def register(commands: Any) -> None:
     """Add both commands to the command line."""
-    room = "a medium's content is known by one number, which has no room for more"
-    make = commands.add_parser("trace", help="draw a trace and write it as Parquet")
-    make.add_argument("task", choices=tuple(TASKS), metavar="TASK", help=", ".join(TASKS))
-    make.add_argument("--steps", type=up_to(MOST_STEPS, room), default=1)
+    room = "the number that identifies a medium's content has no room for more"
+    make = commands.add_parser("trace", help="draw a trace and write it to a Parquet file")
     make.add_argument(
-        "--prompts", type=up_to(MOST_PROMPTS, room), help="a step; default: the task's"
+        "task", choices=tuple(TASKS), metavar="TASK", help=f"task: {', '.join(TASKS)}"
     )
-    make.add_argument("--seed", type=whole, default=0)
-    make.add_argument("-o", "--output", type=output, required=True, metavar="FILE")
+    make.add_argument(
+        "--steps", type=up_to(MOST_STEPS, room), default=1, help="steps to draw (default: 1)"
+    )
+    make.add_argument(
+        "--prompts", type=up_to(MOST_PROMPTS, room), help="prompts per step (default: the task's)"
+    )
+    make.add_argument("--seed", type=whole, default=0, help="seed of the trace (default: 0)")
+    make.add_argument(
+        "-o", "--output", type=output, required=True, metavar="FILE", help="the file to write"
+    )
     make.set_defaults(perform=_trace)
     look = commands.add_parser("trace-info", help="show what is in a trace file")
     look.add_argument(
         "file",
         type=Path,
         nargs="+",
-        help="Parquet, PolyTrace's files, or a recording",
+        help="a Parquet trace, files of PolyTrace, or a recording",
     )
-    look.add_argument("--task", choices=tuple(TASKS), default=None, help="of PolyTrace files")
+    look.add_argument(
+        "--task",
+        choices=tuple(TASKS),
+        default=None,
+        help="task of PolyTrace files, which do not name it",
+    )
     look.set_defaults(perform=_info)
 
 
@@ -59,6 +70,6 @@ def _trace(options: argparse.Namespace, command: str) -> int:
 
 def _info(options: argparse.Namespace, command: str) -> int:
     if options.task is None and not load.names_task(options.file[0]):
-        raise TraceError(options.file[0], "it does not say of which task it is: give --task TASK")
+        raise TraceError(options.file[0], "this file does not name its task: pass --task TASK")
     info.show(Console(), *load.load(options.file, options.task))
     return 0

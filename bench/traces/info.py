@@ -24,7 +24,7 @@ def show(console: Console, name: str, prompts: Sequence[Prompt]) -> None:
     steps = len({prompt.step for prompt in prompts})
     unique = sum({m.content: m.pixel_bytes for p in prompts for m in p.media}.values())
     console.print(f"{name}: {rows} rows in {len(prompts)} groups and {steps} steps")
-    console.print(f"media: {unique / _GB:.2f} GB, each once", highlight=False)
+    console.print(f"media: {unique / _GB:.2f} GB, counting each medium once", highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("")
     for heading in ("mean", "p50", "p90", "p99", "largest"):

@@ -38,16 +38,18 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
         return task or f"run {recording.run}", prompts
     if is_parquet(first):
         if len(paths) > 1:
-            raise TraceError(first, "a Parquet trace stands alone: it has all times in it")
+            raise TraceError(first, "a Parquet trace is complete: pass no other files with it")
         name, prompts = parquet.read(first)
         if task not in (None, name):
-            raise TraceError(first, f"it is a trace of {name!r}, not of {task!r}")
+            raise TraceError(
+                first, f"this is a trace of {name!r}, not of {task!r}: pass --trace {name}"
+            )
         return name, prompts
     if task is None:
-        raise TraceError(first, "it does not say of which task it is")
+        raise TraceError(first, "this file does not name its task")
     prompts = _recorded(paths, TASKS[task], seed)
     if not prompts:
-        raise TraceError(first, "it tells of no group that is trained on")
+        raise TraceError(first, "no group of this file is trained on")
     return task, prompts
 
 
@@ -56,18 +58,18 @@ def recorded_job(paths: Sequence[Path]) -> Recording | None:
     if not recordings.is_recording(paths[0]):
         return None
     if len(paths) > 1:
-        raise TraceError(paths[0], "a recording stands alone: it has all times in it")
+        raise TraceError(paths[0], "a recording is complete: pass no other files with it")
     return recordings.read(paths[0])
 
 
 def _check_replay(path: Path, task: Task, recording: Recording) -> None:
     if task.media:
-        why = f"it has bytes and no media, and {task.name} has media: give --trace math"
+        why = f"a recording has no media, but the task {task.name} has: pass --trace math"
         raise TraceError(path, why)
     if task.survive is None and recording.untrained:
         why = (
-            f"{recording.untrained} groups were not trained, and a run of {task.name} trains on "
-            "all: give --trace math_open"
+            f"{recording.untrained} groups of the recording were not trained on, but the task "
+            f"{task.name} trains on all groups: pass --trace math_open"
         )
         raise TraceError(path, why)
 
@@ -85,7 +87,7 @@ def is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_PARQUET)) == _PARQUET
     except OSError as exc:
-        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
+        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
 
 
 def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
@@ -112,15 +114,17 @@ def of_run(
     counts = Counter(prompt.step for prompt in prompts)
     sizes = [counts[step] for step in range(steps)]
     if not min(sizes):
-        raise TraceError(paths[0], f"it has {len(counts)} steps, and --steps asks for {steps}")
+        raise TraceError(
+            paths[0], f"--steps {steps} asks for more than the {len(counts)} steps in this file"
+        )
     recorded = prompts[0].times is not None
     has = max(sizes) if recorded else min(sizes)
     if per_step and has < per_step:
-        why = f"it has a step of {has} groups, and --prompts asks for {per_step}"
+        why = f"--prompts {per_step} asks for more than the {has} groups of a step in this file"
         raise TraceError(paths[0], why)
     kept = cut(prompts, steps, per_step or (has if recorded else min(PROMPTS, has)))
     if len(rows := {len(prompt.samples) for prompt in kept}) > 1:
-        why = f"it has groups of {min(rows)} to {max(rows)} rows; a run takes groups of one size"
+        why = f"groups have {min(rows)} to {max(rows)} rows, but a run needs groups of one size"
         raise TraceError(paths[0], why)
     return kept
 
@@ -147,7 +151,11 @@ def _told(paths: Sequence[Path], samples: int) -> tuple[dict[int, list[Group]], 
     for path in paths:
         told = polytrace.read(path, samples)
         if told.steps and steps:
-            raise TraceError(path, "a second file with lengths; give one, and one of reward times")
+            why = (
+                "this is a second file with lengths: pass one file with lengths and one with "
+                "reward times"
+            )
+            raise TraceError(path, why)
         steps |= told.steps
         rewards = told.reward_seconds or rewards
     return steps, rewards

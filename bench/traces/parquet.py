@@ -122,21 +122,25 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
         # says of all of them together it does not follow.
         rows = sum(told.row_group(number).num_rows for number in range(told.num_row_groups))
         if rows > MOST_ROWS:
-            raise TraceError(path, f"its {rows} rows are more than {MOST_ROWS:,}, and all are held")
+            raise TraceError(
+                path,
+                f"{rows} rows are more than the limit of {MOST_ROWS:,}, because a run holds them "
+                "all",
+            )
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
-        raise TraceError(path, f"this is no Parquet file: {exc}") from exc
+        raise TraceError(path, f"not a readable Parquet file: {exc}") from exc
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
-        raise TraceError(
-            path, "this Parquet file was not written by this version of `python -m bench trace`"
-        )
+        raise TraceError(path, "not written by this version of `python -m bench trace`")
     if not table.schema.equals(SCHEMA):
-        raise TraceError(path, f"its columns, or their types, are not a trace's: {SCHEMA.names}")
+        raise TraceError(
+            path, f"the columns or their types differ from those of a trace, {SCHEMA.names}"
+        )
     rows = table.to_pylist()
     if not rows:
-        raise TraceError(path, "it holds no rows")
+        raise TraceError(path, "the file has no rows")
     groups = groupby(rows, key=lambda row: row["group"])
     return task, [_prompt(index, list(group)) for index, (_, group) in enumerate(groups)]
 

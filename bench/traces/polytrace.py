@@ -90,7 +90,7 @@ def read(path: Path, samples: int) -> Recorded:
     text = _text(path)
     lines = _lines(text)
     if not lines:
-        raise TraceError(path, "it is empty")
+        raise TraceError(path, "the file is empty")
     first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
     if first is None or all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
@@ -100,19 +100,21 @@ def read(path: Path, samples: int) -> Recorded:
         return _rewards(path, lines)
     if "output" in first:
         return _prompts(path, lines)
-    raise TraceError(path, f"a record of {sorted(first)} is none of PolyTrace's forms", lines[0][0])
+    raise TraceError(
+        path, f"a record with {sorted(first)} has none of PolyTrace's forms", lines[0][0]
+    )
 
 
 def _text(path: Path) -> str:
     try:
         told = path.read_bytes()
     except OSError as exc:
-        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
+        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
     try:
         return told.decode()
     except UnicodeDecodeError as exc:
         line = told.count(b"\n", 0, exc.start) + 1
-        raise TraceError(path, f"it is no text (UTF-8): {exc.reason}", line) from exc
+        raise TraceError(path, f"not a UTF-8 text file: {exc.reason}", line) from exc
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -154,7 +156,7 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
     for name, told in steps.items():
         line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
         if not name.isdecimal():
-            raise TraceError(path, f"{name!r} is not the number of a step", line)
+            raise TraceError(path, f"{name!r} is not a step number", line)
         try:
             if isinstance(told, list):
                 sessions = msgspec.convert(told, list[_Lengths])
@@ -174,7 +176,7 @@ def _check_once(path: Path, text: str) -> None:
         step = name[1].lstrip("0") or "0"
         if step in seen:
             line = text.count("\n", 0, name.start()) + 1
-            raise TraceError(path, f"step {step} is there twice", line)
+            raise TraceError(path, f"step {step} occurs twice", line)
         seen.add(step)
 
 
@@ -194,9 +196,7 @@ def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
     if len(inputs) * samples == len(lengths.output):
         inputs = [tokens for tokens in inputs for _ in range(samples)]
     if len(inputs) != len(lengths.output):
-        raise ValueError(
-            f"{len(lengths.input)} inputs do not go with {len(lengths.output)} outputs"
-        )
+        raise ValueError(f"{len(lengths.input)} inputs do not match {len(lengths.output)} outputs")
     return [(i, [written(o)]) for i, o in zip(inputs, lengths.output, strict=True)]
 
 
@@ -204,7 +204,7 @@ def _session(session: _Lengths) -> tuple[int, list[Turn]]:
     """Later inputs are what the tool answered to the turn before."""
     if not session.input or len(session.input) != len(session.output):
         raise ValueError(
-            f"a session of {len(session.input)} inputs and {len(session.output)} outputs"
+            f"a session has {len(session.input)} inputs but {len(session.output)} outputs"
         )
     answers = [*session.input[1:], 0]
     turns = [
@@ -216,7 +216,7 @@ def _session(session: _Lengths) -> tuple[int, list[Turn]]:
 
 def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
     if not rows or len(rows) % samples:
-        raise ValueError(f"{len(rows)} responses are not whole groups of {samples}")
+        raise ValueError(f"{len(rows)} responses do not form whole groups of {samples}")
     starts = range(0, len(rows), samples)
     return [(rows[at][0], [turns for _, turns in rows[at : at + samples]]) for at in starts]
 
@@ -230,7 +230,9 @@ def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
     for number, record in _records(path, lines, _PromptLine):
         told = record.n_sampling
         if told not in (None, len(record.output)):
-            raise TraceError(path, f"{len(record.output)} outputs with n_sampling {told}", number)
+            raise TraceError(
+                path, f"n_sampling is {told}, but there are {len(record.output)} outputs", number
+            )
         if not record.validate and record.tp_rank == 0:
             group = (record.input, [[written(tokens)] for tokens in record.output])
             place = record.dp_rank, record.local_index
@@ -247,7 +249,7 @@ def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
             continue
         group = found.setdefault(record.step or 0, {}).setdefault(record.prompt_group_id, {})
         if record.sample_id in group:
-            why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} is there twice"
+            why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} occurs twice"
             raise TraceError(path, why, number)
         try:
             group[record.sample_id] = record.prompt_len, _trajectory(record)
@@ -267,7 +269,10 @@ def _trajectory(record: _TrajectoryLine) -> list[Turn]:
     seconds, tokens = [0.0] * len(record.turns), [0] * len(record.turns)
     for call in record.tool_calls:
         if call.turn >= len(record.turns):
-            raise ValueError(f"a tool call in turn {call.turn} of {len(record.turns)}")
+            raise ValueError(
+                f"a tool call belongs to turn {call.turn}, but there are only {len(record.turns)} "
+                "turns"
+            )
         seconds[call.turn] += call.latency_s
         tokens[call.turn] += call.response_token_len
     return [

@@ -101,9 +101,9 @@ def read(folder: Path) -> Recording:
     """Read a recording. Raises TraceError."""
     index = _index(folder / INDEX)
     if index.format != _FORMAT:
-        raise TraceError(folder / INDEX, f"format {index.format}: expected {_FORMAT}")
+        raise TraceError(folder / INDEX, f"unknown format {index.format}: expected {_FORMAT}")
     if not index.steps:
-        raise TraceError(folder, "it has no complete step")
+        raise TraceError(folder, "the recording has no complete step")
     steps = sorted(index.steps, key=lambda step: step.number)
     staleness = _staleness(steps)
     optimiser = _optimiser(steps, staleness)
@@ -151,7 +151,7 @@ def _index(path: Path) -> _Index:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index)
     except OSError as exc:
-        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
+        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise TraceError(path, str(exc)) from exc
 
@@ -160,13 +160,15 @@ def _groups(path: Path) -> list[_Group]:
     try:
         rows = pyarrow.parquet.read_metadata(path).num_rows
         if rows > MOST_ROWS:
-            raise TraceError(path, f"its {rows} groups are more than {MOST_ROWS:,}")
+            raise TraceError(path, f"{rows} groups are more than the limit of {MOST_ROWS:,}")
         table = pyarrow.parquet.read_table(path)
         if set(table.column_names) != _COLUMNS:
-            raise TraceError(path, f"its columns are not a recording's: {table.column_names}")
+            raise TraceError(
+                path, f"the columns differ from those of a recording: {table.column_names}"
+            )
         return msgspec.convert(table.to_pylist(), list[_Group])
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, msgspec.MsgspecError) as exc:
-        raise TraceError(path, f"it is no step of a recording: {exc}") from exc
+        raise TraceError(path, f"not a step of a recording: {exc}") from exc
 
 
 def _staleness(steps: Sequence[_Step]) -> int:

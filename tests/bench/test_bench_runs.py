@@ -63,7 +63,7 @@ def test_where_stages_are_apart_every_group_crosses_to_those_who_read_it() -> No
 
 def test_one_host_cannot_be_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--trace", "math", "--hosts", "1", "--apart"]) == 2
-    assert "--apart wants two hosts at least" in capsys.readouterr().err
+    assert "--apart needs at least two hosts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -137,7 +137,7 @@ def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run = execute(replace(MATH, timeout_s=6), stopping)
     assert run["status"] == "error"
-    assert "still waited for the workers to" in run["error"]
+    assert "timed out while waiting for the workers to" in run["error"]
     assert "train-0 is stopped" in run["error"] or "train-1 is stopped" in run["error"]
     assert not leaks.children()
 

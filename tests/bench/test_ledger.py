@@ -62,11 +62,11 @@ def without_a_field() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("trained", "problem"),
     [
-        ([group(0)], "row (1, 0) was never trained"),
+        ([group(0)], "row (1, 0) was never trained on"),
         ([group(0), group(1), group(1)], "trained 2 times"),
         ([group(0), group(1), group(2)], "row (2, 0) was never put"),
-        (mixed(), "mixes or splits groups"),
-        (altered(), "tokens of row (1, 1) is not what was put"),
+        (mixed(), "does not consist of one whole group"),
+        (altered(), "field 'tokens' of row (1, 1) differs from what was put"),
         (without_a_field(), "arrived instead of"),
     ],
 )
@@ -103,7 +103,7 @@ def test_filtered_groups_are_accounted_for() -> None:
     ("events", "problem"),
     [
         ([filtered(1)], "group 2 should have been filtered"),
-        ([filtered(1, 2, 0)], "group 0 was filtered wrongly"),
+        ([filtered(1, 2, 0)], "group 0 should not have been filtered"),
         ([filtered(1, 2), filtered(2)], "group 2 was filtered 2 times"),
         ([filtered(1, 2), {"event": "trained", **group(1)}], "was filtered, and trained"),
     ],

@@ -193,7 +193,7 @@ def test_where_no_group_can_be_made_the_run_is_reported_as_not_run(
     monkeypatch.setattr(limits, "_parent", refuse)
     told = run.execute(Job(plane="controller", trace="math", memory_limit_bytes=MIB), silent)
     assert told["status"] == "not run"
-    assert "no memory limit can be set here" in told["error"]
+    assert "cannot set a memory limit on this machine" in told["error"]
     assert told["seconds"] is None and told["rows"] == 0
     options = ["--trace", "math", "--planes", "controller", "--memory-limit", "1GiB"]
     assert main(["run", *options]) == 1

@@ -60,7 +60,7 @@ def test_every_command_refuses_before_it_measures(
     with pytest.raises(SystemExit) as refused:
         main([*command, "/dev/null/out"])
     assert refused.value.code == 2
-    assert "'/dev/null' is no folder" in capsys.readouterr().err
+    assert "'/dev/null' is not a directory" in capsys.readouterr().err
 
 
 def test_a_file_that_breaks_off_leaves_the_one_before(tmp_path: Path) -> None:

@@ -303,11 +303,11 @@ def test_a_report_without_a_single_finished_run_is_still_a_page(tmp_path: Path) 
     nothing = {"seconds": [], "processes": {}, "hosts": []}
     refused = run(
         "controller", status="not run", rows=0, seconds=None, memory_curve=nothing, workers={},
-        latency_ms={}, error="no memory limit can be set here", peak_host_bytes=[],
+        latency_ms={}, error="cannot set a memory limit on this machine", peak_host_bytes=[],
     )  # fmt: skip
     write(page, [report(runs=[refused])])
     told = page.read_text()
-    assert "not run" in told and "no memory limit can be set here" in told
+    assert "not run" in told and "cannot set a memory limit on this machine" in told
 
 
 @pytest.mark.needs("chromium")
@@ -351,13 +351,16 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(tmp_path / "missing.json"), "-o", str(page)]) == 2
     assert not page.exists()
     assert (
-        "x.json is no report of `headline`, `links` or `run`: it has no runs"
+        "x.json is not a report of `headline`, `links` or `run`: it has no runs"
         in capsys.readouterr().err
     )
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
     endless = {"train": {"claim": {"p50": float("inf"), "p90": 1, "p99": 1, "max": 1}}}
     (tmp_path / "odd.json").write_text(json.dumps(report(runs=[run("x", latency_ms=endless)])))
-    for name, why in (("cut.json", "no whole report"), ("odd.json", "Infinity is no figure")):
+    for name, why in (
+        ("cut.json", "not a complete report"),
+        ("odd.json", "Infinity is not a valid figure"),
+    ):
         assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
         assert why in capsys.readouterr().err and not page.exists()
 

@@ -64,7 +64,7 @@ def test_what_is_no_report_of_the_headline_is_refused(
 ) -> None:
     (tmp_path / "perf.json").write_text(json.dumps(report(ceiling={})))
     assert main(["publish", str(tmp_path / "perf.json")]) == 2
-    assert "is no report of `headline`" in capsys.readouterr().err
+    assert "is not a report of `headline`" in capsys.readouterr().err
 
 
 def test_readme_docs_and_pictures_are_those_of_the_report_that_is_kept(tmp_path: Path) -> None:

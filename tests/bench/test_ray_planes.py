@@ -102,7 +102,10 @@ def test_a_plane_that_is_not_installed_is_a_result_of_its_own(
 ) -> None:
     monkeypatch.setattr(DataplanePlane, "packages", ("no-such-package",))
     run = execute(Job(plane="dataplane", trace="math", prompts=1), silent)
-    assert (run["status"], run["error"]) == ("not installed", "it needs no-such-package")
+    assert (run["status"], run["error"]) == (
+        "not installed",
+        "missing packages: no-such-package",
+    )
     assert run["rows"] == 0
 
 

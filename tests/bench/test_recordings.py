@@ -79,7 +79,7 @@ def test_a_step_takes_as_long_as_it_took(tmp_path: Path) -> None:
     """From the end of the optimiser to its next end."""
     found = recording.read(write(tmp_path / "r", [step(n) for n in range(4)]))
     assert (found.hosts, found.staleness, found.phased) == (2, 0, False)
-    assert "Its recording ended: stopped." in told(found)
+    assert "The recording ended: stopped." in told(found)
     assert found.step_seconds == [9.0, 10.0, 10.0, 10.0]
     path = tmp_path / "t.parquet"
     parquet.write(path, "math", 0, [prompt for prompts in found.steps for prompt in prompts])
@@ -145,7 +145,7 @@ def test_groups_that_were_not_trained_need_a_task_that_filters(tmp_path: Path) -
     folder = write(tmp_path / "r", [step(0)], [group(0), group(1, trained=False)])
     _, prompts = load([folder], "math_open")
     assert [prompt.survives for prompt in prompts] == [True, False]
-    with pytest.raises(TraceError, match="1 groups were not trained"):
+    with pytest.raises(TraceError, match="1 groups of the recording were not trained on"):
         load([folder], "math")
 
 
@@ -182,7 +182,7 @@ def test_a_recording_that_cannot_be_replayed_ends_the_command_with_a_sentence(
 
 
 def test_a_task_with_media_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="video has media: give --trace math"):
+    with pytest.raises(TraceError, match="the task video has: pass --trace math"):
         load([write(tmp_path / "r", [step(0)])], "video")
 
 
@@ -199,6 +199,6 @@ def test_a_recording_is_replayed_with_its_hosts_and_with_steps_of_several_sizes(
     assert (run["hosts"], run["steps"], run["rows"]) == (2, 2, (4 + 2) * 4)
     said = " ".join(capsys.readouterr().out.split())
     assert "Recorded run mine: 2 steps of 9.50 s (median), 2 hosts" in said
-    assert "Its recorder lost peer a and asked another" in said
-    assert "Its recorder still runs or was killed" in said
+    assert "The recorder lost peer a and switched to another" in said
+    assert "The recorder is still running or was killed" in said
     assert main(["trace-info", str(folder)]) == 0

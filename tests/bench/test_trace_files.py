@@ -67,7 +67,7 @@ def test_a_trace_that_no_process_could_hold_is_refused(
 ) -> None:
     parquet.write(tmp_path / "t.parquet", "math", 3, generate(TASKS["math"], 2, seed=3))
     monkeypatch.setattr(parquet, "MOST_ROWS", 31)
-    with pytest.raises(TraceError, match="32 rows are more than 31"):
+    with pytest.raises(TraceError, match="32 rows are more than the limit of 31"):
         load([tmp_path / "t.parquet"], None)
 
 
@@ -254,7 +254,7 @@ def test_a_trace_in_which_a_value_may_be_missing_is_refused(tmp_path: Path) -> N
     turns = table.column_names.index("turns")
     missing = pyarrow.nulls(len(table), table.schema.types[turns])
     pyarrow.parquet.write_table(table.set_column(turns, "turns", missing), path)
-    with pytest.raises(TraceError, match="its columns, or their types"):
+    with pytest.raises(TraceError, match="the columns or their types"):
         load([path], None)
 
 

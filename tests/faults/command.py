@@ -32,15 +32,31 @@ SCENARIOS = (
 
 
 def register(commands: Any) -> None:
-    faults = commands.add_parser("faults", help="damage to a plane of three to five peers")
-    faults.add_argument("--only", type=names(SCENARIOS), default=SCENARIOS, metavar="NAME,…")
-    faults.add_argument(
-        "--seconds", type=up_to(86_400, "a day"), default=60, help="of deaths, of a slow consumer"
+    faults = commands.add_parser(
+        "faults", help="damage a plane of three to five peers, and check what it promises"
     )
     faults.add_argument(
-        "--frames", type=bounds.frames, default=100_000, help="corrupt ones at each door"
+        "--only",
+        type=names(SCENARIOS),
+        default=SCENARIOS,
+        metavar="NAME,…",
+        help=f"run only these scenarios: {', '.join(SCENARIOS)}",
     )
-    faults.add_argument("--json", type=outputs.output, default=None, help="write the outcomes here")
+    faults.add_argument(
+        "--seconds",
+        type=up_to(86_400, "a day"),
+        default=60,
+        help="duration of the scenarios with deaths or a slow consumer (default: 60)",
+    )
+    faults.add_argument(
+        "--frames",
+        type=bounds.frames,
+        default=100_000,
+        help="corrupt frames to send to each socket (default: 100000)",
+    )
+    faults.add_argument(
+        "--json", type=outputs.output, default=None, help="write the outcomes to this file"
+    )
     faults.set_defaults(perform=perform)
 
 

@@ -17,22 +17,29 @@ from tests.perf import gpu, transports
 
 
 def register(commands: Any) -> None:
-    perf = commands.add_parser("perf", help="the hot path against this machine's ceilings")
-    perf.add_argument(
-        "--rounds", type=bounds.rounds, default=5, help="medians are taken over these"
+    perf = commands.add_parser(
+        "perf", help="compare the hot path and the transports with the limits of this machine"
     )
-    perf.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
+    perf.add_argument(
+        "--rounds",
+        type=bounds.rounds,
+        default=5,
+        help="take medians over this many rounds (default: 5)",
+    )
+    perf.add_argument(
+        "--json", type=outputs.output, default=None, help="write the figures to this file"
+    )
     perf.add_argument(
         "--transports",
         type=names(transports.TRANSPORTS),
         default=transports.TRANSPORTS,
-        help="pulls over these, each beside its engine's bare loop; default: "
-        + ",".join(transports.TRANSPORTS),
+        help="transports to pull over, each compared with a bare loop of its engine (default: "
+        f"{','.join(transports.TRANSPORTS)})",
     )
     perf.add_argument(
         "--only",
         choices=("hot-path", "transports", "gpu"),
-        help="default: all of it, the GPU where one is visible",
+        help="measure only this part (default: all parts; the GPU if one is visible)",
     )
     perf.set_defaults(perform=_perf)
 
@@ -52,7 +59,7 @@ def _perf(options: argparse.Namespace, command: str) -> int:
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told | {"spread": spread} | described)
     except (DataplaneError, Failed) as exc:
-        console.print(f"nothing more was measured: {exc}", markup=False)
+        console.print(f"the measurement stopped early: {exc}", markup=False)
         return 1
     finally:  # also where it is stopped, or the disk is full
         if told:

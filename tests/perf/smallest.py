@@ -111,27 +111,47 @@ def _case(job: Job, limits: list[int], bar: Bar) -> Case:
 
 def register(commands: Any) -> None:
     """Add `memory` to the command line."""
-    parser = commands.add_parser("memory", help="the smallest memory of a host that is enough")
-    parser.add_argument("--trace", choices=TASKS, default="video")
-    planes = names(PLANES)
-    parser.add_argument("--planes", type=planes, default=_PLANES)
-    parser.add_argument(
-        "--prompts", type=several(bounds.prompts), default=[4, 8, 16], help="4,8,16"
+    parser = commands.add_parser(
+        "memory", help="find the smallest memory limit of a host that a run survives"
     )
-    parser.add_argument("--hosts", type=bounds.hosts, default=2)
-    parser.add_argument("--trainers", type=bounds.trainers, default=2)
-    parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--least", type=size, default=_LEAST, help="no less is tried")
+    parser.add_argument("--trace", choices=TASKS, default="video", help="task (default: video)")
+    planes = names(PLANES)
+    parser.add_argument(
+        "--planes",
+        type=planes,
+        default=_PLANES,
+        help=f"planes to run (default: {','.join(_PLANES)})",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=several(bounds.prompts),
+        default=[4, 8, 16],
+        help="numbers of prompts to try (default: 4,8,16)",
+    )
+    parser.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts (default: 2)")
+    parser.add_argument(
+        "--trainers", type=bounds.trainers, default=2, help="trainer ranks (default: 2)"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the trace (default: 0)")
+    parser.add_argument(
+        "--least", type=size, default=_LEAST, help="smallest limit to try (default: 256MiB)"
+    )
     parser.add_argument(
         "--most",
         type=size,
         default=memory_bytes() * 3 // 8,
-        help="no more is tried; all hosts must fit into this machine; default: 3/8 of its memory",
+        help="largest limit to try; all hosts must fit into the memory of this machine "
+        "(default: 3/8 of it)",
     )
     parser.add_argument(
-        "--timeout", type=seconds, default=240.0, help="seconds that a run may take"
+        "--timeout",
+        type=seconds,
+        default=240.0,
+        help="seconds that one run may take (default: 240)",
     )
-    parser.add_argument("--json", type=outputs.output, default=None, help="write the cases here")
+    parser.add_argument(
+        "--json", type=outputs.output, default=None, help="write the cases to this file"
+    )
     parser.set_defaults(perform=perform)
 
 
@@ -142,7 +162,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     """
     console = Console()
     if options.least > options.most:
-        raise TooMuch(f"--least is {options.least} bytes, more than --most: {options.most}")
+        raise TooMuch(f"--least ({options.least} bytes) is more than --most ({options.most} bytes)")
     bounds.check(max(options.prompts), 1)
     job = Job(
         plane=options.planes[0],
@@ -172,7 +192,7 @@ def table(cases: Sequence[Case]) -> Table:
     """One line a plane and dedup, one column a number of prompts."""
     prompts = sorted({case["prompts"] for case in cases})
     shown = Table(
-        title="smallest memory limit of a host that a run survives, MiB (>: the largest tried)",
+        title="smallest memory limit of a host that a run survives, MiB (>: none of those tried)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

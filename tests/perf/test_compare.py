@@ -101,7 +101,7 @@ def test_a_plane_that_is_not_installed_is_reported_by_name(monkeypatch: pytest.M
     monkeypatch.setattr(PLANES["ray-store"], "packages", ("no-such-package", "numpy"))
     told = describe("ray-store")
     assert told["status"] == "not installed"
-    assert told["error"] == "it needs no-such-package"
+    assert told["error"] == "missing packages: no-such-package"
     assert told["versions"]["no-such-package"] is None
 
 

@@ -16,29 +16,57 @@ from tests.perf.compare.ends import NAMES
 def register(commands: Any) -> None:
     """Add the command to the bench's parser."""
     defaults = measure.Settings()
-    sizes = up_to(machine.memory_bytes() // 8, "a plane and its clients hold several copies", size)
-    singles = up_to(1_000_000, "each is put and got by itself", whole)
-    rows = up_to(65_536, "each is an array of its own in every field")
-    hosts = up_to(8, "each is a peer or a Ray node of this machine")
-    what = "one batch through dataplane and other planes"
-    parser = commands.add_parser("compare", help=what, description=f"{what}: a table and JSON.")
-    parser.add_argument(
-        "--planes", type=names(NAMES), default=defaults.planes, help=",".join(NAMES)
+    sizes = up_to(
+        machine.memory_bytes() // 8, "a plane and its clients hold several copies of a batch", size
     )
-    parser.add_argument("--sizes", type=several(sizes), default=defaults.sizes, help="64MiB,512MiB")
-    parser.add_argument("--hosts", type=several(hosts), default=defaults.hosts, help="1,2")
-    parser.add_argument("--rows", type=rows, default=defaults.rows, help="in a batch; 256")
+    singles = up_to(1_000_000, "each row is put and read by itself", whole)
+    rows = up_to(65_536, "each row is a separate array in every field")
+    hosts = up_to(8, "each is a peer or a Ray node on this machine")
+    what = "move one batch through dataplane and other planes, and compare them"
+    parser = commands.add_parser("compare", help=what, description=f"{what.capitalize()}.")
     parser.add_argument(
-        "--rounds", type=bounds.rounds, default=defaults.rounds, help="new processes each; 3"
-    )
-    parser.add_argument(
-        "--repeats", type=bounds.rounds, default=defaults.repeats, help="in a round; 3"
+        "--planes",
+        type=names(NAMES),
+        default=defaults.planes,
+        help=f"planes to run (default: {','.join(defaults.planes)})",
     )
     parser.add_argument(
-        "--singles", type=singles, default=defaults.singles, help="rows one by one; 100"
+        "--sizes",
+        type=several(sizes),
+        default=defaults.sizes,
+        help="batch sizes (default: 64MiB,512MiB)",
     )
-    parser.add_argument("--seed", type=whole, default=0, help="of the batch; 0")
-    parser.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
+    parser.add_argument(
+        "--hosts",
+        type=several(hosts),
+        default=defaults.hosts,
+        help="numbers of hosts (default: 1,2)",
+    )
+    parser.add_argument(
+        "--rows", type=rows, default=defaults.rows, help="rows per batch (default: 256)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=bounds.rounds,
+        default=defaults.rounds,
+        help="rounds, each with new processes (default: 3)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=bounds.rounds,
+        default=defaults.repeats,
+        help="repeats per round (default: 3)",
+    )
+    parser.add_argument(
+        "--singles",
+        type=singles,
+        default=defaults.singles,
+        help="rows to move one by one (default: 100)",
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the batch (default: 0)")
+    parser.add_argument(
+        "--json", type=outputs.output, default=None, help="write the figures to this file"
+    )
     parser.set_defaults(perform=_compare)
 
 

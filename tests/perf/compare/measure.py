@@ -91,7 +91,7 @@ def describe(name: str) -> Report:
     missing = PLANES[name].missing()
     return {
         "status": "not installed" if missing else "ok",
-        "error": f"it needs {', '.join(missing)}" if missing else "",
+        "error": f"missing packages: {', '.join(missing)}" if missing else "",
         "versions": {package: version(package) for package in packages},
         "two_hosts": TWO_HOSTS[name],
     }

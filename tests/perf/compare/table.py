@@ -19,9 +19,10 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for batch in dict.fromkeys(line["batch"] for line in results):
         console.print(_table(report, [line for line in results if line["batch"] == batch], batch))
     console.print(
-        "handle: the plane's get returned. read: and every byte was read once. floor: the reader "
-        "reads as many bytes of its own. cycle: one row got and read. Each is its own get of its "
-        "own put. cpu: processor seconds a GB, or milliseconds a row.",
+        "handle: until the plane's get returned. read: until every byte had also been read once. "
+        "floor: the reader reads as many bytes of its own memory. cycle: one row was fetched and "
+        "read. Each figure has its own put and get. cpu: processor seconds per GB, or milliseconds "
+        "per row.",
         style="dim",
     )
     for name, plane in report["planes"].items():

@@ -1,4 +1,4 @@
-# Everything runs in .venv; the stamps keep an installation until pyproject.toml changes.
+# Everything runs in .venv. The .*-installed stamps avoid a new installation until pyproject.toml changes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ ADAPTER := packages/dataplane-transfer-queue
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
 
-# The wider table: 2, 4 and 8 hosts with 1 Gbit/s each, more prompts, groups with and without dedup; ten minutes.
+# The longer table: 2, 4 and 8 hosts, three traces, with and without dedup; about half an hour.
 bench-links: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench links --json bench/out/links.json
 
@@ -17,46 +17,45 @@ bench-memory: $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video --planes dataplane,controller --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 
-# Of Debian, where they are missing and this user may: what makes a Python environment, where there is none yet; `ip`
-# and `tc`, which make hosts with links of their own; a browser, in which tests open the bench's report; etcd, which
-# keeps rosters.
+# Debian packages, installed if they are missing and this user may install them: python3-venv, if there is no
+# environment yet; `ip` and `tc`, for hosts with their own links; a browser, in which tests open the bench's report;
+# etcd, for rosters.
 PACKAGES := deploy/system_packages.sh
 VENV_PACKAGE := $(if $(wildcard $(BIN)/python),,$(notdir $(PYTHON))-venv)
 links-packages:
 	@$(PACKAGES) $(VENV_PACKAGE) iproute2
 test-packages:
 	@$(PACKAGES) $(VENV_PACKAGE) iproute2 etcd-server chromium
-# The same where sudo asks for a password.
+# The same, if sudo needs to ask for a password.
 system-packages:
 	@$(PACKAGES) --ask $(VENV_PACKAGE) iproute2 etcd-server chromium
 
-# A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill train"`, see examples/grpo_tiny.
+# Train a small transformer with GRPO in seven processes; see examples/grpo_tiny. Options: GRPO="--lag 2 --kill train".
 example-grpo: $(VENV)/.examples-installed
 	$(BIN)/python examples/grpo_tiny/run.py $(GRPO)
 
-# Photographs through a vision model's processor, from one host to a reader on another.
+# Move photographs, processed for a vision model, from one host to a reader on another.
 example-multimodal: $(VENV)/.examples-installed
 	$(BIN)/python examples/multimodal/run.py
 
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
 
-# Beside other planes: one batch, Ray's object store, and the headline, which takes TransferQueue where it is installed.
+# Compare with other planes: one batch, Ray's object store, and the headline, which includes TransferQueue if installed.
 bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench compare --json bench/out/compare.json
 	$(BIN)/python -m bench run --trace math,video --planes dataplane,ray-store --dedup off --hosts 4 --prompts 4 --steps 4 --timeout 600 --json bench/out/compare-ray.json
 	$(BIN)/python -m bench headline --json bench/out/compare-headline.json
 
-# Most tests wait for processes, so two cores serve four workers. Files go to workers in the order of
-# tests/conftest.py, the long ones first.
-# Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it. A test that needed
-# its second try twice in five runs is mended, or stands in tests/flakes.toml with its reason.
+# Most tests wait for processes, so two cores serve four workers. tests/conftest.py starts the longest files first.
+# The tests start hundreds of processes, so a failed test is repeated once, and the summary names it. A test that needed
+# its second try twice in five runs is mended, or listed in tests/flakes.toml with its reason.
 TEST_WORKERS ?= 4
 test: test-packages $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --reruns 1
 
-# What thinks, without torch, a browser or Debian's packages: two minutes with the installation. A second
-# environment, so that what it lacks is not there by accident. Left out: what starts peers and runs, and what needs torch.
+# Tests that start no peers and need neither torch, a browser nor Debian packages: two minutes with the installation.
+# They run in a second environment, so that they cannot use those by accident.
 QUICK := $(VENV)/quick
 QUICK_TESTS := tests/metadata tests/peer tests/memory tests/twin tests/client tests/protocol tests/launch \
   $(patsubst %,tests/packaging/test_%.py,flakes phrases quick rooms) $(patsubst %,tests/bench/test_%.py,columns headline ledger traces)
@@ -74,7 +73,7 @@ coverage: test-packages $(VENV)/.test-installed
 	$(BIN)/coverage run -m pytest --reruns 1
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
 
-# Hosts as network namespaces of this machine: cut links, torchrun.
+# Hosts as network namespaces on this machine: links that are cut, and torchrun.
 testbed: links-packages $(VENV)/.test-installed
 	$(BIN)/python -m deploy.testbed --json bench/out/testbed.json
 
@@ -83,7 +82,7 @@ JOBS ?= $(shell nproc)
 simulate: $(VENV)/.test-installed
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
-# Any calls in any order against a model, on one real peer and on three.
+# Random sequences of calls, compared with a model, on one real peer and on three.
 SURFACE_EXAMPLES ?= 200
 surface: $(VENV)/.test-installed
 	SURFACE_EXAMPLES=$(SURFACE_EXAMPLES) $(BIN)/python -m pytest -q tests/end_to_end/test_surface_model.py
@@ -92,18 +91,18 @@ SOAK_MINUTES ?= 10
 soak: $(VENV)/.bench-installed
 	$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
 
-# The whole grid of damages and moments on real processes, and all causes of slow steps; some cells need CAP_NET_ADMIN.
+# Every kind of damage at every moment on real processes, and every cause of a slow step. Some cases need CAP_NET_ADMIN.
 chaos: test-packages $(VENV)/.test-installed
 	CHAOS=1 $(BIN)/python -m pytest -q tests/chaos tests/end_to_end/test_chaos_calls.py tests/timeline/test_planted.py
 
-# Coverage-guided, FUZZ_SECONDS for each decoder; what was worth something is kept in .fuzz.
+# Coverage-guided fuzzing, FUZZ_SECONDS for each decoder. Inputs that reached new code are kept in .fuzz.
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= local peers bulk journal objects columns filters manifest traces
 fuzz: $(VENV)/.fuzz-installed
 	for target in $(FUZZ_TARGETS); do $(BIN)/python -m tests.fuzz $$target $(FUZZ_SECONDS) || exit 1; done
 
-# What needs the planes that the bench compares with, and is left out of `make test` where they are not installed. In
-# parts where a machine is busy: COMPARE=ray-store, transfer_queue.
+# Tests that need the planes that the bench compares with; `make test` skips them if those are not installed. To run a
+# part: COMPARE=ray-store or COMPARE=transfer_queue.
 COMPARE ?=
 test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
 	$(BIN)/python -m pytest -q -m compare -k '$(COMPARE)' tests/bench tests/perf tests/integrations
@@ -111,13 +110,13 @@ test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
 test-deploy: $(VENV)/.deploy-installed $(BIN)/promtool
 	$(BIN)/python -m pytest -q --reruns 1 tests/deploy/test_container.py tests/deploy/test_kubernetes.py tests/deploy/test_monitoring.py
 
-# Of Debian's prometheus package only its checker: nothing is installed or started.
+# Take only promtool from Debian's prometheus package; nothing is installed or started.
 $(BIN)/promtool: $(BIN)/python
 	mkdir -p $(VENV)/debian && cd $(VENV)/debian && apt-get download --quiet prometheus
 	dpkg-deb --extract $(VENV)/debian/prometheus_*.deb $(VENV)/debian
 	mv $(VENV)/debian/usr/bin/promtool $@ && rm -r $(VENV)/debian
 
-# Engines of transport lie apart: with one beside them, peers of all other tests would choose it.
+# Transport engines are in their own directory: otherwise the peers of all other tests would use them.
 ENGINES := $(VENV)/engines
 test-ucx: $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 2 tests/engines
@@ -128,16 +127,16 @@ $(VENV)/.engines-installed: $(VENV)/.test-installed
 	  'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' 'libucx-cu13>=1.21,<1.22' 'librmm-cu13>=26.10,<26.11' 'rapids-logger>=0.3,<0.4'
 	touch $@
 
-# With the Python that it is given: a machine with a GPU may have no network, see tests/gpu/README.md.
+# Uses $(PYTHON) as it is, because a machine with a GPU may have no network; see tests/gpu/README.md.
 test-gpu:
 	$(PYTHON) -m pytest -rs -m gpu tests/gpu
 
-# Real raylets on this machine, about a minute; what it installs is no part of the other tests.
+# Real raylets on this machine; about a minute. The other tests do not use what this installs.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs -k 'ray or docs/run.md'
 
-# verl itself, without what it needs for a GPU. Ray gives its own processes 30 s to start, which a busy machine exceeds,
-# so what fails is tried once more. verl's wheel brings its tests, as a package `tests`.
+# The real verl, without its GPU dependencies. Ray gives its own processes 30 s to start, which a busy machine exceeds,
+# so a failed test is repeated once. verl's wheel contains its tests, as a package `tests`.
 VERL := $(VENV)/verl
 test-verl: $(VENV)/.test-installed $(VERL)/.installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_verl.py tests/docs/test_pages.py -k 'verl'
@@ -151,7 +150,7 @@ $(VERL)/.installed: $(BIN)/python pyproject.toml
 	mkdir $(VERL)/own && mv $(VERL)/lib/python*/site-packages/tests $(VERL)/own
 	touch $@
 
-# TRL and OpenRLHF themselves, and TransferQueue's own tests; also without what needs a GPU.
+# The real TRL and OpenRLHF, and TransferQueue's own tests, also without GPU dependencies.
 FRAMEWORKS := $(VENV)/frameworks
 test-frameworks: $(VENV)/.test-installed $(FRAMEWORKS)/.installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_frameworks.py tests/integrations/test_transfer_queues_own.py
@@ -166,11 +165,11 @@ $(FRAMEWORKS)/.installed: $(BIN)/python pyproject.toml
 	  --target $(FRAMEWORKS)/transfer-queue TransferQueue==0.1.11
 	touch $@
 
-# All distributions, built, checked, and installed into an environment that had nothing.
+# Build and check all distributions, and install them into an empty environment.
 test-wheels: $(VENV)/.wheels-installed
 	$(BIN)/python -m pytest -q tests/packaging
 
-# The documentation as a site in build/site; a broken link or reference ends it.
+# Build the documentation as a site in build/site; fails on a broken link or reference.
 docs: $(VENV)/.docs-installed
 	$(BIN)/python docs/.site/gather.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -188,13 +187,13 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("dataplane needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python*; exit 1; }  # else the next make takes half of one for whole
+	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python*; exit 1; }  # or the next make would use an incomplete environment
 
-# The adapter for TransferQueue is a distribution of its own.
+# The adapter for TransferQueue is a separate distribution.
 $(VENV)/.test-installed: BESIDE := --editable $(ADAPTER)
 $(VENV)/.test-installed: $(ADAPTER)/pyproject.toml
 
-# Compiled ahead: dozens of processes start in a run, and some machines keep no bytecode of their own accord.
+# Compile ahead, because a run starts dozens of processes and some machines do not store bytecode.
 $(VENV)/.%-installed: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(BESIDE)
 	$(BIN)/python -m compileall -q dataplane bench

@@ -1,12 +1,12 @@
 #!/bin/sh
-# system_packages.sh [--ask] PACKAGE...: install Debian's packages that pip does not have, where they are missing.
-# It says so in one line before it installs. Root installs, and a user whose sudo asks nothing; with --ask sudo may ask.
-# Where nobody may, it says what goes without them, which tests are skipped, and which command installs them; it then
-# ends with 0, or with 1 after --ask. Nothing is asked of the network while all are there.
+# system_packages.sh [--ask] PACKAGE...: install those of these Debian packages that are missing.
+# The script installs as root, or with a sudo that needs no password; with --ask, sudo may ask for one.
+# If it may not install, it prints which tests are skipped and which command installs the packages, and exits with 0,
+# or with 1 after --ask. It does not use the network if no package is missing.
 set -u
 PATH="$PATH:/usr/sbin:/sbin"
 
-programs() { # of a package; one after "|" is as good as the one before it
+programs() { # the programs of a package; "|" separates alternatives
     case $1 in
     chromium) echo "chromium|chromium-browser|google-chrome" ;;
     etcd-server) echo "etcd" ;;
@@ -32,16 +32,16 @@ missing=
 for package; do here "$package" || missing="$missing $package"; done
 [ "$missing" ] || exit 0
 
-marked() { # files of tests that are skipped without a program
+marked() { # the test files that are skipped without a program
     cd "$(dirname "$0")/.." && grep -rl --include='*.py' "needs(\"$1\")" tests | sort | tr '\n' ' '
 }
 
 lacks() {
     case $1 in
-    chromium) echo "tests of the bench's page in a browser are skipped: $(marked chromium)" ;;
-    etcd-server) echo "tests of a roster in etcd are skipped: $(marked etcd)" ;;
-    python*-venv) echo "no environment can be made: $1 brings what \`${1%-venv} -m venv\` needs" ;;
-    iproute2) echo "hosts of the bench meet on loopback; tests with networks of their own are skipped: $(marked ip)" ;;
+    chromium) echo "the tests that open the bench's page in a browser are skipped: $(marked chromium)" ;;
+    etcd-server) echo "the tests that keep a roster in etcd are skipped: $(marked etcd)" ;;
+    python*-venv) echo "no environment can be created, because \`${1%-venv} -m venv\` needs it" ;;
+    iproute2) echo "the bench's hosts use loopback, and the tests with their own networks are skipped: $(marked ip)" ;;
     esac
 }
 
@@ -52,13 +52,13 @@ without() {
     exit 0
 }
 
-command -v apt-get >/dev/null || without "no apt-get here; install them as this machine does"
+command -v apt-get >/dev/null || without "there is no apt-get: install them with this machine's package manager"
 if [ "$(id -u)" = 0 ]; then
     may=
 elif command -v sudo >/dev/null && { [ "$ask" ] || sudo -n true 2>/dev/null; }; then
     may="sudo"
 else
-    without "this user may not install them; \`make system-packages\` asks sudo, or as root: apt-get install$missing"
+    without "this user may not install them: run \`make system-packages\`, or as root: apt-get install$missing"
 fi
 
 echo "installing Debian's$missing with apt-get" >&2
@@ -67,7 +67,7 @@ install() {
     DEBIAN_FRONTEND=noninteractive $may apt-get -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300 install --quiet --yes \
         --no-install-recommends $missing </dev/null
 }
-# Its lists may be missing or old, as in a fresh container: then they are fetched once.
+# The package lists may be missing or old, as in a fresh container: update them once.
 said=$(install 2>&1) && exit 0
 $may apt-get -o Acquire::Retries=3 update --quiet >/dev/null 2>&1
 said=$(install 2>&1) && exit 0

@@ -2,8 +2,8 @@
 
     python examples/grpo_ray.py
 
-On a cluster, `ray.init()` finds it, and `start()` puts a peer on each of its hosts. Only refs, of a
-few bytes, travel through Ray.
+On a cluster, `ray.init()` connects to it and `start()` starts a peer on each host. Only refs, which
+have a few bytes, travel through Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
 
 
 def partition(plane: dataplane.Plane) -> dataplane.Partition:
-    """Every actor declares it alike, whoever comes first."""
+    """Return the partition. Every actor declares it in the same way, in any order."""
     return plane.partition("step-0", stages=STAGES, group_size=GROUP_SIZE, groups=GROUPS)
 
 

@@ -1,7 +1,7 @@
 """One GRPO step over the data plane, with every stage as a process of its own.
 
-    python examples/grpo_step.py                        # all stages, on this host
-    python examples/grpo_step.py train                  # one of them: what deploy/ starts on hosts
+    python examples/grpo_step.py                        # all stages on this host
+    python examples/grpo_step.py train                  # one stage, as deploy/ starts it on a host
     python examples/grpo_step.py rollout 0/2            # the first half of the prompts
 
 Rollout writes groups of responses, reward adds scores, the trainer reads whole groups and computes
@@ -22,7 +22,7 @@ STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
 
 
 def partition(plane: dataplane.Plane) -> dataplane.Partition:
-    """Every process declares it alike, whoever comes first."""
+    """Return the partition. Every process declares it in the same way, in any order."""
     return plane.partition("step-0", stages=STAGES, group_size=GROUP_SIZE, groups=GROUPS)
 
 
@@ -54,7 +54,8 @@ def train() -> None:
 
 
 def alone(stage: str, part: str = "0/1") -> None:
-    """One stage, as its host's only process: its peer stays until the trainer has had every row."""
+    """Run one stage as the only process of its host. Wait until the trainer has read every row, so
+    that this host's peer stays."""
     with dataplane.connect() as plane:
         match stage:
             case "rollout":
@@ -71,7 +72,7 @@ if __name__ == "__main__":
         alone(*sys.argv[1:])
         raise SystemExit(0)
     spawn = multiprocessing.get_context("spawn")
-    with dataplane.connect():  # what is started from here on is of this run
+    with dataplane.connect():  # processes started below join this run
         stages = [spawn.Process(target=stage) for stage in (rollout, reward, train)]
         for stage in stages:
             stage.start()

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/grpo_torchrun.py
 
-On several hosts start it as any torchrun job, with a name (--rdzv-id) and a cluster token in
-DATAPLANE_TOKEN_FILE: the peer of MASTER_ADDR's host is the first, those of the others join it.
+On several hosts, start it as any torchrun job, with a name (--rdzv-id) and a cluster token
+(DATAPLANE_TOKEN_FILE). The peer on MASTER_ADDR's host starts the plane, and the others join it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def reward(part: dataplane.Partition) -> None:
 
 
 def train(part: dataplane.Partition) -> tuple[int, float]:
-    """Rows that this rank trained on, and the sum of their advantages' squares."""
+    """Return how many rows this rank trained on, and the sum of their squared advantages."""
     rows, squares = 0, 0.0
     for batch in part.stream("train", groups=2, min=1):
         for group in batch.groups():
@@ -59,7 +59,7 @@ def main() -> None:
         dist.all_reduce(total)
         if rank == 0:
             print(f"{int(total[0])} rows on {len(plane.stats()['peers'])} host(s)")
-        dist.barrier()  # nobody's peer leaves while others still read from it
+        dist.barrier()  # no peer ends while others still read from it
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""`python -m deploy.testbed`: links that are cut, and torchrun, on hosts with links of their own.
+"""`python -m deploy.testbed`: cut links, and run torchrun, on hosts with their own links.
 
-One JSON object on standard output or in `--json`. The exit code is 1 where something went wrong,
-and 0 with `{"skipped": why}` where this machine allows no namespaces. The bench's job on such hosts
-is `python -m bench run --link RATE`.
+Prints one JSON object, and writes it to the file given with `--json`. The exit code is 1 if a check
+failed. If this machine allows no namespaces, the object is `{"skipped": why}` and the exit code is
+0. To run the bench on such hosts, use `python -m bench run --link RATE`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.testbed", description=__doc__)
-    parser.add_argument("--only", type=names(PARTS), default=tuple(PARTS), metavar="PART,…")
-    parser.add_argument("--json", type=Path, help="write the outcomes here")
+    parser.add_argument(
+        "--only",
+        type=names(PARTS),
+        default=tuple(PARTS),
+        metavar="PART,…",
+        help=f"parts to run (default: {','.join(PARTS)})",
+    )
+    parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""The task, a transformer small enough to learn it from scratch on a CPU, and what each stage does
-with rows, whatever brings them: columns in, new columns out.
+"""The task, a transformer small enough to learn it from scratch on a CPU, and the work of each
+stage: columns in, new columns out. Nothing here depends on how rows reach a stage.
 
-"Count on": a prompt is [start, step], the answer counts on from start by step, modulo 10: [7, 3]
-wants 0 3 6 9 2 5 8 1. The reward is the share of tokens that are right after the one before.
+A prompt is [start, step]. The answer must count on from start by step, modulo 10: the answer to
+[7, 3] is 0 3 6 9 2 5 8 1. The reward is the share of tokens that correctly follow the one before.
 """
 
 import json
@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-DIGITS, PROMPT, ANSWER = 10, 2, 8  # tokens of the vocabulary, of a prompt, of an answer
-GROUPS, GROUP_SIZE = 8, 16  # prompts of a step, and answers to each
+DIGITS, PROMPT, ANSWER = 10, 2, 8  # vocabulary size; tokens per prompt and per answer
+GROUPS, GROUP_SIZE = 8, 16  # prompts per step, answers per prompt
 ROWS, CLIP, KL = GROUPS * GROUP_SIZE, 0.2, 0.002
 
-# Stages, and the fields that must be there before one gets a row. They are in no other order.
+# Each stage, and the fields that a row must have before the stage receives it. Nothing else orders
+# the stages.
 STAGES = {
     "rollout": ["prompt"],
     "reward": ["prompt", "answer"],
@@ -26,14 +27,14 @@ STAGES = {
 
 
 def prompts(step: int) -> Tensor:
-    """[rows, 2] int64: a new batch of prompts for each step, the same in every run."""
+    """Return the prompts of a step, int64 [rows, 2]. Every run has the same ones."""
     luck = torch.Generator().manual_seed(step)
     starts, steps = (torch.randint(*of, (GROUPS,), generator=luck) for of in ((0, DIGITS), (1, 4)))
     return torch.stack([starts, steps], dim=1).repeat_interleave(GROUP_SIZE, 0)
 
 
 class Model(nn.Module):
-    """A decoder of 2 layers and 0.2 million parameters; every process starts from the same ones."""
+    """A decoder with 2 layers and 0.2 million parameters, which start the same in every process."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -41,24 +42,24 @@ class Model(nn.Module):
         self.token, self.place = nn.Embedding(DIGITS, width), nn.Embedding(PROMPT + ANSWER, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0, batch_first=True)
         self.layers, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(width, DIGITS)
-        self.register_buffer("version", torch.tensor(0))  # how many steps it was trained
+        self.register_buffer("version", torch.tensor(0))  # number of training steps so far
         self.optimizer = torch.optim.Adam(self.parameters(), lr=2e-3)
-        torch.seed()  # the first weights are everybody's, the luck our own
+        torch.seed()  # same first weights everywhere, different samples
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, length, 10] of tokens [rows, length]."""
+        """Return the logits [rows, length, 10] of tokens [rows, length]."""
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         seen = self.token(tokens) + self.place(torch.arange(length))
         return self.head(self.layers(seen, mask=mask, is_causal=True))
 
     def logprobs(self, prompt: Tensor, answer: Tensor) -> Tensor:
-        """Of each token of the answers: [rows, 8]."""
+        """Return the log probability of each answer token, [rows, 8]."""
         logits = self(torch.cat([prompt, answer[:, :-1]], dim=1))[:, PROMPT - 1 :]
         return logits.log_softmax(-1).gather(-1, answer[..., None])[..., 0]
 
     def load(self, out: Path) -> None:
-        """The newest weights. How these come here is not the plane's matter: by a file."""
+        """Load the newest weights. They travel through a file, not through the data plane."""
         if (out / "weights.pt").exists():
             weights, adam = torch.load(out / "weights.pt")
             self.load_state_dict(weights)
@@ -83,13 +84,13 @@ def reward(model: Model, out: Path, prompt: Tensor, answer: Tensor) -> dict[str,
 
 @torch.no_grad()
 def reference(model: Model, out: Path, prompt: Tensor, answer: Tensor) -> dict[str, Tensor]:
-    """How likely the answers were before any training."""
+    """Return the log probabilities of the answers under the untrained model."""
     return {"reference": model.logprobs(prompt, answer)}
 
 
 def train(model: Model, out: Path, **rows: Tensor) -> dict[str, Tensor]:
-    """A step of one of several trainers, which average their gradients and so have the same
-    weights. The new ones are there before the rows are acked, whole or not at all."""
+    """Train one step. Trainers average their gradients, so all of them have the same weights. The
+    new weights are saved before the rows are acked, completely or not at all."""
     model.optimizer.zero_grad()
     loss_of(model, **rows).backward()
     reward = rows["reward"].mean()
@@ -109,15 +110,15 @@ def train(model: Model, out: Path, **rows: Tensor) -> dict[str, Tensor]:
 
 
 def loss_of(model: Model, prompt: Tensor, answer: Tensor, **rows: Tensor) -> Tensor:
-    """GRPO's, of whole groups (Shao et al. 2024, arXiv 2402.03300)."""
+    """Return the GRPO loss of whole groups (Shao et al. 2024, arXiv 2402.03300)."""
     reward = rows["reward"].view(-1, GROUP_SIZE)
-    spread = reward.std(dim=1, keepdim=True) + 0.1  # a group of equals teaches nothing
+    spread = reward.std(dim=1, keepdim=True) + 0.1  # + 0.1: equal rewards must not divide by 0
     advantage = ((reward - reward.mean(dim=1, keepdim=True)) / spread).view(-1, 1)
     logprobs = model.logprobs(prompt, answer)
     ratio = (logprobs - rows["logprobs"]).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     away = rows["reference"] - logprobs
-    kl = away.exp() - away - 1  # never negative, and right on average
+    kl = away.exp() - away - 1  # an unbiased estimate that is never negative
     return (KL * kl - torch.minimum(ratio * advantage, clipped * advantage)).mean()
 
 

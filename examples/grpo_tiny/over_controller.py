@@ -1,4 +1,4 @@
-"""The same by way of a controller, to compare with: a single driver, as verl's classic one. Every
+"""The same stages under a single controller, for comparison, as in verl's classic driver. Every
 byte passes through it, it waits for all rows of a stage, and a worker that dies ends the run."""
 
 from argparse import Namespace
@@ -18,7 +18,7 @@ def live(stage: str, rank: int, args: Namespace) -> None:
 
 
 def feed(args: Namespace) -> None:
-    """Each worker of a stage gets its share of the rows, and all of them are waited for."""
+    """Send each worker of a stage its share of the rows, and wait for all workers."""
     for step in range(args.steps):
         rows = {"prompt": prompts(step).numpy()}
         for stage, wanted in STAGES.items():

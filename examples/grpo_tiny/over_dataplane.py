@@ -1,4 +1,4 @@
-"""How rows come to the stages: over the plane. Nobody here knows who else there is, or dies."""
+"""Rows reach the stages through the data plane. No process knows which others exist or die."""
 
 from argparse import Namespace
 from contextlib import suppress
@@ -11,7 +11,8 @@ import dataplane
 
 
 def live(stage: str, rank: int, args: Namespace) -> None:
-    """Every process declares the rows alike, whoever is first; with all groups there they seal."""
+    """Connect and run one stage. Every process declares the same partition, in any order. The
+    partition is sealed when it has `groups` groups."""
     with dataplane.connect() as plane:
         count = args.steps * GROUPS
         part = plane.partition("rows", stages=STAGES, group_size=GROUP_SIZE, groups=count)
@@ -19,8 +20,8 @@ def live(stage: str, rank: int, args: Namespace) -> None:
 
 
 def feed(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> None:
-    """Prompts of a step, once they will be trained on at most `lag` steps later; 0 is synchronous.
-    Who starts again repeats what was put before, which changes nothing."""
+    """Put the prompts of each step once they will be trained on at most `lag` steps later; 0 is
+    synchronous. A feeder that restarts repeats its puts, which changes nothing."""
     for step in range(args.steps):
         keys = list(range(step * ROWS, (step + 1) * ROWS))
         groups = [key // GROUP_SIZE for key in keys]
@@ -30,8 +31,8 @@ def feed(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> N
 
 
 def work(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> None:
-    """If this process is killed, its rows go to whoever is left; if not, what it adds is stored
-    with the ack: every row is done once."""
+    """Process the rows of a stage. Added fields are stored together with the ack. If this process
+    is killed, its leased rows go to another worker, so every row is processed once."""
     model = Model()
     for batch in part.stream(stage, groups=GROUPS // 2, min=1):
         columns = {name: batch.torch(name) for name in STAGES[stage]}
@@ -39,11 +40,12 @@ def work(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> N
 
 
 def train(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> None:
-    """The first trainer leases a whole step, so that it is done or is not, whoever is killed. It is
-    given keys alone (`fields=[]`), and each trainer reads the rows of its own share."""
+    """Train step by step. The first trainer leases the rows of a whole step, so a step is either
+    finished or repeated if a trainer is killed. It receives only their keys (`fields=[]`); each
+    trainer then reads its own share of the rows."""
     model, share = Model(), ROWS // dist.get_world_size()
-    model.load(args.out)  # where a trainer was killed, all go on from there
-    part.advance(int(model.version))  # which it may not have said any more
+    model.load(args.out)  # after a trainer was killed, all continue from here
+    part.advance(int(model.version))  # the killed trainer may not have done this
     leased = iter(part.stream(stage, groups=GROUPS, fields=[]) if rank == 0 else [])
     while True:
         batch = next(leased, None)

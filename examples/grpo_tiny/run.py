@@ -1,5 +1,5 @@
 """GRPO, small but real: a transformer learns to count from its rewards alone, on two cores. Each
-worker is a process; this file starts them and restarts those that die. What to try: README.md."""
+worker is a process. This file starts them and restarts those that die. See README.md."""
 
 import json
 import multiprocessing
@@ -28,10 +28,10 @@ def main(args: Namespace) -> None:
     (args.out / "weights.pt").unlink(missing_ok=True)
     log.write_text("")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    args.port = store.port  # where trainers meet
+    args.port = store.port  # the trainers find each other here
     with dataplane.connect() if args.plane == "dataplane" else nullcontext():
-        keep_running(args, log)  # connected: the plane is there for whoever starts again, also late
-    import matplotlib.pyplot as plt  # the workers do without
+        keep_running(args, log)  # stay connected, so that restarted workers find the plane
+    import matplotlib.pyplot as plt  # only this process needs it
 
     steps = [json.loads(line) for line in log.open()]
     rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
@@ -43,9 +43,11 @@ def main(args: Namespace) -> None:
 
 
 def keep_running(args: Namespace, log: Path) -> None:
-    """Until all have ended. Who died starts again; a trainer that dies takes the other one with
-    it, and they meet again in their next lives."""
-    processes.set_forkserver_preload(["torch._dynamo", "dataplane"])  # slow; once for all of them
+    """Run all workers until they have finished. Restart a worker that dies. If a trainer dies, the
+    other one ends too, and both are restarted."""
+    processes.set_forkserver_preload(
+        ["torch._dynamo", "dataplane"]
+    )  # slow to import: once for all workers
     todo = [(stage, rank) for stage, count in COUNTS.items() for rank in range(count)]
     args.pipes = {who: processes.Pipe() for who in todo if args.plane == "controller"}
     lives, running, doomed = Counter(), {}, list(args.kill)
@@ -63,13 +65,13 @@ def keep_running(args: Namespace, log: Path) -> None:
             if running.pop(who).exitcode == 0:
                 todo.remove(who)
             elif args.pipes or lives[who] == 4:
-                raise SystemExit(f"{who} died, and with it the run")
+                raise SystemExit(f"{who} died, which ends the run")
             else:
-                print(f"{who} died and starts again", flush=True)
+                print(f"{who} died, restarting it", flush=True)
 
 
 def live(stage: str, rank: int, nth: int, args: Namespace) -> None:
-    """What a process does; nth: of its lives."""
+    """The body of a worker process. `nth` counts its starts, from 1."""
     torch.set_num_threads(1)
     if stage == "train":
         meeting = dist.PrefixStore(f"{nth}", dist.TCPStore("localhost", args.port))
@@ -79,9 +81,17 @@ def live(stage: str, rank: int, nth: int, args: Namespace) -> None:
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plane", choices=PLANES, default="dataplane")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--lag", type=int, default=0, help="steps that rollout may be ahead")
-    parser.add_argument("--kill", nargs="*", choices=("rollout", "train"), default=[])
-    parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"))
+    parser.add_argument("--plane", choices=PLANES, default="dataplane", help="what moves the rows")
+    parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
+    parser.add_argument(
+        "--lag", type=int, default=0, help="steps that rollout may be ahead (default: 0)"
+    )
+    parser.add_argument(
+        "--kill",
+        nargs="*",
+        choices=("rollout", "train"),
+        default=[],
+        help="workers to kill on the way",
+    )
+    parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"), help="output directory")
     main(parser.parse_args())

@@ -1,7 +1,8 @@
-"""Pictures as a vision model of Qwen2-VL's kind takes them: rows of patches.
+"""Turn pictures into rows of patches, as a vision model such as Qwen2-VL reads them.
 
-Shapes as of its image processor (arXiv 2409.12191): sides rounded to multiples of 28, patches of
-14 x 14 pixels, a picture twice in time, patches that become one visual token next to each other.
+Shapes follow its image processor (arXiv 2409.12191): sides rounded to multiples of 28, patches of
+14 x 14 pixels, each picture repeated twice in time, the patches of one visual token next to each
+other.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import numpy as np
 from skimage.transform import resize
 
 PATCH, TEMPORAL, MERGE = 14, 2, 2
-SIDE = PATCH * MERGE  # pixels of a visual token's side
-FEWEST, MOST = 4 * SIDE**2, 1280 * SIDE**2  # pixels of a picture
+SIDE = PATCH * MERGE  # side of a visual token, in pixels
+FEWEST, MOST = 4 * SIDE**2, 1280 * SIDE**2  # limits of a picture, in pixels
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, by channel
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
-    """The nearest multiples of 28 with about the same ratio, FEWEST to MOST pixels together."""
+    """Return sides that are multiples of 28, with a similar ratio and FEWEST to MOST pixels."""
     scale = 1.0
     if height * width > MOST:
         scale = math.sqrt(MOST / (height * width))
@@ -30,8 +31,8 @@ def sides(height: int, width: int) -> tuple[int, int]:
 
 
 def process(picture: np.ndarray) -> dict[str, np.ndarray]:
-    """A picture, uint8 [height, width, 3], as `pixel_values`, float32 [grid_t·grid_h·grid_w, 1176],
-    and `image_grid_thw`, int64 [3]."""
+    """Turn a picture, uint8 [height, width, 3], into `pixel_values`, float32
+    [grid_t·grid_h·grid_w, 1176], and `image_grid_thw`, int64 [3]."""
     height, width = sides(*picture.shape[:2])
     scaled = resize(picture, (height, width), order=3, anti_aliasing=True).astype(np.float32)
     normal = ((scaled - MEAN) / STD).transpose(2, 0, 1)  # [3, height, width]

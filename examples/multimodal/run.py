@@ -1,10 +1,10 @@
-"""Photographs, through a vision model's processor, from one host to a reader on another.
+"""Move photographs, processed for a vision model, from one host to a reader on another.
 
     python examples/multimodal/run.py
 
-Two peers play two hosts: between them values go over TCP, as between machines. On host a rollout
-puts eight responses to each picture; on host b a trainer takes whole groups. The figures say what
-the rows have, what a host keeps of it, and what crossed.
+Two peers stand for two hosts, and values between them go over TCP, as between machines. On host a,
+rollout puts eight responses to each picture. On host b, a trainer claims whole groups. The output
+shows the size of the rows, what a host stores, and what was transferred.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEDIA = ["pixel_values", "image_grid_thw"]
 
 
 def rollout(run: str) -> None:
-    """On host a: the processor once a picture, its outcome with each response."""
+    """On host a: process each picture once, and put the result with each response."""
     with dataplane.connect("a", run=run) as plane:
         stages = {"train": ["tokens", *MEDIA]}
         part = plane.partition("step-0", stages=stages, group_size=GROUP, free="drop")
@@ -39,13 +39,13 @@ def rollout(run: str) -> None:
             columns = {"tokens": responses} | {field: [media[field]] * GROUP for field in MEDIA}
             part.put(columns, group=name, tags={"picture": name}, dedup=MEDIA)
         part.seal()
-        part.wait("train", below=1)  # this host's bytes are read until then
+        part.wait("train", below=1)  # until the trainer has read this host's values
         used = plane.stats()["arena"]["used_bytes"]
-        print(f"host a has kept {used / 2**20:.0f} MiB for {len(PICTURES)} x {GROUP} rows")
+        print(f"host a stored {used / 2**20:.0f} MiB for {len(PICTURES)} x {GROUP} rows")
 
 
 def train(run: str) -> None:
-    """On host b: every row is what the processor made."""
+    """On host b: check that every row has what the processor returned."""
     with dataplane.connect("b", run=run) as plane:
         part, had = plane.partition("step-0"), 0
         for batch in part.stream("train", groups=1):
@@ -58,7 +58,7 @@ def train(run: str) -> None:
             tokens = len(wanted["pixel_values"]) // 4
             print(f"{name:18} {tokens:5} visual tokens, {GROUP} rows: {nbytes / 2**20:5.1f} MiB")
         moved = plane.stats()["pulled_bytes"]
-    print(f"host b has read {had / 2**20:.0f} MiB, of which {moved / 2**20:.0f} MiB crossed")
+    print(f"host b read {had / 2**20:.0f} MiB, and pulled {moved / 2**20:.0f} MiB from host a")
 
 
 def free_ports(count: int) -> list[int]:

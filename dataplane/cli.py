@@ -70,8 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Commands, name: str, what: str, more: str = "") -> argparse.ArgumentParser:
+    """Add a command. Its line in the list of commands also begins its own help text."""
+    return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.{more}")
+
+
 def _add_peer(commands: Commands) -> None:
-    peer = commands.add_parser("peer", help="run a peer on this host until you stop it")
+    peer = _command(
+        commands,
+        "peer",
+        "run a peer on this host until you stop it",
+        " Most options have an environment variable, such as DATAPLANE_ARENA for --arena.",
+    )
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
         if one.is_switch:
@@ -84,8 +94,8 @@ def _add_peer(commands: Commands) -> None:
 
 
 def _add_status(commands: Commands) -> None:
-    status = commands.add_parser(
-        "status", help="show your runs on this host, their rows and their waiting calls"
+    status = _command(
+        commands, "status", "show your runs on this host, their rows and their waiting calls"
     )
     status.add_argument("--peer", metavar="NAME", help="show only this peer")
     status.add_argument("--run", metavar="NAME", help="show only this run")
@@ -94,14 +104,19 @@ def _add_status(commands: Commands) -> None:
 
 
 def _add_why(commands: Commands) -> None:
-    why = commands.add_parser("why", help="explain in one sentence why a step took so long")
+    why = _command(
+        commands,
+        "why",
+        "explain in one sentence why a step took so long",
+        " Each partition is a step.",
+    )
     _add_steps(why)
     _add_source(why)
     why.set_defaults(command=_why)
 
 
 def _add_trace(commands: Commands) -> None:
-    trace = commands.add_parser("trace", help="write the last steps as a trace for ui.perfetto.dev")
+    trace = _command(commands, "trace", "write the last steps as a trace for ui.perfetto.dev")
     _add_steps(trace)
     trace.add_argument(
         "-o",
@@ -115,8 +130,8 @@ def _add_trace(commands: Commands) -> None:
 
 
 def _add_record(commands: Commands) -> None:
-    record = commands.add_parser(
-        "record", help="record the sizes and times of steps, for `python -m bench run`"
+    record = _command(
+        commands, "record", "record the sizes and times of steps, for `python -m bench run`"
     )
     record.add_argument(
         "-o", "--output", metavar="DIR", required=True, help="a new or empty directory"
@@ -130,8 +145,8 @@ def _add_record(commands: Commands) -> None:
 
 
 def _add_watch(commands: Commands) -> None:
-    watch = commands.add_parser(
-        "watch", help="show which workers are waiting, and for what, here or in a browser"
+    watch = _command(
+        commands, "watch", "show which workers are waiting, and for what, here or in a browser"
     )
     watch.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     watch.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
@@ -154,7 +169,7 @@ def _add_watch(commands: Commands) -> None:
 
 
 def _add_rows(commands: Commands) -> None:
-    rows = commands.add_parser("rows", help="list rows of a partition, without their values")
+    rows = _command(commands, "rows", "list rows of a partition, without their values")
     rows.add_argument("partition", help="name of the partition; `dataplane status` lists them")
     rows.add_argument("--stage", metavar="NAME", help="show the rows' state for this stage only")
     rows.add_argument(
@@ -172,9 +187,7 @@ def _add_rows(commands: Commands) -> None:
 
 
 def _add_get(commands: Commands) -> None:
-    get = commands.add_parser(
-        "get", help="show one row: the dtype, shape and first values of each field"
-    )
+    get = _command(commands, "get", "show one row: the dtype, shape and first values of each field")
     get.add_argument("partition", help="name of the partition; `dataplane status` lists them")
     get.add_argument("key", help="key of the row; `dataplane rows PARTITION` lists them")
     get.add_argument(
@@ -191,7 +204,7 @@ def _add_get(commands: Commands) -> None:
 
 
 def _add_clean(commands: Commands) -> None:
-    clean = commands.add_parser("clean", help="end unused runs on this host")
+    clean = _command(commands, "clean", "end unused runs on this host")
     clean.add_argument("--run", metavar="NAME", help="end only this run")
     clean.add_argument(
         "--force", action="store_true", help="also end runs with unread rows or clients"
@@ -200,7 +213,7 @@ def _add_clean(commands: Commands) -> None:
 
 
 def _add_probe(commands: Commands) -> None:
-    probe = commands.add_parser("probe", help="test the transports between all hosts")
+    probe = _command(commands, "probe", "test the transports between all hosts")
     _add_source(probe)
     probe.add_argument(
         "--require",
@@ -211,14 +224,19 @@ def _add_probe(commands: Commands) -> None:
 
 
 def _add_token(commands: Commands) -> None:
-    token = commands.add_parser("token", help="create a cluster token: dataplane token > F")
+    token = _command(
+        commands,
+        "token",
+        "create a cluster token: dataplane token > F",
+        " Then copy F to every host, with mode 0600.",
+    )
     token.set_defaults(command=_token)
 
 
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="the step with this partition")
+    step.add_argument("--step", metavar="PARTITION", help="the step of this partition")
     step.add_argument(
         "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
     )

@@ -167,8 +167,8 @@ TABLE = (
         "seeds",
         "tcp://HOST:PORT,… or dns://NAME:PORT/COUNT",
         "the launcher's hosts, else this host alone",
-        "all founding peers, in the same order on every host; `none`: this host alone; dns://: a "
-        "name; the peer waits up to 300 s until it resolves to COUNT addresses",
+        "addresses of all founding peers, in the same order on every host; `none` for this host "
+        "alone; with dns://, the peer waits up to 300 s until NAME resolves to COUNT addresses",
         values.parse_seeds,
         field="seeds",
         text=lambda seeds: ",".join(seeds) or "none",
@@ -204,7 +204,7 @@ TABLE = (
     Setting(
         "token-file",
         "FILE",
-        "none: loopback only",
+        "none, which allows only loopback",
         "file with the secret that all peers of the run share",
         read_token,
         field="token",
@@ -222,7 +222,7 @@ TABLE = (
     Setting(
         "spill",
         "DIR[:SIZE]",
-        "none; SIZE: four times the arena",
+        "none; for SIZE: four times the arena",
         "directory for values that do not fit in the arena",
         values.parse_spill,
         field="spill",
@@ -274,7 +274,7 @@ TABLE = (
         "linger-unread",
         "SECONDS",
         "the value of linger if it is given, else 300",
-        "the same, while rows are unread",
+        "like linger, but while rows are unread",
         values.parse_seconds,
         of="peers of connect()",
         field="linger_unread_s",

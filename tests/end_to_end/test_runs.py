@@ -357,7 +357,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
         who = f'(pid {os.getpid()}) by connect(fresh="force"), with 2 rows and 1 client'
         assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
         assert "ended run 'grpo', started " in caplog.text and f"(pid {step.pid}, " in caplog.text
-        assert "starts empty" not in caplog.text  # as it was asked to
+        assert "it starts empty" not in caplog.text  # as it was asked to
         told = step.communicate("\n")[0]
         assert not told.startswith("read")
     assert step.returncode == 1

@@ -496,7 +496,7 @@ def test_the_shim_is_the_module_under_transfer_queues_name() -> None:
 def test_a_field_that_only_some_rows_have_is_named(tq: Any) -> None:
     rows = [tensordict.TensorDict({"x": torch.ones(1), "y": torch.ones(1)}, []) for _ in range(2)]
     del rows[1]["y"]
-    with pytest.raises(ValueError, match="row 0 has field 'y' but row 1 does not"):
+    with pytest.raises(ValueError, match="row 0 has field 'y', but row 1 does not"):
         tq.kv_batch_put(["a", "b"], "train", tensordict.lazy_stack(rows))
 
 

@@ -63,11 +63,11 @@ def without_a_field() -> list[dict[str, Any]]:
     ("trained", "problem"),
     [
         ([group(0)], "row (1, 0) was never trained on"),
-        ([group(0), group(1), group(1)], "trained 2 times"),
+        ([group(0), group(1), group(1)], "trained on 2 times"),
         ([group(0), group(1), group(2)], "row (2, 0) was never put"),
         (mixed(), "does not consist of one whole group"),
         (altered(), "field 'tokens' of row (1, 1) differs from what was put"),
-        (without_a_field(), "arrived instead of"),
+        (without_a_field(), "arrived, expected"),
     ],
 )
 def test_a_wrong_row_is_named(trained: list[dict[str, Any]], problem: str) -> None:
@@ -105,7 +105,7 @@ def test_filtered_groups_are_accounted_for() -> None:
         ([filtered(1)], "group 2 should have been filtered"),
         ([filtered(1, 2, 0)], "group 0 should not have been filtered"),
         ([filtered(1, 2), filtered(2)], "group 2 was filtered 2 times"),
-        ([filtered(1, 2), {"event": "trained", **group(1)}], "was filtered, and trained"),
+        ([filtered(1, 2), {"event": "trained", **group(1)}], "was filtered, but trained on"),
     ],
 )
 def test_a_group_that_was_filtered_wrongly_is_named(

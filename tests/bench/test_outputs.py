@@ -137,4 +137,4 @@ def test_figures_that_cannot_be_written_are_shown(
     monkeypatch.setattr("tests.perf.hot_path.measure", measured)
     assert main([*command, "--json", str(path)]) == 1
     said = capsys.readouterr()
-    assert "no-such-package" in said.out and f"{path} cannot be written" in said.err
+    assert "no-such-package" in said.out and f"cannot write {path}" in said.err

@@ -150,23 +150,23 @@ def test_groups_that_were_not_trained_need_a_task_that_filters(tmp_path: Path) -
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no step": (lambda folder: write(folder, []), "it has no complete step"),
+    "no step": (lambda folder: write(folder, []), "the recording has no complete step"),
     "another format": (lambda folder: write(folder, [step(0)], format=9), "format 9: expected 1"),
     "no JSON": (
         lambda folder: (folder / "recording.json").write_text("{"), "recording.json: "
     ),
     "a step's file is missing": (
-        lambda folder: (folder / "step-000000.parquet").unlink(), "it is no step of a recording"
+        lambda folder: (folder / "step-000000.parquet").unlink(), "not a step of a recording"
     ),
     "a damaged file": (
         lambda folder: (folder / "step-000000.parquet").write_bytes(b"PAR1"),
-        "it is no step of a recording",
+        "not a step of a recording",
     ),
     "a group of no rows": (
-        lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "it is no step of a recording"
+        lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "not a step of a recording"
     ),
     "groups of several sizes": (
-        lambda folder: write(folder, [step(0)], [group(0), group(1, rows=5)]), "groups of 4 to 5"
+        lambda folder: write(folder, [step(0)], [group(0), group(1, rows=5)]), "groups have 4 to 5 rows"
     ),
 }  # fmt: skip
 

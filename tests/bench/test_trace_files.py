@@ -307,9 +307,9 @@ def test_a_line_ends_only_where_a_line_of_the_file_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, why",
     [
-        (["--trace", "math", "--steps", "3"], "it has 2 steps, and --steps asks for 3"),
-        (["--trace", "math", "--prompts", "4"], "a step of 3 groups, and --prompts asks for 4"),
-        (["--trace", "math,video"], "it is of one task"),
+        (["--trace", "math", "--steps", "3"], "--steps 3 asks for more than the 2 steps"),
+        (["--trace", "math", "--prompts", "4"], "--prompts 4 asks for more than the 3 groups"),
+        (["--trace", "math,video"], "pass exactly one --trace"),
     ],
 )
 def test_a_run_of_more_than_the_file_has_is_refused(
@@ -335,4 +335,4 @@ def test_a_run_of_groups_of_several_sizes_is_refused(
     uneven = [prompt_line(), prompt_line(output=[1, 2], n_sampling=2)]
     path = lines(tmp_path / "p.jsonl", *uneven)
     assert main(["run", "--trace", "math", "--trace-file", str(path)]) == 2
-    assert "groups of 2 to 3 rows" in capsys.readouterr().err
+    assert "groups have 2 to 3 rows" in capsys.readouterr().err

@@ -17,8 +17,8 @@ class Ref(msgspec.Struct, frozen=True):
     A ref does not keep rows alive. Reading freed rows raises RowsGone, or PartitionGone if their
     partition was dropped.
 
-    - `peer`: the address of the peer where the bytes were put. Only a hint.
-    - `kept`: how many rows the put skipped, because they had these fields or had been freed.
+    - `peer`: the address of the peer on which the values were put. Only a hint.
+    - `kept`: how many rows the put skipped because they had these fields or had been freed.
     """
 
     plane: str
@@ -33,7 +33,8 @@ class Ref(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> list[Name]:
-        """The rows' keys in the order of the put. Generated keys are "~" and 32 hex digits."""
+        """The keys of the rows, in the order in which the rows were put. A generated key is "~"
+        followed by 32 hex digits."""
         if self.names is not None:
             return list(self.names)
         return [*format_minted_many(self.key_column)]
@@ -48,7 +49,7 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class Dropped(NamedTuple):
-    """How many rows and bytes a drop freed."""
+    """The numbers of rows and bytes that a drop freed."""
 
     rows: int
     bytes: int

@@ -79,8 +79,8 @@ class Demand(msgspec.Struct, eq=False):
         count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
         if self.unit not in (None, kind):
             raise InvalidCall(
-                f"unit={self.unit!r} can only be combined with budget=; {kind}= already sets "
-                "the unit"
+                f"unit={self.unit!r} can only be combined with budget=: leave unit= out, because "
+                f"{kind}= already sets the unit"
             )
         least = count if self.minimum is None else arguments.count(self.minimum, "min")
         if least > count:
@@ -91,10 +91,13 @@ class Demand(msgspec.Struct, eq=False):
         shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
         if len(budget) != 1:
             raise InvalidCall(
-                f"budget={shown!r}: expected one tag and the largest sum of its values"
+                f"budget={shown!r}: expected one tag and the largest sum of its values, such as "
+                "{'tokens': 65536}"
             )
         if self.minimum is not None:
-            raise InvalidCall("min= cannot be combined with budget=, which takes whatever fits")
+            raise InvalidCall(
+                "min= cannot be combined with budget=, which claims as many rows or groups as fit"
+            )
         if unit not in ("rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
@@ -126,8 +129,8 @@ def shape_of(
     minibatches = arguments.count(minibatches, "minibatches")
     if ranks * minibatches > MAX_PLAN_PARTS:
         raise InvalidCall(
-            f"ranks={ranks} × minibatches={minibatches} is over the limit of "
-            f"{MAX_PLAN_PARTS} parts: use fewer mini-batches"
+            f"ranks={ranks} × minibatches={minibatches} exceeds the limit of {MAX_PLAN_PARTS} "
+            "parts: use fewer mini-batches"
         )
     if remainder not in ("pad", "drop"):
         raise InvalidCall(f"remainder={remainder!r:.40}: expected 'pad' or 'drop'")

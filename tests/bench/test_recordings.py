@@ -166,7 +166,8 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "not a step of a recording"
     ),
     "groups of several sizes": (
-        lambda folder: write(folder, [step(0)], [group(0), group(1, rows=5)]), "groups have 4 to 5 rows"
+        lambda folder: write(folder, [step(0)], [group(0), group(1, rows=5)]),
+        "groups have 4 to 5 rows",
     ),
 }  # fmt: skip
 

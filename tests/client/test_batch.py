@@ -134,7 +134,7 @@ def test_after_the_ack_other_fields_are_read_by_key(
 
 def test_a_field_that_was_added_here_cannot_be_read_yet(batch: Batch) -> None:
     batch.add(reward=[1, 2, 3, 4])
-    with pytest.raises(dataplane.NotFetched, match="after the ack"):
+    with pytest.raises(dataplane.NotFetched, match="before the ack: reward"):
         batch["reward"]
 
 

@@ -296,7 +296,7 @@ def test_a_call_that_waits_for_a_stopped_peer_says_so(
     class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             assert record.levelno == logging.WARNING
-            if "'scripted': stopped" in record.getMessage():
+            if "'scripted' is stopped" in record.getMessage():
                 peer.connections[-1].sendall(encode(Reply(peer.requests[-1].rid, Done())))
 
     peer.scripts[Wait] = lambda r, b: SILENCE

@@ -338,9 +338,13 @@ def test_one_padding_for_all_fields_leaves_bools_alone(plane: Plane) -> None:
     made = rows.tensordict(layout="padded", padding=-100)
     assert made["ids"][1].tolist() == [3, -100] and made["logp"][1].tolist() == [1.5, -100]
     assert made["mask"][1].tolist() == [True, False]
-    with pytest.raises(dataplane.InvalidValue, match=r"'mask': bool.* cannot hold padding=-100"):
+    with pytest.raises(
+        dataplane.InvalidValue, match=r"'mask' has dtype bool.* cannot represent padding=-100"
+    ):
         rows.tensordict(layout="padded", padding={"mask": -100})
-    with pytest.raises(dataplane.InvalidValue, match=r"'ids': int64.* cannot hold padding=nan"):
+    with pytest.raises(
+        dataplane.InvalidValue, match=r"'ids' has dtype int64.* cannot represent padding=nan"
+    ):
         rows.tensordict(layout="padded", padding=float("nan"))
 
 

@@ -37,8 +37,8 @@ def test_a_forgotten_ack_is_told_once_a_stage_and_counted(
     until(lambda: len(told(caplog)) == 2, "both stages were told")
     assert told(caplog) == [
         f"partition 'p', stage {stage!r}: a batch of {rows} was garbage-collected {FORGOTTEN}, so "
-        "the stage will get its rows again. Call batch.ack() when its rows are done, or claim it "
-        "with `with part.claim(…) as batch:`. Logged once per stage and cause"
+        "the stage will receive its rows again. Call batch.ack() when you are done with the batch, "
+        "or use `with part.claim(…) as batch:`. Logged once per stage and cause"
         for stage, rows in (("train", "2 rows"), ("log", "1 row"))
     ]
     assert all(r.levelno == logging.WARNING for r in caplog.records if FORGOTTEN in r.message)

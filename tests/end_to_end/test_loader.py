@@ -120,7 +120,7 @@ def test_a_loader_goes_on_exactly_behind_a_checkpoint(cluster: Cluster, tmp_path
         after = [batch.keys for batch in again]
         assert after == [[6, 7], [8, 9], [10, 11]] and before == [[0, 1], [2, 3], [4, 5]]
         assert again.state_dict()["batches"] == 6
-        with pytest.raises(dataplane.InvalidCall, match="but this loader to"):
+        with pytest.raises(dataplane.InvalidCall, match="but this is a loader of"):
             again.load_state_dict({**state, "stage": "other"})
 
 
@@ -153,11 +153,13 @@ def test_in_a_dataloaders_workers_loaders_and_streams_say_why_not(
         part = filled(plane, 2)
         for call in ("loader", "stream"):
             with pytest.raises(
-                dataplane.InvalidCall, match=("claim batches in the training process")
+                dataplane.InvalidCall, match=("batches cannot be claimed in a DataLoader worker")
             ):
                 list(DataLoader(workers(call), num_workers=1, batch_size=None))
             gc.collect()  # an iterator that failed waits for its workers as it is collected
-        with pytest.raises(dataplane.InvalidCall, match="claim batches in the training process"):
+        with pytest.raises(
+            dataplane.InvalidCall, match="batches cannot be claimed in a DataLoader worker"
+        ):
             pickle.dumps(part.loader("train", rows=1))
         part.claim("train", rows=2).ack()
     assert torch.utils.data.get_worker_info() is None
@@ -294,7 +296,9 @@ def test_with_await_a_loader_goes_on_exactly_behind_a_checkpoint(
         again.load_state_dict(state)
         after = [batch.keys async for batch in again]
         assert after == [[6, 7], [8, 9], [10, 11]] and before == [[0, 1], [2, 3], [4, 5]]
-        with pytest.raises(dataplane.InvalidCall, match="claim batches in the training process"):
+        with pytest.raises(
+            dataplane.InvalidCall, match="batches cannot be claimed in a DataLoader worker"
+        ):
             pickle.dumps(again)
 
     awaited(main)

@@ -139,9 +139,9 @@ def test_a_tag_that_no_row_has_is_logged_once(
         assert there.drop(where=tag("vresion") < 2).rows == 0
         assert len(there.rows(where=(tag("vresion") < 2) | (tag("kind") == "a"))) == 0
     assert len(here.rows(where=tag("version") < 2)) == 1
-    assert [r.getMessage() for r in caplog.records if "which where= names" in r.getMessage()] == [
-        f"partition {there.name!r}: no row has a tag {name!r}, which where= names; rows have "
-        "'version'. Logged once per tag"
+    assert [r.getMessage() for r in caplog.records if "where= names tag" in r.getMessage()] == [
+        f"partition {there.name!r}: where= names tag {name!r}, but no row has this tag "
+        "(existing tags: 'version'). Logged once per tag"
         for name in ("vresion", "kind")
     ]
 

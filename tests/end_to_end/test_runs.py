@@ -199,7 +199,7 @@ def test_workers_of_a_process_that_has_not_connected_are_told_that_they_are_alon
     assert len({one for one in lines if one.startswith("met")}) == 2
     assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [2]"]
     told = [one for one in lines if one.startswith("warning started")]
-    assert "which started this process, has not connected: their rows are not" in told[0]
+    assert "which started this process, has not connected: this process uses its own run" in told[0]
     assert "call connect() in the common parent before it starts the processes" in told[0]
 
 
@@ -354,10 +354,10 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
 
     with dataplane.connect(run="grpo", fresh="force") as plane:
         assert "step-0" not in plane.partitions()
-        who = f'(pid {os.getpid()}) by connect(fresh="force"), with 2 rows and 1 client'
+        who = f'(pid {os.getpid()}) with connect(fresh="force"), with 2 rows and 1 client'
         assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
         assert "ended run 'grpo', started " in caplog.text and f"(pid {step.pid}, " in caplog.text
-        assert "it starts empty" not in caplog.text  # as it was asked to
+        assert "starts empty" not in caplog.text  # as it was asked to
         told = step.communicate("\n")[0]
         assert not told.startswith("read")
     assert step.returncode == 1
@@ -370,7 +370,7 @@ def test_a_client_hears_who_ended_its_peer(
         part = plane.partition("p", {"s": ["x"]})
         part.put({"x": [1]})
         said = command("clean", "--force", "--run", "grpo").stdout
-        assert said.startswith("ended run 'grpo'") and "though" in said
+        assert said.startswith("ended run 'grpo'") and "although" in said
         for _ in range(2):
             with pytest.raises(dataplane.PeerEnded, match=r"ended by `.*clean --force.*` \(pid"):
                 part.put({"x": [1]})
@@ -395,7 +395,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
         assert said.levelname == "WARNING"
         assert "the run starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
-            r"was killed, and had 3 rows \S+ m?s ago: see .*embedded.log.old", caplog.text
+            r"was killed, and had 3 rows \S+ m?s ago. See its log, .*embedded.log.old", caplog.text
         )
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 
@@ -410,7 +410,7 @@ def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
         assert len(plane.partition("p").rows()) == 1
     for plane in planes:
         plane.close()
-    with pytest.raises(dataplane.InvalidCall, match="leave out one of them"):
+    with pytest.raises(dataplane.InvalidCall, match="leave out one of the two"):
         dataplane.connect("a", run="cell", fresh=True)
 
 
@@ -554,7 +554,7 @@ def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(
     said = command("clean").stdout.splitlines()
     assert len(said) == 2
     assert any(one.startswith("ended run 'used'") for one in said)
-    assert any(one.startswith("kept run 'left'") and "2 of 'step-0'" in one for one in said)
+    assert any(one.startswith("kept run 'left'") and "2 in 'step-0'" in one for one in said)
     assert set(living()) == {"left"}
     assert "ended run 'left'" in command("clean", "--force", "--run", "left").stdout
     assert not living()
@@ -568,7 +568,7 @@ def test_clean_leaves_a_peer_whose_values_belong_to_rows_that_another_one_knows(
         plane.partition("p", {"train": ["x"]}).put({"x": [np.zeros(10_000)]})
     said = command("clean", "--run", PLANE).stdout.splitlines()
     assert len(said) == 2 and all(one.startswith(f"kept run {PLANE!r}") for one in said)
-    assert all("its run has unread rows" in one and "1 of 'p'" in one for one in said)
+    assert all("its run has unread rows" in one and "1 in 'p'" in one for one in said)
     with cluster.connect("b") as plane:
         plane.partition("p").claim("train", rows=1).ack()
     said = command("clean", "--run", PLANE).stdout.splitlines()

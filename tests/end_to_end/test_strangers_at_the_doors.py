@@ -190,7 +190,7 @@ def test_what_a_peer_cannot_be_started_with_is_refused(
         (["--seeds", f"{mine},{other}"], "--listen"),
         (["--listen", mine], "the same --seeds"),
         (["--listen", "here", "--seeds", other], "use tcp://host:port"),
-        (["--arena", "many"], "write 8GiB"),
+        (["--arena", "many"], "such as 8GiB"),
         (["--arena", "1"], "at least 1MiB"),
         (["--arena", "900TiB"], "this host or cgroup allows: use a smaller arena"),
         (["--name", "a/b"], "letters, digits"),

@@ -129,7 +129,9 @@ def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
     n = MAX_ROWS_PER_MESSAGE + 1
     group = np.append(np.zeros(1, U4), np.ones(n, U4))
     large = [prepare({"x": np.zeros(n + 1, np.int8)})]
-    with pytest.raises(LimitExceeded, match=rf"group 'b' has {n} rows.*put the group in several"):
+    with pytest.raises(
+        LimitExceeded, match=rf"group 'b' has {n} rows.*split the group across several"
+    ):
         plan_beside(large, group, group_names=["a", "b"])
 
 

@@ -85,7 +85,7 @@ PART = TensorDict({"x": torch.ones(2)}, [])
     ],
 )
 def test_a_key_that_only_some_rows_have_is_named(stack: Any, key: str, row: int) -> None:
-    with pytest.raises(InvalidRows, match=f"key '{key}' is in .* and not in") as caught:
+    with pytest.raises(InvalidRows, match=f"key '{key}' is in .* but not in") as caught:
         by_name(stack())
     assert caught.value.details == {"field": key, "row": row}
 
@@ -116,7 +116,7 @@ def test_a_stack_has_in_each_row_what_was_put_there(arena: Any) -> None:
     stack = NonTensorStack(NonTensorStack("a", "b"), NonTensorStack("c", "d"))
     assert arena.put(by_name(TensorDict({"s": stack}, [2])))["s"] == [["a", "b"], ["c", "d"]]
     rows = [TensorDict({"x": torch.ones(1)}, []), TensorDict({"x": {"y": torch.ones(1)}}, [])]
-    with pytest.raises(InvalidRows, match="key 'x' is a TensorDict in some rows only"):
+    with pytest.raises(InvalidRows, match="key 'x' holds a TensorDict in some rows"):
         by_name(lazy_stack(rows))
 
 

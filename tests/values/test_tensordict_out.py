@@ -221,7 +221,7 @@ def test_a_wrong_form_is_named(arena: Any, form: dict[str, Any], reason: str) ->
 
 
 def test_rows_that_make_no_dense_tensor_are_named(arena: Any) -> None:
-    with pytest.raises(InvalidValue, match=r"'x': row 2 is int64 \[1\] and row 0 int64 \[2\]"):
+    with pytest.raises(InvalidValue, match=r"'x': row 2 is int64 \[1\] and row 0 is int64 \[2\]"):
         tensordict(arena, {"x": [[1, 2], [1, 2], [3]]}, layout="dense")
     with pytest.raises(InvalidValue, match="along several axes"):
         tensordict(arena, {"x": [np.ones((1, 2)), np.ones((2, 1))]}, layout={"x": "jagged"})
@@ -233,9 +233,9 @@ MIXED = [np.zeros(2, np.float32), np.zeros(3, np.float32), np.zeros(2)]
 @pytest.mark.parametrize("layout", ["dense", "padded", "jagged"])
 def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: Any) -> None:
     says = (
-        r"field 'logp': row 2 is float64 \[2\] and row 0 float32 \[2\], which differ in dtype, "
-        rf"so they do not form a {layout} tensor: put all rows in one dtype; "
-        r"fields={'logp': 'float32\[\*\]'} .*layout='list'"
+        r"field 'logp': row 2 is float64 \[2\] and row 0 is float32 \[2\], which differ in dtype, "
+        rf"so the rows do not form a {layout} tensor: put all rows in one dtype "
+        r"\(with fields={'logp': 'float32\[\*\]'} .*layout='list'"
     )
     for call in (
         lambda: tensordict(arena, {"logp": MIXED}, layout=layout),

@@ -93,7 +93,7 @@ def test_an_operation_in_place_changes_no_stored_row(arena: Any, layout: Any) ->
 
 def test_a_complex_padding_is_exact_too() -> None:
     assert padding_value("x", Padding(16777216), np.dtype("complex64")) == 16777216
-    with pytest.raises(InvalidValue, match="complex64.*cannot hold padding=16777217"):
+    with pytest.raises(InvalidValue, match="complex64.*cannot represent padding=16777217"):
         padding_value("x", Padding(16777217), np.dtype("complex64"))
 
 
@@ -109,9 +109,9 @@ def test_rows_are_padded_behind(arena: Any) -> None:
     halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 2)]
     padded = to_torch(arena.view(halves), "padded", padding=Padding(0.5))
     assert padded.dtype == torch.bfloat16 and padded.tolist() == [[1, 0.5], [1, 1]]
-    with pytest.raises(InvalidValue, match="uint8.*cannot hold padding=-1"):
+    with pytest.raises(InvalidValue, match="uint8.*cannot represent padding=-1"):
         to_torch(arena.view(images), "padded", padding=Padding(-1))
-    with pytest.raises(InvalidValue, match=r"row 1 is float64 \[2, 2\] and row 0 float64 \[2\]"):
+    with pytest.raises(InvalidValue, match=r"row 1 is float64 \[2, 2\] and row 0 is float64 \[2\]"):
         to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
 
 
@@ -168,7 +168,7 @@ def test_what_makes_no_tensor_comes_with_advice_that_helps(arena: Any) -> None:
     with pytest.raises(InvalidValue, match=r"datetime64\[ns\]'\).astype\('int64'\)") as told:
         to_torch(arena.view(days))
     assert "float64" not in told.value.message
-    as_put = "batch['x'] gives the objects as they were put"
+    as_put = "use batch['x'] to get the original objects"
     for layout in ("auto", "list", "padded"):
         with pytest.raises(InvalidValue) as told:
             to_torch(arena.view(["a", "b"]), layout)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_what_makes_no_tensor_comes_with_advice_that_helps(arena: Any) -> None:
     with pytest.raises(InvalidValue) as told:
         to_torch(arena.view([[np.ones(2)]]), "padded")
     assert told.value.message.endswith(
-        f"{as_put}, and layout='list' tensors for the arrays in them"
+        f"{as_put}, or layout='list' to get the arrays in them as tensors"
     )
 
 

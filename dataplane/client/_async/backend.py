@@ -72,8 +72,8 @@ class Connecting(Generic[P]):
             if name.startswith("_"):  # asked whether it can do what it cannot
                 raise AttributeError(name)
             raise _NotConnected(
-                f"{name!r} was used before the plane was connected: write plane = await "
-                "dataplane.aio.connect(), or async with dataplane.aio.connect() as plane"
+                f"{name!r} was used before the plane was connected: use `plane = await "
+                "dataplane.aio.connect()` or `async with dataplane.aio.connect() as plane`"
             )
 
     async def _open(self) -> P:

@@ -37,8 +37,9 @@ class Converting(Fetching):
 
     @public
     async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Fetch more fields. A blocking `batch["field"]` does this by itself; in `dataplane.aio` it
-        raises NotFetched. Raises RowsGone if rows without a lease have been freed."""
+        """Fetch more fields. In the blocking client, `batch["field"]` fetches a missing field; in
+        `dataplane.aio`, it raises NotFetched. Raises RowsGone if rows without a lease have been
+        freed."""
         await self._more(fields, timeout)
 
     async def _more(self, fields: Sequence[str], timeout: float | None) -> None:
@@ -46,8 +47,8 @@ class Converting(Fetching):
 
     @public
     async def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
-        """Return a private, writable array `[n, …]`, or a list of arrays if shapes differ.
-        `view=True`: read-only views, without a copy if the rows are adjacent."""
+        """Return a field as a private, writable array `[n, …]`, or as a list of arrays if shapes
+        differ. `view=True` returns read-only views, without a copy if the rows are adjacent."""
         if view and field in self and (dense := convert.as_it_lies(self[field])) is not None:
             return dense
         made: npt.NDArray[Any] | list[Any] = await self._converted(
@@ -69,18 +70,18 @@ class Converting(Fetching):
         multiple: int | None = None,
         mask: bool = False,
     ) -> Any:
-        """Return a private, writable copy as a torch tensor.
+        """Return a field as a torch tensor, which is a private, writable copy.
 
         - `layout`: "dense"; "padded" with `padding`; "jagged" (a nested tensor); or "list". "auto"
-          is dense if all rows have one shape, else a list. Jagged fields of equal lengths share
-          their offsets.
+          is dense if all rows have the same shape, else a list. Jagged fields of equal lengths
+          share their offsets.
         - `padding`, `side`, `length`, `multiple`: padded rows are filled at the "right" or "left",
-          to the longest row, to `length`, or to the next multiple of `multiple`. The dtype must be
-          able to hold `padding`, else InvalidValue; a float is rounded.
+          to the longest row, to `length`, or to the next multiple of `multiple`. Raises
+          InvalidValue if the dtype cannot represent `padding`; a float is rounded.
         - `mask=True`: return a pair, the tensor and a bool tensor [n, length] that is True where
           values are.
-        - `view=True`: tensors over the shared read-only memory. Writing to them crashes the
-          process.
+        - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
+          crashes the process.
         - `device`: copies to a GPU go through pinned memory, on torch's current stream. A blocking
           call may return before the copy is done; in `dataplane.aio` the copy is done.
         """
@@ -108,18 +109,19 @@ class Converting(Fetching):
         memory. Needs `dataplane-rl[torch]`.
 
         - `layout`: "auto" returns each field as it was put. An array or tensor [n, …] is dense.
-          Nested tensors, lists of arrays and lists of numbers are nested jagged tensors; those of
-          equal lengths share their offsets. Numbers are a tensor [n], anything else is a
-          NonTensorStack. "padded" and "jagged" change only fields whose rows have lengths of their
-          own. "dense" and "list" are what they say; InvalidValue if rows do not fit.
+          Nested tensors, lists of arrays and lists of numbers become jagged nested tensors; those
+          of equal lengths share their offsets. Numbers become a tensor [n], and anything else
+          becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
+          in length. "dense" and "list" apply to every field; InvalidValue if rows do not fit.
         - `padding`, `side`, `length`, `multiple`: as in `torch`. One padding for all fields fills
           bool fields with False.
         - `mask`: the name of a bool tensor [n, length] that is True where padded fields have
           values; a mapping by field if lengths differ.
         - `device`: as in `torch`.
 
-        Each of these may be a mapping by field. A field "a.b" is "b" in a nested TensorDict "a". If
-        arrays of a field cannot form a tensor, because dtypes or ranks differ, the log says so.
+        Each of these arguments may also be a mapping by field. A field "a.b" becomes "b" in a
+        nested TensorDict "a". If the arrays of a field cannot form a tensor because their dtypes or
+        ranks differ, the log says so.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = Form(layout, padding, side, length, multiple, mask)
@@ -132,7 +134,7 @@ class Converting(Fetching):
     @public
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """Return the fields (default: those fetched), keys and tags as a pyarrow table. Raises
-        InvalidValue for a field, key or tag, with its row, that Arrow cannot represent exactly."""
+        InvalidValue, which names the row, if Arrow cannot represent a value, key or tag exactly."""
         names = self.fields if fields is None else arguments.texts(fields, "fields")
 
         def table(device: str) -> pyarrow.Table:
@@ -172,8 +174,8 @@ class LeasedRows(Converting):
 
     @property
     def state(self) -> str:
-        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`. For a part: the state
-        of its rows."""
+        """The state of the batch: `leased`, `acked`, `released`, `dropped`, `expired` or
+        `finished`. For a part of a batch, the state of its rows."""
         if self._at is None:
             return self.lease.state
         if len(self.lease.open_among(self._at)):
@@ -189,10 +191,10 @@ class LeasedRows(Converting):
 class Batch(LeasedRows):
     """Rows leased by a stage. They return to the stage unless the batch is acked or dropped.
 
-    As a context manager, a batch acks at the end of the body, and releases if the body raises.
-    Fetched values stay readable after either. `batch[0:16]` and `batch.rows([…])` are parts with
-    the same methods; the batch then acks the other rows. Use a batch in one thread or task at a
-    time.
+    Used as a context manager, a batch is acked when the body ends, and released if the body raises.
+    Fetched values stay readable afterwards. `batch[0:16]` and `batch.rows([…])` return parts of
+    the batch, which have the same methods. If a part has been acked, released or dropped, `ack` on
+    the batch applies to the other rows. Use a batch in only one thread or task at a time.
     """
 
     @public
@@ -204,23 +206,23 @@ class Batch(LeasedRows):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value per row: by name, as a mapping, or as a TensorDict.
+        """Add fields to the rows, one value per row: by name, as a mapping, or as a TensorDict.
 
         The call copies the values. The ack stores them.
 
-        Raises FieldExists for a field that was added before, and LeaseExpired once the lease has
-        ended.
+        Raises FieldExists if a field was already added, and LeaseExpired if the lease has ended.
         """
         given = {} if columns is None else dict(by_name(columns))
         await self.lease.add({**given, **named}, Deadline(timeout), self._at)
 
     @public
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Ack: the stage is done with these rows.
+        """Ack the rows: the stage is done with them.
 
-        Added values and the ack are stored together, or neither is. Safe to repeat after a failure:
-        the retry sends the same values. Raises FieldExists if another writer has set one of the
-        fields: add the value under another name, or release the rows.
+        The ack and the added values are stored together, or neither is stored. You can safely
+        repeat an ack that failed: the retry sends the same values. Raises FieldExists if another
+        writer has set one of the added fields. In that case, add the values under another name, or
+        release the rows.
         """
         await self._finish("ack", timeout)
 
@@ -232,17 +234,17 @@ class Batch(LeasedRows):
         values: Mapping[str, Any] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Return the rows to their stage as they were claimed. Added fields are discarded.
+        """Return the rows to their stage as they were when claimed. Added fields are discarded.
 
-        - `tags`: set on the rows, for example to count attempts.
+        - `tags`: tags to set on the rows, for example to count attempts.
         - `values`: progress for the next worker, one value per row, stored together with the
           release. After `batch.release(values={"so_far": tokens})`, the next claim of these rows by
-          this stage reads `batch["so_far"]`, whatever its `fields=`. `batch.get("so_far")` has None
-          for rows without progress. Other stages and `plane.get` do not see progress, and it makes
-          no row ready. The next release replaces it. The stage's ack removes it.
+          this stage has `batch["so_far"]`, whatever its `fields=`. `batch.get("so_far")` is None
+          for rows without progress. Other stages and `plane.get` do not see progress, and progress
+          makes no row ready. The next release replaces it, and the stage's ack removes it.
 
-        Raises LeaseExpired if there is something to store and the lease has ended, and FieldExists
-        if a row already has a field of that name.
+        Raises LeaseExpired if there are tags or values to store but the lease has ended, and
+        FieldExists if a row already has a field with the name of a value.
         """
         await self._finish("release", timeout, tags, values)
 
@@ -254,8 +256,8 @@ class Batch(LeasedRows):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage, and free them: the rows of `groups`, the rows at the
-        positions `rows` in the batch, or all rows. The lease of the other rows continues."""
+        """Drop rows for every stage and free them: the rows of `groups`, the rows at the positions
+        `rows` in the batch, or all rows of the batch. Other rows stay leased."""
         self.lease.check()
         if rows is None and groups is None:
             await self._finish("drop", timeout)
@@ -305,7 +307,7 @@ class Batch(LeasedRows):
         if self._at is not None and self.lease.state == "leased" and self.state != "leased":
             raise LeaseExpired(
                 f"the rows of this part of the batch were already {self.state}, so they can no "
-                "longer be changed; claim again",
+                "longer be changed: claim a new batch",
                 stage=self.stage,
             )
 
@@ -315,8 +317,8 @@ class Batch(LeasedRows):
             added = set(fields) & set(self.lease.added)
             if added:
                 raise NotFetched(
-                    f"field {', '.join(sorted(added))} was added to this batch and can only "
-                    "be read after the ack",
+                    f"cannot read from this batch before the ack: {', '.join(sorted(added))}. "
+                    "These values were added to the batch and are stored by the ack",
                     fields=sorted(added),
                 )
             if self._of is not None:  # for all of them at once

@@ -60,8 +60,8 @@ def take_located(
     for name, count in taken.items():
         if name in dedup:
             raise InvalidCall(
-                f"dedup= needs values in host memory, and field {name!r} is on a GPU: leave "
-                "it out of dedup=, or move it to the host first"
+                f"dedup= needs values in host memory, but field {name!r} is on a GPU: leave the "
+                "field out of dedup=, or move its values to the host first"
             )
         if count != (n := count if n is None else n) or not count:
             raise InvalidRows(

@@ -34,8 +34,8 @@ from dataplane.wire.tables import Name, Scalar
 class Partition:
     """A named set of rows.
 
-    `timeout` is in seconds. Default: 30. Calls that wait for rows (`claim`, `stream`, `plan`,
-    `wait`, `admit`) default to None, which waits as long as rows can arrive.
+    Every `timeout` is in seconds, and defaults to 30. For calls that wait for rows (`claim`,
+    `stream`, `plan`, `wait`, `admit`), the default is None: wait as long as rows can still arrive.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -61,34 +61,34 @@ class Partition:
         reuse: bool = False,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
-        """Write rows. `columns`: per field a sequence or an array `[n, …]`; or a TensorDict.
+        """Write rows. `columns`: for each field a sequence or an array `[n, …]`; or a TensorDict.
 
-        A value that is a flat list of numbers of one kind is stored as an array; wrap it in
-        `dataplane.object(x)` to keep it a list. In a nested tensor each row is an array. A nested
-        TensorDict gives fields named "a.b", and its non-tensor data are stored as objects.
+        A flat list of numbers of one type is stored as an array; to store it as a list, wrap it in
+        `dataplane.object(x)`. Each row of a nested tensor is an array. A nested TensorDict gives
+        fields named "a.b", and its non-tensor data are stored as Python objects.
 
-        - `key`: one id per row, str or int. Rows without keys get generated ones. Rows that exist
-          get the new fields and tags.
+        - `key`: one id per row, str or int. Rows without a key get a generated one. If a row with
+          this key exists, it gets the new fields and tags.
         - `group`: one id per row, or one for all rows.
         - `tags`: small scalars, one per row or one for all rows.
-        - `dedup`: fields whose equal values are stored once per host.
+        - `dedup`: fields of which equal values are stored only once per host.
         - `replace`: overwrite fields that exist, instead of raising FieldExists.
         - `reuse`: allow new rows to take the names of freed and dropped rows, instead of raising
           RowsDropped.
 
-        It is safe to repeat a put with the same keys. The repeat stores the rows that the first
-        attempt did not store, and skips rows that have all of these fields or have been freed.
-        `ref.kept` counts the skipped rows. If there is nothing to store, the put raises
-        FieldExists, or RowsGone if every row has been freed. It also raises FieldExists if a row
-        has some of these fields but not all.
+        It is safe to repeat a put with the same keys. The repeated put stores the rows that the
+        first attempt did not store, and skips rows that have all of these fields or have been
+        freed. `ref.kept` is the number of skipped rows. If there is nothing to store, the put
+        raises FieldExists, or RowsGone if every row has been freed. A put also raises FieldExists
+        if a row has some but not all of these fields.
 
-        If all values of a field are on a GPU and the peer has a device arena there, the put copies
-        them into that arena, on their CUDA streams. Otherwise, or if the arena is full, it copies
+        If all values of a field are on a GPU on which the peer has a device arena, the put copies
+        them into that arena, on their CUDA streams. Otherwise, or if that arena is full, it copies
         them into host memory.
 
         Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
-        never fit. Raises PutIncomplete if only some rows were stored: `details["rows"]` lists
-        them. Put the other rows again.
+        never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists
+        their positions. Repeat the put with the same keys to store the other rows.
         """
         return await put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
 
@@ -101,15 +101,16 @@ class Partition:
         expect: Mapping[str, Scalar] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Set tags of rows. `expect`: set them only if the tags have these values now; otherwise
-        raise TagConflict."""
+        """Set tags of rows. `expect`: set the tags only if the rows now have these tag values;
+        otherwise raise TagConflict."""
         await changes.tag(self._handle, keys, tags, expect, timeout)
 
     @public
     async def close(
         self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Set the size of a group to n rows, dropped ones included. It closes when it has them.
+        """Set the size of a group to n rows, dropped rows included. The group closes when it has
+        n rows.
 
         A no-op for a group that has been freed. To close a new group of that name, first put its
         rows with `reuse=True`.
@@ -122,11 +123,11 @@ class Partition:
 
     @public
     async def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Forbid new rows from now on. New fields of existing rows are still accepted.
+        """Seal the partition: it accepts no new rows from now on, only new fields of existing rows.
 
-        Open groups close as they are. In a partition with `group_size` an open group is short, so
-        it is dropped: `stats()["short_groups"]` counts them, and a later put of its rows raises
-        RowsDropped. `short="keep"` keeps short groups.
+        Open groups close as they are. In a partition with `group_size`, a group that is still open
+        is too short and is dropped. `stats()["short_groups"]` counts such groups, and a later put
+        of their rows raises RowsDropped. `short="keep"` keeps short groups.
         """
         handle, deadline = self._handle, Deadline(timeout)
         if short not in ("drop", "keep"):
@@ -153,7 +154,7 @@ class Partition:
     ) -> Dropped:
         """Drop rows by key, group or filter, or the whole partition if none is given.
 
-        A later put of dropped rows raises RowsDropped. Returns how many rows and bytes were freed.
+        A later put of dropped rows raises RowsDropped. Returns the numbers of freed rows and bytes.
         """
         return await changes.drop(self._handle, keys, groups, where, timeout)
 
@@ -174,17 +175,17 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Batch:
-        """Lease rows for a stage. Give exactly one of `rows`, `groups` or `budget`.
+        """Lease rows for a stage. Pass exactly one of `rows`, `groups` or `budget`.
 
-        - `rows`, `groups`: how many. Groups are never split.
-        - `budget={tag: sum}`: as many groups as fit, at least one; rows if the partition has no
-          `group_size`. The tag must be a finite number of 0 or more, else InvalidRows.
+        - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
+        - `budget={tag: sum}`: claim as many groups as fit, at least one (rows, if the partition has
+          no `group_size`). The tag must be a finite number of 0 or more, else InvalidRows.
         - `unit`: "groups" or "rows", to choose what `budget` counts.
         - `min`: accept fewer rows or groups, but at least this many.
-        - `where`: only rows with such tags, or groups whose rows all have them.
-        - `fields`: what to fetch at once. Default: the fields of the stage.
-        - `lease`: seconds after which the rows return to the stage, even if this process still
-          works on them. Default: the lease lasts as long as the process.
+        - `where`: claim only rows whose tags match, or groups of which all rows match.
+        - `fields`: which fields to fetch with the claim. Default: the fields of the stage.
+        - `lease`: seconds after which the rows return to the stage, even if this process is still
+          working on them. Default: the lease lasts as long as the process.
 
         Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has received
         every row.
@@ -210,11 +211,12 @@ class Partition:
     ) -> Stream:
         """Claim batches until the partition is sealed and the stage has received every row.
 
-        The next iteration acks the current batch. `break`, `return` or an exception releases it.
+        Advancing to the next batch acks the current one. `break`, `return` or an exception releases
+        it.
 
-        - `batches`: end after this many batches, and ack the last.
-        - `timeout`: how long to wait for each batch. It also limits each ack or release, to between
-          1 and 30 s.
+        - `batches`: end the loop after this many batches, and ack the last one.
+        - `timeout`: seconds to wait for each batch. An ack or release also has this limit, but at
+          least 1 s and at most 30 s.
 
         The other arguments are those of `claim`.
         """
@@ -245,12 +247,12 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Loader:
-        """A stream for training loops. It prepares the next `prefetch` batches in a thread, or in a
-        task of the event loop, while the loop works on the current one.
+        """Return a stream for training loops. While the loop works on one batch, the loader
+        prepares the next `prefetch` batches in a thread, or in a task of the event loop.
 
-        `collate` is called there with each batch. The loop gets what it returns (or awaits), for
-        example `lambda batch: batch.tensordict(device="cuda")`. `loader.batch` is the batch itself.
-        The other arguments are those of `stream`.
+        That thread or task calls `collate` with each batch. The loop gets the result of `collate`,
+        for example of `lambda batch: batch.tensordict(device="cuda")`. `loader.batch` is the batch
+        itself. The other arguments are those of `stream`.
         """
         return Loader(
             self._handle,
@@ -284,26 +286,29 @@ class Partition:
     ) -> Plan:
         """Return this rank's part of the stage's remaining rows.
 
-        All ranks of a trainer call this with the same arguments. Each gets the same number of
-        mini-batches and micro-batches, so no collective hangs. Waits until the partition is sealed
-        and all remaining rows are ready.
+        All ranks of a trainer must call this with the same arguments. Every rank gets the same
+        number of mini-batches and micro-batches, so no collective hangs. The call waits until the
+        partition is sealed and all remaining rows are ready.
 
-        - `rank`: processes of one tensor- or pipeline-parallel replica pass the same rank.
-        - `minibatches`: per epoch.
+        - `rank`: the rank of this process. All processes of one tensor- or pipeline-parallel
+          replica pass the same rank.
+        - `minibatches`: the number of mini-batches per epoch.
         - `budget={tag: sum}`: no micro-batch exceeds this sum, unless it is a single row. None: one
           micro-batch per mini-batch.
         - `balance`: the tag whose sums are made as equal as possible between ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows, or of groups with
           `unit="groups"`.
-        - `epochs`, `seed`: every epoch shuffles the rows again.
-        - `remainder`: if rows are not a multiple of ranks × minibatches, "pad" adds rows that
-          `micro.mask` marks; "drop" leaves rows out, and acks them with the others.
-        - `fields`: what to fetch. Default: the fields of the stage.
+        - `epochs`, `seed`: the number of epochs, and the seed with which every epoch shuffles the
+          rows again.
+        - `remainder`: if the number of rows is not a multiple of ranks × minibatches, "pad" adds
+          padding rows, which `micro.mask` marks; "drop" leaves rows out, and acks them with the
+          others.
+        - `fields`: which fields to fetch. Default: the fields of the stage.
         - `prefetch`: how many micro-batches to fetch ahead.
 
         The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
-        plan with other arguments, InvalidRows for a row without the tag, ClaimTimeout, and
-        StreamEnd when the stage has received every row.
+        plan with different arguments, InvalidRows if a row lacks the tag, ClaimTimeout, and
+        StreamEnd if the stage has received every row.
         """
         shape, rank = shape_of(
             rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
@@ -324,12 +329,13 @@ class Partition:
         where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until enough rows or groups are ready for a stage, or few enough are unfinished.
+        """Wait until enough rows or groups are ready for a stage, until few enough are unfinished,
+        or until a row exists.
 
         - `rows`, `groups`: wait until at least this many are ready.
         - `below`: wait until fewer than this many are unfinished: groups if the partition has a
           `group_size`, else rows. A producer can use this to limit how far it runs ahead.
-        - `where`: count only those that match. Rows that are leased or not ready yet always count,
+        - `where`: count only rows that match. Rows that are leased or not ready yet always count,
           because their tags may still change.
         - `key`: wait until a row with this key exists. Pass no stage:
           `part.wait(key="version-7")`.
@@ -351,8 +357,8 @@ class Partition:
             return
         if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
             raise InvalidCall(
-                "wait takes either a stage and exactly one of rows=, groups= and below=, or key= "
-                "alone"
+                "wait() takes either key= alone, or a stage with exactly one of rows=, groups= "
+                "and below="
             )
         if unit not in (None, "rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
@@ -388,20 +394,21 @@ class Partition:
         group also keeps its place until all groups that were in progress when it finished are
         complete. Dropped and lost groups free their places at once.
 
-        Groups that this session starts inside the `with` use the permits. Unused permits return at
-        the end of the `with`, or when the process ends. Every caller must pass the same `max_lag`
-        and `per_version`, and the partition needs a `group_size`.
+        Groups that this session starts inside the `with` use the permits. Unused permits are
+        returned at the end of the `with`, or when the process ends. All callers must pass the same
+        `max_lag` and `per_version`, and the partition must have a `group_size`.
 
-        Raises ClaimTimeout, PartitionSealed and PartitionGone; PartitionConflict for a different
-        bound; and InvalidCall for more groups than there are places.
+        Raises ClaimTimeout, PartitionSealed and PartitionGone; PartitionConflict if `max_lag` or
+        `per_version` differs from that of other callers; and InvalidCall if n exceeds the number
+        of places.
         """
         return Admission(self._handle, n, max_lag, per_version, timeout)
 
     @public
     async def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Set the version of the trainer's weights, which starts at 0. Groups that the trainer has
-        finished then free their places for `admit`, so ack them before this call. Repeating a
-        version is a no-op; an older version raises InvalidCall."""
+        """Set the version of the trainer's weights, which starts at 0. This frees the places that
+        finished groups hold in `admit`, so ack those groups before this call. Repeating a version
+        is a no-op. An older version raises InvalidCall."""
         handle, deadline = self._handle, Deadline(timeout)
         version = arguments.whole(version, "version")
         body = Advance(handle.name, await attach(handle, deadline), version)
@@ -409,24 +416,25 @@ class Partition:
 
     def producing(self, items: Iterable[T]) -> Producer[T]:
         """`async for prompt in part.producing(prompts):` yields one item after another. The
-        loop ends without an error when no items are left, or when the partition takes no new rows:
-        it was sealed or dropped, or all its `groups=` have closed.
+        loop ends without an error when no items are left, or when the partition accepts no new
+        rows because it was sealed or dropped, or because all its `groups=` have closed.
 
-        Put the item's rows in the body, in the same thread or task, through this partition object.
-        If the partition stops taking rows meanwhile, a put stores nothing and returns an empty
-        ref, and `admit` gives `n` = 0. Outside such a loop both raise.
+        In the loop's body, put the item's rows through this partition object, in the same thread or
+        task. If the partition stops accepting rows meanwhile, a put stores nothing and returns an
+        empty ref, and `admit` returns permits with `n` = 0. Outside such a loop, both raise.
         """
         return Producer(self._handle, items)
 
     def lost(self, timeout: float | None = None) -> Lost:
-        """Iterate over lists of keys of rows whose bytes were lost with a peer, to put them again.
+        """Iterate over lists of keys of rows that were lost with a peer, so that you can put these
+        rows again.
 
-        The first list has the losses so far. A new list comes within seconds of each loss. If a
-        group lost a row, the list has all rows of the group. The loop ends when the partition was
-        dropped, or is sealed and every stage has received every row.
+        The first list has all losses so far. A new list follows within seconds of each later loss.
+        If a group lost a row, the list has all rows of the group. The loop ends when the partition
+        is dropped, or when it is sealed and every stage has received every row.
 
-        `timeout`: how long to wait for each list before raising DeadlineExceeded. None waits as
-        long as rows can be lost.
+        `timeout`: seconds to wait for each list before raising DeadlineExceeded. None waits as long
+        as rows can still be lost.
         """
         return Lost(self._handle, timeout)
 
@@ -441,10 +449,11 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read rows without a lease: by `keys`, in that order; by filter; or all.
+        """Read rows without a lease: the rows with these `keys`, in that order; the rows that match
+        `where`; or all rows.
 
-        `fields`: which fields to read; None reads all. Raises RowsGone for rows that were freed or
-        never put.
+        `fields`: which fields to read; None reads all fields. Raises RowsGone for rows that were
+        freed or never put.
         """
         return Rows(self._handle, *await read(self._handle, keys, where, fields, timeout))
 
@@ -455,12 +464,12 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Return the keys, groups and tags of rows, without values."""
+        """Return the keys, groups and tags of rows, without their values."""
         return await self.get(fields=(), where=where, timeout=timeout)
 
     @public
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return rows, groups and bytes of this partition, as nested dicts."""
+        """Return statistics of this partition as nested dicts: rows, groups, bytes and stages."""
         return await partition_stats(self._handle, timeout)
 
     def __reduce__(self) -> Any:

@@ -57,7 +57,7 @@ class Part(Lease):
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                self.why or f"this plan was {self.state}: call part.plan(…) for another",
+                self.why or f"this plan was {self.state}: call part.plan(…) again",
                 stage=self.stage,
             )
 
@@ -182,7 +182,7 @@ async def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Cam
         if len(came.there):  # or else it went just now
             return came
     raise RowsGone(
-        "every row of this plan was dropped or lost; release it and call part.plan(…) again",
+        "every row of this plan was dropped or lost: release the plan and call part.plan(…) again",
         rows=part.n,
     )
 

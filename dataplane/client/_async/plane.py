@@ -37,32 +37,33 @@ def connect(
     """Attach to this host's peer, or start one: `async with connect() as plane: …`, or
     `plane = await connect()`.
 
-    - `name`: the peer to attach to, if several peers of the run are on this host. Default:
+    - `name`: the peer to attach to, if this host has several peers of the run. Default:
       `DATAPLANE_PEER`.
     - `run`: the name of the run. Default: `DATAPLANE_RUN`, else the launcher's id, else an unnamed
-      run of this process. Processes that this one starts later join the same run. Programs that are
-      started separately, in several terminals or by several lines of a script, share a run only
-      if you give them the same name. An unnamed run ends with its last process.
-    - `fresh`: True starts the run empty. If an earlier launch left the run behind, it is ended with
-      all its rows. This happens once per launch, so every process of the launch may pass True. In a
-      run of several hosts every process must pass it, and the launcher must give each launch an id.
-      If the old run has clients, it is not ended, and RunInUse names them. "force" ends it anyway.
+      run of this process. Processes that this process starts later join the same run. Programs that
+      are started separately, in several terminals or by several lines of a script, share a run only
+      if you give them the same run name. An unnamed run ends with its last process.
+    - `fresh`: True starts with an empty run. A run that an earlier launch left behind is ended, and
+      its rows are lost. This happens once per launch, so every process of a launch may pass True.
+      In a run of several hosts, every process must pass it, and the launcher must give each launch
+      an id. If the old run still has clients, the call raises RunInUse, which names them, and does
+      not end the run. "force" ends the run anyway.
     - `devices`: whether to read values in GPU arenas in place. "auto": if this process uses that
-      GPU when it connects. "required": on the current GPU, else DeviceMissing. "off": never; values
-      are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
+      GPU when it connects. "required": on the current GPU, else raise DeviceMissing. "off": never;
+      values are copied through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
 
     The log says which run was started or joined, and warns if that may not be what you want. Raises
-    PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError; and
+    PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError, and
     InvalidCall if `fresh` is not possible.
     """
     return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
 
 
 class Plane:
-    """A client of the plane, for any number of threads and event loops. Use it as a context
-    manager, or call `close`.
+    """A client of the plane. Any number of threads and event loops may share it. Use it as a
+    context manager, or call `close` when you are done.
 
-    A forked child must call `connect()` again.
+    After a fork, the child process must call `connect()` again.
     """
 
     def __init__(self, keeper: Housekeeper) -> None:
@@ -102,12 +103,12 @@ class Plane:
           are dropped. Default: "acked" if there are stages.
         - `replicas`: 2 keeps a second copy of all values on another peer.
         - `fields`: types of fields, such as `{"tokens": "int64[*]"}`. A put of another dtype or
-          rank raises InvalidValue. `float32` is one number, `float32[3,*]` three vectors per row,
-          `bfloat16[...]` any shape, `object` a Python object.
+          rank raises InvalidValue. `float32` is one number, `float32[3,*]` is three vectors per
+          row, `bfloat16[...]` is any shape, and `object` is a Python object.
 
-        Every process that declares the partition must give the same definition; PartitionConflict
-        otherwise. With a name alone, the first call on the partition waits until another process
-        has declared it.
+        All processes that declare the partition must pass the same definition; otherwise the call
+        raises PartitionConflict. If you pass only a name, the first call on the partition waits
+        until another process has declared it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"), plane=self)
         definition = definition_of(stages, group_size, groups, free, replicas, fields)
@@ -128,7 +129,8 @@ class Plane:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
-        """Read the rows of a ref, wherever they are. `fields`: which to read; None reads all."""
+        """Read the rows of a ref from the hosts that have them. `fields`: which fields to read;
+        None reads all fields."""
         handle = handle_of(self, self._session, ref)
         return Rows(handle, *await read_ref(handle, ref, fields, timeout))
 
@@ -142,14 +144,16 @@ class Plane:
         self, step: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> dict[str, Any]:
         """Return metrics of this client since the last call, and of its peer, as a flat dict of
-        floats for `wandb.log` or TensorBoard, once per step. docs/observe.md lists them.
+        floats. Call it once per step, for `wandb.log` or TensorBoard. docs/observe.md lists the
+        metrics.
 
-        For each stage it has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others.
-        Puts, gets, copied and pulled bytes and the arena follow. It takes as long as `stats`.
+        Each stage has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others. Other
+        metrics cover puts, gets, copied and pulled bytes, and the arena. The call takes as long as
+        `stats`.
 
-        `step`: a partition. Asks all peers for their events, and adds why that step took as long as
-        it did (a sentence), its idle share, how stale its groups were, what workers waited for, and
-        the bytes between hosts.
+        `step`: the name of a step's partition. With it, the call asks all peers for their events
+        and adds a sentence that says why the step took so long, the idle share of the step, the
+        staleness of its groups, what workers waited for, and the bytes between hosts.
         """
         deadline = Deadline(timeout)
         stats = await self.stats(timeout=timeout)
@@ -169,7 +173,7 @@ class Plane:
         kinds. Every peer keeps its last 16,384 events. A call records one event for each group that
         it touches. An event of kind `missing` names a peer whose events are incomplete.
 
-        `since`: return only events after this time, which is on the clock of `Event.at`.
+        `since`: return only events after this time, in seconds on the same clock as `Event.at`.
         """
         return await queries.events(self._session, since, timeout)
 
@@ -179,11 +183,11 @@ class Plane:
     ) -> None:
         """Write all rows, their values and the state of the stages to a new directory.
 
-        Each group is saved as it was at one moment, while other calls continue. The checkpoint has
-        every row that was put before the call, unless the row was freed meanwhile. Leased rows are
-        saved as ready. `timeout` None: each request to a peer has 30 s, and the whole call has no
-        limit. If the checkpoint cannot be finished, it raises CheckpointFailed and leaves no
-        directory of that name.
+        Other calls continue meanwhile, and each group is saved as it was at one moment. The
+        checkpoint has every row that was put before the call, unless the row was freed meanwhile.
+        Leased rows are saved as ready. With `timeout=None`, each request to a peer has a limit of
+        30 s, and the whole call has none. If the checkpoint cannot be completed, the call raises
+        CheckpointFailed and leaves no directory of that name.
         """
         await save.checkpoint(self._session, directory, timeout)
 
@@ -191,22 +195,22 @@ class Plane:
     async def restore(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> list[str]:
-        """Put the rows of a checkpoint back, and return the names of its partitions.
+        """Restore the rows of a checkpoint, and return the names of its partitions.
 
-        All rows are then on this host, whichever plane they came from. CheckpointCorrupt names a
-        file that has changed; PartitionConflict names a partition that exists. In both cases
-        nothing is restored. A restore that fails, is cancelled or is interrupted drops what it
-        has restored. If its process is killed, the restored rows stay.
+        All restored rows are placed on this host, whichever plane wrote the checkpoint. Raises
+        CheckpointCorrupt if a file has changed, or PartitionConflict if a partition already exists;
+        in both cases nothing is restored. If a restore fails, is cancelled or is interrupted, the
+        rows restored so far are dropped. If the process is killed, they remain.
         """
         return await restore.restore(self._session, directory, timeout)
 
     async def close(self) -> None:
         """Release all leases and disconnect.
 
-        Values that were read stay readable. Calls that other threads or tasks are making raise
-        ClientClosed at once; they may have taken effect.
+        Values that were read stay readable. Calls that are running in other threads or tasks raise
+        ClientClosed at once; such a call may have taken effect.
         """
-        why = "this client was closed; call dataplane.aio.connect() for another"
+        why = "this client was closed; call dataplane.aio.connect() again"
         await leave(self._keeper, why)
 
     def __reduce__(self) -> Any:

@@ -71,8 +71,8 @@ async def partition_stats(handle: Handle, timeout: float | None) -> dict[str, An
     done = await ask(handle.session, Stats(handle.name), StatsDone, deadline)
     if done.stats.get("generation") != generation:
         raise PartitionGone(
-            f"partition {handle.name!r} was dropped after this handle was opened; get a new "
-            f"handle with plane.partition({handle.name!r}, …)",
+            f"partition {handle.name!r} was dropped after this Partition object was created: call "
+            f"plane.partition({handle.name!r}, …) again",
             partition=handle.name,
         )
     return done.stats

@@ -91,7 +91,7 @@ async def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseExceptio
             body = Drop(handle.name, handle.generation)
             await ask(handle.session, body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r}: restored in part, and could not be dropped: {exc}"
+            said = f"partition {handle.name!r}: restored only in part, and not dropped: {exc}"
             failure.add_note(said)
             log.warning("%s", said)
 

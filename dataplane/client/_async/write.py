@@ -234,7 +234,7 @@ class Putting(msgspec.Struct, eq=False):
         return PutIncomplete(
             f"the put failed ({type(exc).__name__}: {message}) after {len(rows)} of "
             f"{len(self.identity)} rows were stored in partition {self.handle.name!r}. "
-            "Repeat it with the same keys to store the others",
+            "Repeat the put with the same keys to store the other rows",
             committed=row_names(there),
             committed_groups=group_names(there),
             rows=rows.tolist(),

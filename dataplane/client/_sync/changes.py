@@ -63,8 +63,8 @@ def drop(
     """Drop rows, in one message unless the list of keys or groups is very long."""
     if sum(a is not None for a in (keys, groups, where)) > 1:
         raise InvalidCall(
-            "drop takes at most one of keys=, groups= and where=; without any it drops the whole "
-            "partition"
+            "drop() takes at most one of keys=, groups= and where=; without any of them, it drops "
+            "the whole partition"
         )
     deadline = Deadline(timeout)
     generation = attach(handle, deadline)

@@ -61,7 +61,7 @@ Index = npt.NDArray[np.intp]
 Records = npt.NDArray[Any]
 _COLLECTED = (
     "a batch of {} was garbage-collected",
-    "Call batch.ack() when its rows are done, or claim it with `with part.claim(…) as batch:`",
+    "Call batch.ack() when you are done with the batch, or use `with part.claim(…) as batch:`",
 )
 LEFT = (
     "a loop ended and left a batch of {}",
@@ -141,8 +141,8 @@ class Lease:
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                f"this batch was already {self.state}, so its rows can no longer be changed "
-                "or finished; claim again",
+                f"this batch was already {self.state}, so its rows can no longer be changed, "
+                "acked or released: claim a new batch",
                 stage=self.stage,
             )
 
@@ -160,12 +160,12 @@ class Lease:
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
-                f"field {', '.join(sorted(twice))} was already added to this batch, and "
-                "fields are written once: use another name",
+                f"already added to this batch: {', '.join(sorted(twice))}. A field is written "
+                "only once, so use another name",
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
-            devices.tell_of_host_copies(columns, "values added to a batch always are")
+            devices.tell_of_host_copies(columns, "values added to a batch go to host memory")
         written = write_columns(self.handle, columns, len(at), deadline)
         parts = [*(one.written for one in self._added), written]
         self._check_size(parts, written)
@@ -197,8 +197,8 @@ class Lease:
         if size > MAX_FRAME_BYTES // 2:
             self.handle.session.keep(written.ranges)
             raise InvalidRows(
-                f"the metadata of the values added to these {self.n} rows takes "
-                f"{sized(size)}, too much for one message: claim fewer rows at a time",
+                f"the metadata of the values added to these {self.n} rows takes {sized(size)}, "
+                f"but the limit is {sized(MAX_FRAME_BYTES // 2)}: claim fewer rows at a time",
                 size=size,
             )
 
@@ -290,7 +290,9 @@ class Lease:
         `many` values are of its rows."""
         session = self.handle.session
         if session.devices is not None:
-            session.devices.tell_of_host_copies(values, "values passed to release always are")
+            session.devices.tell_of_host_copies(
+                values, "values passed to release go to host memory"
+            )
         written = write_columns(self.handle, values, many, deadline)
         self._check_size([written], written)
         if order is not None:

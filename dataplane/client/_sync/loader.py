@@ -35,13 +35,13 @@ STATE_VERSION = 1
 
 
 class Loader:
-    """An iterator for the training process. It claims the next batch and calls `collate` with it
-    while the loop works on the current one.
+    """An iterator over batches for a training process. While the loop works on one batch, the
+    loader claims the next batch and calls `collate` with it.
 
-    A batch is acked when the loop asks for the next one. `break`, an exception or the end of a
-    `with` releases it. `batch` is the current one. `state_dict()` says which rows were handed out,
-    so that a loader of a restored plane continues after them. Raises InvalidCall in a worker of
-    torch's DataLoader.
+    Advancing to the next batch acks the current one. Leaving the loop any other way (`break`, an
+    exception, or leaving the `with` block) releases the current batch. `state_dict()` returns which
+    rows were handed out, so that a loader of a restored plane continues after them. Raises
+    InvalidCall inside a PyTorch DataLoader worker.
     """
 
     _kind = "Loader"
@@ -91,7 +91,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return which rows were handed out, to save with the model and `plane.checkpoint`. The
-        current batch counts as done, prefetched ones do not. Plain numbers, texts and lists."""
+        current batch counts as done; prefetched batches do not. The state consists of plain
+        numbers, strings and lists."""
         batch = self.batch
         held = batch.keys if batch is not None and batch.state == "leased" else []
         return {
@@ -103,18 +104,22 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a `state_dict`: the rows that it lists are acked when they come, not
-        handed out. Raises InvalidCall for the state of another partition or stage."""
+        """Continue after a `state_dict`: rows that the state lists are acked instead of handed out.
+        Call this before the loop starts. Raises InvalidCall if the state belongs to another
+        partition or stage."""
         wanted = (STATE_VERSION, self._handle.name, self.stage)
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:
             raise InvalidCall(
-                f"this state belongs to (version, partition, stage) {given}, but this loader to "
-                f"{wanted}: load it into a loader of the same stage"
+                f"this state was saved by a loader of (version, partition, stage) {given}, but "
+                f"this is a loader of {wanted}: load the state into a loader of the same stage"
             )
         loop = self._loop
         if loop is not None and not loop.over:
-            raise InvalidCall("call load_state_dict before the loader's loop starts")
+            raise InvalidCall(
+                "load_state_dict was called while the loader's loop was running: call it before "
+                "the loop starts"
+            )
         self._given, self._done = state["batches"], set(state["done"])
 
     def __iter__(self) -> LoaderLoop:
@@ -127,7 +132,7 @@ class Loader:
 
     @public
     def close(self) -> None:
-        """Release the current batch and the prefetched ones, and end the loop."""
+        """Release the current batch and all prefetched batches, and end the loop."""
         if self._loop is not None:
             self._loop.leave()
         if self._behind is None:
@@ -228,10 +233,10 @@ def tell_what_is_left(end: StreamEnd) -> None:
 
 
 _WHY = (
-    "claim batches in the training process: a DataLoader's worker cannot ack a batch when the "
-    "training loop is done with it, and the workers would wait for each other's rows. Iterate "
-    "over part.loader(…) directly, without a DataLoader: it prefetches, and its collate= replaces "
-    "the workers"
+    "batches cannot be claimed in a DataLoader worker: a worker cannot ack a batch when the "
+    "training loop is done with it, and workers would wait for each other's rows. Iterate over "
+    "part.loader(…) in the training process, without a DataLoader. It prefetches batches, and its "
+    "collate= replaces the workers"
 )
 
 

@@ -30,15 +30,16 @@ log = logging.getLogger(__name__)
 
 LEFT = (
     "a loop ended early and left a plan of {}",
-    "Call plan.ack() before `break`, or write `with part.plan(…) as plan:`, which acks at its end",
+    "Call plan.ack() before `break`, or use `with part.plan(…) as plan:`, which acks the plan when "
+    "its body ends",
 )
 
 
 class Micro(LeasedRows):
     """The rows of one forward and backward pass.
 
-    `mask`, bool[n], is False for padding rows. Padding gives every rank the same number of passes.
-    A padding row repeats the values of another row: leave it out of the loss.
+    `mask` is a bool array [n] that is False for padding rows. Padding gives every rank the same
+    number of passes. A padding row repeats the values of another row, so leave it out of the loss.
     """
 
     def __init__(self, part: Part, fetched: Fetching) -> None:
@@ -80,15 +81,15 @@ class Micro(LeasedRows):
     ) -> None:
         """Add fields, one value per row, and store them at once.
 
-        Values for padding are ignored. If this stage has already set the field for a row, the old
-        value is kept. Raises LeaseExpired once the plan has ended.
+        Values for padding rows are ignored. If this stage has already set the field of a row, the
+        old value is kept. Raises LeaseExpired if the plan has ended.
         """
         given = {} if columns is None else dict(by_name(columns))
         lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
         lease.check()
         columns = given | named
         if session.devices is not None:
-            session.devices.tell_of_host_copies(columns, "values added to a plan always are")
+            session.devices.tell_of_host_copies(columns, "values added to a plan go to host memory")
         written = write_columns(self._handle, columns, len(self), deadline)
         lease._check_size([written], written)
         real = np.flatnonzero(self.mask)
@@ -115,8 +116,9 @@ class Micro(LeasedRows):
 
 
 class Mini:
-    """A mini-batch. Iterating over it gives micro-batches; the next one is fetched while the loop
-    works on the current one. `epoch`, `number`: its epoch, and its position in that epoch."""
+    """A mini-batch. Iterating over it yields micro-batches. While the loop works on one
+    micro-batch, the next one is fetched. `epoch` is the mini-batch's epoch, and `number` is its
+    position in that epoch."""
 
     def __init__(self, plan: Plan, at: int) -> None:
         self._plan, self._number = plan, at
@@ -176,14 +178,14 @@ class Minis(Iterator[Mini]):
 
 
 class Plan:
-    """One rank's part of the rows of a stage. Iterating over it gives `len(plan)` mini-batches,
-    epoch after epoch; iterating over a mini-batch gives micro-batches.
+    """One rank's part of a stage's rows. Iterating over it yields `len(plan)` mini-batches in
+    total, all epochs in order. Iterating over a mini-batch yields micro-batches.
 
-    A loop that runs to its end acks the plan. Any other way out of the loop (break, return, an
-    exception) releases it. As a context manager, the plan acks at the end of the body, and releases
-    if the body raises. Once every rank has acked its part, the stage is done with the rows. If a
-    rank leaves earlier, the plan ends for all ranks: their next call raises LeaseExpired, which
-    names that rank.
+    If the loop runs to completion, the plan is acked. If the loop ends early (break, return or an
+    exception), the plan is released. Used as a context manager, the plan is acked when the body
+    ends, and released if the body raises. The stage is done with the rows once every rank has acked
+    its part. If a rank releases its part or dies before then, the plan ends for all ranks: their
+    next call raises LeaseExpired, which names that rank.
     """
 
     _kind = "Plan"
@@ -198,7 +200,7 @@ class Plan:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """The rank of this process."""
         return self._joined.rank
 
     @property
@@ -208,11 +210,11 @@ class Plan:
 
     @property
     def state(self) -> str:
-        """`leased`, `acked`, `released` or `expired`."""
+        """The state of the plan: `leased`, `acked`, `released` or `expired`."""
         return self._joined.part.state
 
     def __len__(self) -> int:
-        """Mini-batches, of all epochs."""
+        """Return the number of mini-batches in all epochs."""
         shape = self._joined.layout.shape
         return shape.epochs * shape.minibatches
 
@@ -229,7 +231,7 @@ class Plan:
 
     @public
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Ack this rank's part of the plan. A no-op if it has been acked already."""
+        """Ack this rank's part of the plan. A no-op if the part is already acked."""
         self._stop()
         part = self._joined.part
         if part.state == "acked":
@@ -296,7 +298,7 @@ class Plan:
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
                 log.warning(
-                    "%r: could not be released; its rows return to the stage when the session "
+                    "%r could not be released; its rows return to the stage when the session "
                     "ends: %s",
                     self,
                     failure,

@@ -60,7 +60,7 @@ class Part(Lease):
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                self.why or f"this plan was {self.state}: call part.plan(…) for another",
+                self.why or f"this plan was {self.state}: call part.plan(…) again",
                 stage=self.stage,
             )
 
@@ -185,7 +185,7 @@ def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Came:
         if len(came.there):  # or else it went just now
             return came
     raise RowsGone(
-        "every row of this plan was dropped or lost; release it and call part.plan(…) again",
+        "every row of this plan was dropped or lost: release the plan and call part.plan(…) again",
         rows=part.n,
     )
 

@@ -56,7 +56,8 @@ class Admission:
     def __enter__(self) -> Admission:
         if self._held is not None:
             raise InvalidCall(
-                "this admit(…) is already in use in another `with`: call admit(…) once per `with`"
+                "this admit(…) is already in use in another `with`: call admit(…) again for each "
+                "`with`"
             )
         try:
             self._admit()

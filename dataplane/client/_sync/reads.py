@@ -84,7 +84,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
         )
     if ref.plane != session.plane:
         raise InvalidCall(
-            f"this ref belongs to plane {ref.plane!r}, but this client to plane "
+            f"this ref belongs to plane {ref.plane!r}, but this client is connected to plane "
             f"{session.plane!r}: connect with dataplane.connect(run={ref.plane!r})"
         )
     return Handle(session, ref.partition, plane=plane)

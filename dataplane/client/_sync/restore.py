@@ -94,7 +94,7 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
             body = Drop(handle.name, handle.generation)
             ask(handle.session, body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r}: restored in part, and could not be dropped: {exc}"
+            said = f"partition {handle.name!r}: restored only in part, and not dropped: {exc}"
             failure.add_note(said)
             log.warning("%s", said)
 

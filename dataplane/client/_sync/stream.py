@@ -29,13 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """An iterator over claimed batches. Asking for the next batch acks the current one, with what
-    was added to it.
+    """An iterator over claimed batches. Advancing to the next batch acks the current one and stores
+    the fields that were added to it.
 
-    Any other end of the loop (break, return, an exception, the end of a `with`) releases the
-    current batch. Call `batch.ack()` before `break` to keep finished work. `batches=n` ends the
-    loop after n batches and acks the last; `itertools.islice` and `zip` do not. Each loop over a
-    stream has its own batch. Raises InvalidCall in a worker of torch's DataLoader.
+    Leaving the loop any other way (`break`, `return`, an exception, or leaving the `with` block)
+    releases the current batch. To keep finished work, call `batch.ack()` before `break`. To stop
+    after n batches and ack the last one, pass `batches=n`; stopping with `itertools.islice` or
+    `zip` does not ack it. Several loops over the same stream each have their own batch. Raises
+    InvalidCall inside a PyTorch DataLoader worker.
     """
 
     _kind = "Stream"

@@ -219,7 +219,10 @@ def _names(partitions: int) -> list[str]:
 def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not os.path.isdir(directory):  # `Path.is_dir` raises for a name that is too long
-        raise CheckpointFailed(f"found no checkpoint in {directory}", path=str(directory))
+        raise CheckpointFailed(
+            f"found no checkpoint in {directory}: pass a directory that plane.checkpoint(…) wrote",
+            path=str(directory),
+        )
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_MANIFEST_BYTES + 1)

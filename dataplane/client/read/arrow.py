@@ -110,7 +110,7 @@ def _times(array: Array) -> Array:
         return array
     known = array[~np.isnat(array)]
     if known.size and (unit == "generic" or dtype.kind == "m" and unit in ("Y", "M")):
-        raise InvalidValue(f"a {dtype.name} is not a fixed number of seconds")
+        raise InvalidValue(f"{dtype.name} has no fixed length in seconds")
     made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
     if (made[~np.isnat(array)].astype(dtype) != known).any():
         raise InvalidValue(
@@ -185,4 +185,4 @@ def _same_kind(
     known = kinds.setdefault(place, kind)
     if known != kind:
         shown = [one.__name__ if isinstance(one, type) else str(one) for one in (known, kind)]
-        raise InvalidValue(f"{shown[0]} and {shown[1]} in one column")
+        raise InvalidValue(f"one column cannot have both {shown[0]} and {shown[1]}")

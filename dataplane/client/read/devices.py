@@ -161,7 +161,9 @@ class DeviceColumn(ColumnView):
         offset, nbytes, number, _ = self._there[row].item()
         form = self._form(number)
         if form.spec.kind != "array":
-            raise ProtocolError(f"field {self.field!r}: an object cannot be on a device")
+            raise ProtocolError(
+                f"field {self.field!r}: Python objects cannot be stored on a device"
+            )
         opened = self._devices.at(offset)
         shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
         if opened.reached:

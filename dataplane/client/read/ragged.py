@@ -147,9 +147,9 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
         except (OverflowError, ValueError, TypeError):
             pass
     raise InvalidValue(
-        f"field {field!r}: {dtype.name}, the dtype of its rows, cannot hold "
-        f"padding={padding.value!r:.40}: choose another value or, for several fields, a "
-        f"mapping such as padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
+        f"field {field!r} has dtype {dtype.name}, which cannot represent "
+        f"padding={padding.value!r:.40}: choose a value that fits, or set the padding per field, "
+        f"for example padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
         field=field,
     )
 
@@ -174,7 +174,7 @@ def no_view(field: str, layout: str) -> InvalidValue:
     """The error of view=True for rows that would have to be moved."""
     return InvalidValue(
         f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True cannot "
-        "return one: leave view=True out, or use layout='list' for a view per row",
+        "return one: leave out view=True, or use layout='list' for one view per row",
         field=field,
     )
 
@@ -189,14 +189,14 @@ def unlike(
         (
             lambda one: one[0] != first[0],
             "which differ in dtype",
-            f"put all rows in one dtype; fields={{{field!r}: {_form_text(first)!r}}} in the "
-            "partition's declaration refuses others at the put",
+            f"put all rows in one dtype (with fields={{{field!r}: {_form_text(first)!r}}} in the "
+            "partition's declaration, a put of another dtype fails)",
         ),
         (
             lambda one: len(one[1]) != len(first[1]),
             "which differ in rank",
-            f"put rows of one rank; fields={{{field!r}: {_form_text(first)!r}}} in the "
-            "partition's declaration refuses others at the put",
+            f"put rows of one rank (with fields={{{field!r}: {_form_text(first)!r}}} in the "
+            "partition's declaration, a put of another rank fails)",
         ),
         (
             lambda one: one[1] != first[1],
@@ -207,9 +207,9 @@ def unlike(
         row = next((at for at, one in enumerate(forms) if differs(one)), None)
         if row is not None:
             return InvalidValue(
-                f"field {field!r}: row {row} is {_shown(forms[row])} and row 0 {_shown(first)}, "
-                f"{why}, so they do not form a {layout} tensor: {instead}, or use layout='list' "
-                "for a tensor per row",
+                f"field {field!r}: row {row} is {_shown(forms[row])} and row 0 is {_shown(first)}, "
+                f"{why}, so the rows do not form a {layout} tensor: {instead}, or use "
+                "layout='list' for one tensor per row",
                 field=field,
                 row=row,
             )

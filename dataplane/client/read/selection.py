@@ -72,7 +72,8 @@ class Selection:
 
     @property
     def ref(self) -> Ref:
-        """A small value that names these rows for another process: `plane.get(ref)`."""
+        """A small reference to these rows. Send it to another process, and read the rows there with
+        `plane.get(ref)`."""
         session, rows, defined = self._handle.session, self._rows, self._handle.defined
         return Ref(
             session.plane,
@@ -88,7 +89,7 @@ class Selection:
     def __reduce__(self) -> Any:
         what = f"a {type(self).__name__} cannot be sent to another process"
         name = type(self).__name__.lower()
-        raise TypeError(f"{what}: send {name}.ref, and read that there with plane.get(ref)")
+        raise TypeError(f"{what}: send {name}.ref, and call plane.get(ref) in the other process")
 
     @property
     def partition(self) -> str:
@@ -107,8 +108,8 @@ class Selection:
     @overload
     def __getitem__(self, field: slice) -> Self: ...
     def __getitem__(self, field: str | slice) -> Any:
-        """A field, one entry per row; or, for a slice, the part with those rows. Raises NotFetched
-        if the field was not fetched."""
+        """Return a field, one entry per row; or, for a slice, the part with those rows. Raises
+        NotFetched if the field was not fetched."""
         if isinstance(field, slice):
             return self.rows(np.arange(self._n)[field])
         if not isinstance(field, str):
@@ -125,8 +126,8 @@ class Selection:
         return view
 
     def get(self, field: str, default: Any = None) -> list[Any]:
-        """A fetched field as a list, with `default` for rows that lack it. All are `default` if the
-        field was not fetched."""
+        """Return a fetched field as a list, with `default` for rows without this field. If the
+        field was not fetched, every entry is `default`."""
         if field not in self:
             return [default] * len(self)
         view = self[field]
@@ -138,8 +139,8 @@ class Selection:
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
         """Return the part with the rows at these positions, in this order, without a copy.
 
-        A part of a batch shares its lease: `add`, `ack`, `release` and `drop` apply to the rows of
-        the part. Raises InvalidRows for a position out of range or given twice.
+        A part of a batch shares the lease of the batch. `add`, `ack`, `release` and `drop` apply to
+        the rows of the part. Raises InvalidRows if a position is out of range or given twice.
         """
         at = np.asarray(positions)
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
@@ -171,8 +172,8 @@ class Selection:
         self._fetched = {name: (_picked(one[0], at), *one[1:]) for name, one in of._fetched.items()}
 
     def groups(self) -> Iterator[Group]:
-        """The groups, in order of their first rows. A row without a group is a group of one, with
-        id None."""
+        """The groups, in the order of their first rows. A row without a group forms its own group,
+        with id None."""
         for name, rows in self._group_rows:
             yield Group(self, name, rows)
 
@@ -249,7 +250,8 @@ class Selection:
         return ColumnView(source, table.specs, base, name_of, table.inline)
 
     def nbytes(self, field: str) -> int:
-        """Bytes of a fetched field. Objects count their arrays only."""
+        """Return the size of a fetched field in bytes. For Python objects, only the arrays in them
+        count."""
         return volume([self._fetched[field][0]])
 
     def __repr__(self) -> str:
@@ -279,7 +281,7 @@ class Group:
         return len(self.rows)
 
     def __getitem__(self, field: str) -> ColumnView:
-        """The group's entries of a field, one a row."""
+        """Return the group's entries of a field, one per row."""
         return self._of[field].take(self.rows)
 
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
@@ -305,10 +307,12 @@ class Group:
 
     @property
     def keys(self) -> list[Name]:
+        """The keys of the group's rows."""
         return [self._of.keys[int(row)] for row in self.rows]
 
     @property
     def tags(self) -> Mapping[str, list[Scalar]]:
+        """The tags of the group's rows: for each tag, one value per row."""
         return {
             name: [values[int(row)] for row in self.rows] for name, values in self._of.tags.items()
         }

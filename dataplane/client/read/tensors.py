@@ -469,8 +469,8 @@ def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str)
             tensors.append(lowered(value))
         except InvalidValue as exc:
             raise InvalidValue(
-                f"field {column.field!r}: row {row}: {exc.message}; batch[{column.field!r}] gives "
-                "the objects as they were put",
+                f"field {column.field!r}: row {row}: {exc.message}; use batch[{column.field!r}] to "
+                "get the original objects",
                 field=column.field,
                 row=row,
             ) from exc
@@ -486,31 +486,31 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
     """The error of objects that make no tensor: which row, why, and what to do. arrays: there are
     some in them."""
     row = next((at for at, one in enumerate(values) if not isinstance(one, _NUMBERS)), None)
-    as_put = f"batch[{field!r}] gives the objects as they were put"
+    as_put = f"use batch[{field!r}] to get the original objects"
     if row is not None:
         why = f"row {row} is {kind_of(values[row])} ({values[row]!r:.40})"
         instead = as_put
         if arrays and layout != "list":
-            instead += ", and layout='list' tensors for the arrays in them"
+            instead += ", or layout='list' to get the arrays in them as tensors"
         return _refused(field, row, layout, why, instead)
     kinds = [_number_kind(value) for value in values]
     row = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 0)
     if row:
-        why = f"row {row} is {kinds[row]} ({values[row]!r:.40}) and row 0 {kinds[0]}"
+        why = f"row {row} is {kinds[row]} ({values[row]!r:.40}) and row 0 is {kinds[0]}"
     else:
         why = f"row 0 is {kinds[0]} ({values[0]!r:.40})"
     times = [one.dtype for one in values if isinstance(one, np.datetime64 | np.timedelta64)]
     if times:
         finest = np.result_type(*(one for one in times if one.kind == times[0].kind))
         instead = (
-            "torch has no date or duration dtype: put them as ints of one unit, for example as "
-            f"np.asarray(values, {finest.name!r}).astype('int64'); {as_put}"
+            "torch has no date or duration dtype. Put the values as ints of one unit, for example "
+            f"as np.asarray(values, {finest.name!r}).astype('int64'), or {as_put}"
         )
         return _refused(field, row, layout, why, instead)
     instead = (
         "put numbers of one type, at most 64 bits wide, for example as np.asarray(values, "
         f"'float64'), or declare the partition with fields={{{field!r}: 'float64'}}, which "
-        f"refuses others at the put; {as_put}"
+        f"makes a put of other types fail, or {as_put}"
     )
     return _refused(field, row, layout, why, instead)
 

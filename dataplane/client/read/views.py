@@ -126,7 +126,8 @@ class ColumnView(Sequence[Any]):
             np.cumsum(counts, out=self._leaf_starts[1:])
             if self._leaf_starts[-1] != len(self._leaves):
                 raise ProtocolError(
-                    f"field {self.field!r}: the numbers of arrays per row do not match the arrays"
+                    f"field {self.field!r}: the array counts per row do not add up to the number "
+                    "of arrays received"
                 )
 
     def __len__(self) -> int:

@@ -234,7 +234,7 @@ class Connection:
                 log.warning("%s", reply.body.text)
             elif isinstance(reply.body, Failed):
                 failed = reply.body
-                log.warning("peer %r: refused a one-way message: %s", self.peer, failed.message)
+                log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
                 self._complaint = from_wire(failed.code, failed.message, failed.details)
             else:
                 return reply
@@ -332,7 +332,7 @@ class Turns:
             self._look_at = now + waited_s
             if is_stopped(connection.sock):
                 log.warning(
-                    "peer %r: stopped (by SIGSTOP or a debugger) while a call has been "
+                    "peer %r is stopped (by SIGSTOP or a debugger), and a call has been "
                     "waiting for %s",
                     connection.peer,
                     duration(waited_s),
@@ -348,7 +348,7 @@ class Turns:
 def answer(reply: Reply, rid: int) -> Body:
     """The body of the reply to request `rid`."""
     if reply.rid != rid:
-        raise ProtocolError(f"the peer answered request {reply.rid}, not {rid}")
+        raise ProtocolError(f"the peer answered request {reply.rid} instead of request {rid}")
     return reply.body
 
 
@@ -373,8 +373,8 @@ def frame_of(request: Request) -> bytes:
 
 def peer_lost(peer: str) -> PeerLost:
     return PeerLost(
-        f"the connection to peer {peer!r} broke during a call, which may have taken effect; "
-        "connect again with dataplane.connect() and repeat it",
+        f"the connection to peer {peer!r} broke during a call, which may have taken effect: "
+        "connect again with dataplane.connect() and repeat the call",
         peer=peer,
     )
 

@@ -121,7 +121,7 @@ class Devices:
             raise DeviceMissing(
                 f"devices='required', but peer {welcome.peer!r} has no device arena on a GPU that "
                 "this process uses (its device arenas: "
-                f"{[pool.device for pool in self._handles] or 'none'}): start it with "
+                f"{[pool.device for pool in self._handles] or 'none'}): start the peer with "
                 "--device-arena, or connect with devices='auto'"
             )
         for number in range(1, len(self._handles) + 1):
@@ -218,7 +218,9 @@ class Devices:
             kinds = [kind for kind in self._kinds if kind is not None]
             if any(kind.may_hold(value) for kind in kinds for value in ends):
                 self._told.add(name)
-                log.warning("field %r: copying device values to the host arena: %s", name, why)
+                log.warning(
+                    "field %r: copying device values to the host arena, because %s", name, why
+                )
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""

@@ -180,14 +180,14 @@ class Housekeeper:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
                     log.info(
-                        "peer %r: did not acknowledge messages, resending them later: %s",
+                        "peer %r did not acknowledge some messages; will resend them later: %s",
                         self._peer,
                         exc,
                     )
                     return
                 except (OSError, DataplaneError) as exc:
                     log.info(
-                        "peer %r: connection broke, resending unacknowledged messages: %s",
+                        "peer %r: connection lost; will resend unacknowledged messages: %s",
                         self._peer,
                         exc,
                     )
@@ -201,7 +201,7 @@ class Housekeeper:
             anchor.send(encode(request), turns)
         while (reply := anchor.receive(turns)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
-                log.info("peer %r: refused a one-way message: %s", self._peer, reply.body.message)
+                log.info("peer %r refused a one-way message: %s", self._peer, reply.body.message)
         for request in self._untold:
             self.session.answered(request)
         self._untold.clear()
@@ -212,8 +212,8 @@ class Housekeeper:
             return further(self.session, Deadline(limit_s))
         except (DataplaneError, OSError) as exc:
             self._ended = self.session.peer_died or isinstance(exc, ClientClosed)
-            then = "dropped unacknowledged messages" if self._ended else "trying again"
-            log.info("peer %r: could not reconnect, %s: %s", self._peer, then, exc)
+            then = "dropped unacknowledged messages" if self._ended else "will try again"
+            log.info("peer %r: could not reconnect; %s: %s", self._peer, then, exc)
             return None
 
     @property

@@ -319,11 +319,11 @@ class Session:
     def warn_of_tags(self, partition: str, unknown: Mapping[str, Sequence[str]]) -> None:
         """A filter names tags that no row has ever had: each is logged once."""
         for tag, others in unknown.items():
-            have = f"have {few(list(map(repr, others)), len(others))}" if others else "have no tags"
+            known = few(list(map(repr, others)), len(others)) or "none"
             self.warn_once(
                 ("where", tag),
-                f"partition {partition!r}: no row has a tag {tag!r}, which where= names; rows "
-                f"{have}. Logged once per tag",
+                f"partition {partition!r}: where= names tag {tag!r}, but no row has this tag "
+                f"(existing tags: {known}). Logged once per tag",
             )
 
     def tell_again(self, request: Request) -> None:
@@ -399,7 +399,7 @@ class Abandoned(NamedTuple):
         return (
             f"partition {self.partition!r}, stage {self.stage!r}: "
             f"{happened.format(counted(self.rows, 'row'))} without ack, release or drop, so the "
-            f"stage will get its rows again. {advice}. Logged once per stage and cause"
+            f"stage will receive its rows again. {advice}. Logged once per stage and cause"
         )
 
 

@@ -141,8 +141,8 @@ def _providers(run: str) -> tuple[Any, Any]:
     except ImportError as exc:
         extra = "opentelemetry-exporter-otlp-proto-grpc"
         log.warning(
-            "OTEL_* variables ask for OTLP, but %s is not installed, so nothing is sent: "
-            "pip install %s",
+            "OTEL_* environment variables select OTLP, but %s is not installed, so nothing is "
+            "sent: run pip install %s",
             exc.name,
             extra if "grpc" in (exc.name or "") else "'dataplane-rl[otel]'",
         )

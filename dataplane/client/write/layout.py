@@ -88,7 +88,7 @@ def plan_beside(
             which = f"group {group_names[number]!r}" if group_names else "one group"
             raise LimitExceeded(
                 f"{which} has {most} rows in this put, over the limit of {MAX_ROWS_PER_MESSAGE}: "
-                "put the group in several calls",
+                "split the group across several put() calls",
                 limit=MAX_ROWS_PER_MESSAGE,
             )
     return [_parcels(part, order, bounds, inline and part is parts[0]) for part in parts]

@@ -135,8 +135,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     if len(counts) and (most := int(counts.max())) > group_size:
         name = (identity.group_names or [])[int(counts.argmax())]
         raise GroupClosed(
-            f"nothing was put: group {name!r} has {most} rows in this put, but groups of this "
-            f"partition close with {group_size}: use another group id for the rest",
+            f"nothing was put: group {name!r} has {most} rows in this put, but a group of this "
+            f"partition closes at {group_size} rows: use another group id for the other rows",
             groups=[name],
         )
 

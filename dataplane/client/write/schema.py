@@ -69,13 +69,13 @@ def canonical(fields: object) -> dict[str, str]:
         arguments.text(name, "a field")
         try:
             if not isinstance(text, str):
-                raise InvalidCall("it is not a str")
+                raise InvalidCall("it must be a str")
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
-                f"fields[{name!r}]={text!r:.80}: {exc.message}; expected a dtype with the "
-                "shape of a row, such as 'int64[*]', 'float32[3,*]', 'bfloat16[...]' or "
-                "'float32' for one number, or 'object'"
+                f"fields[{name!r}]={text!r:.80}: {exc.message}. Use a dtype with the shape of a "
+                "row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for one "
+                "number; or 'object'"
             ) from exc
     return found
 
@@ -85,7 +85,7 @@ def parsed(text: str) -> Form:
     """InvalidCall for what is no form."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise InvalidCall("it is not a dtype with a shape")
+        raise InvalidCall("this is not the form DTYPE or DTYPE[DIMENSIONS]")
     name, dimensions = match.groups()
     if name == "object" and dimensions is None:
         return Form(None, None)
@@ -99,9 +99,9 @@ def parsed(text: str) -> Form:
         return Form(dtype, None)
     parts = [part.strip() for part in dimensions.split(",")]
     if len(parts) > MAX_RANK:
-        raise InvalidCall(f"it has {len(parts)} dimensions, over the limit of {MAX_RANK}")
+        raise InvalidCall(f"{len(parts)} dimensions exceed the limit of {MAX_RANK}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
-        raise InvalidCall("its dimensions must be numbers, or * for any length")
+        raise InvalidCall("each dimension must be a number, or * for any length")
     return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 

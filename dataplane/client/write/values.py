@@ -86,8 +86,8 @@ class Prepared(msgspec.Struct, eq=False):
 class Kept:
     """A value, or a column of values, that is stored as a Python object.
 
-    `dataplane.object([1, 2])` comes back as that list, not as an array. In a TensorDict it becomes
-    non-tensor data.
+    For example, `dataplane.object([1, 2])` is read back as a list, not as an array. In a
+    TensorDict, such a value becomes non-tensor data.
     """
 
     __slots__ = ("value",)
@@ -153,7 +153,7 @@ def prepare(
     if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
         raise LimitExceeded(
             f"the values of this call have {len(specs.specs)} different dtypes and shapes, over "
-            f"the limit of {MAX_SPECS_PER_MESSAGE}: put them in several calls",
+            f"the limit of {MAX_SPECS_PER_MESSAGE}: split the rows across several put() calls",
             limit=MAX_SPECS_PER_MESSAGE,
         )
     if dedup:
@@ -194,9 +194,9 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
     if odd is not None:
         field, one = ".".join((*above, odd[0])), "row" if tensordict.stack_dim == 0 else "member"
         raise InvalidRows(
-            f"the TensorDict's key {field!r} is in {one} {odd[2]} and not in {one} "
-            f"{odd[1]}: every row of a put needs the same fields. Put rows with different "
-            "keys in several calls, or give the key a value in every row",
+            f"the TensorDict's key {field!r} is in {one} {odd[2]} but not in {one} {odd[1]}, and "
+            "every row of a put needs the same fields: put rows with different keys in separate "
+            "put() calls, or give the key a value in every row",
             field=field,
             row=odd[1],
         )
@@ -212,9 +212,9 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
                 continue
             if len(kinds) > 1:
                 raise InvalidRows(
-                    f"the TensorDict's key {'.'.join(key)!r} is a TensorDict in some rows "
-                    "only: give it the same kind of value in every row, or put the rows in "
-                    "several calls",
+                    f"the TensorDict's key {'.'.join(key)!r} holds a TensorDict in some rows and "
+                    "something else in others: use the same kind of value in every row, or write "
+                    "the two kinds of rows in separate put() calls",
                     field=".".join(key),
                 )
         column = _got(tensordict, key)
@@ -275,8 +275,9 @@ def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, who
             what = f"the columns have different lengths ({told}): pass one entry per row for each "
             what += "field"
         else:
-            what = f"columns must have {counted(n, 'entry', 'entries')} each, got {told}; {whose} "
-            what += counted(n, "row")
+            what = f"{whose} {counted(n, 'row')}, but not every column has {n} "
+            what += f"{'entry' if n == 1 else 'entries'} ({told}): pass one entry per row for each "
+            what += "field"
         raise InvalidRows(what, lengths=lengths)
     if expected == 0:
         raise InvalidRows("the columns have no rows to write: pass at least one")

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.errors import DeviceMissing, ProtocolError, counted
 from dataplane.gpu.device import Copy, Device, Event, Located, Pool, PoolHandle, check_inside
 from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
@@ -63,8 +63,8 @@ class CudaDevice(Device):
         count = cls.count()
         if number >= count:
             raise DeviceMissing(
-                f"there is no GPU {number} here: this process sees {count}; check nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES"
+                f"there is no GPU {number}: this process sees {counted(count, 'GPU')}; check "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES"
             )
         return cls(number)
 
@@ -116,14 +116,18 @@ class CudaDevice(Device):
 
     def open(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device != self.identity:
-            raise DeviceMissing(f"{handle.device} is not this GPU, {self.identity}")
+            raise DeviceMissing(
+                f"the memory handle belongs to GPU {handle.device}, but this process uses GPU "
+                f"{self.identity}"
+            )
         return self._opened(handle)
 
     def reach(self, handle: PoolHandle) -> Pool:
         """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"GPU {self.identity} can reach only other GPUs, and {handle.device} is not one"
+                f"the memory of {handle.device} cannot be mapped from GPU {self.identity}: "
+                "expected the memory of another GPU"
             )
         try:
             other: int | None = CudaDevice.of(handle.device).number
@@ -132,7 +136,10 @@ class CudaDevice(Device):
         if other is not None:
             with self._said():
                 if not self._runtime.deviceCanAccessPeer(self.number, other):
-                    raise DeviceMissing(f"GPU {self.identity} cannot access GPU {handle.device}")
+                    raise DeviceMissing(
+                        f"GPU {self.identity} cannot access the memory of GPU {handle.device} "
+                        "directly"
+                    )
         return self._opened(handle)
 
     def _opened(self, handle: PoolHandle) -> Pool:
@@ -334,7 +341,10 @@ class _CudaEvent(Event):
         with self._device._current():
             status = self._device._runtime.eventQuery(self.number)
         if status not in (_SUCCESS, _NOT_READY):
-            raise DeviceMissing(f"a CUDA event failed with status {status}", status=status)
+            raise DeviceMissing(
+                f"GPU {self._device.number}: a CUDA event query failed with status {status}",
+                status=status,
+            )
         return bool(status == _SUCCESS)
 
     def close(self) -> None:
@@ -417,6 +427,7 @@ def _runtime() -> Any:
         from cupy.cuda import runtime
     except ImportError as exc:
         raise DeviceMissing(
-            f"GPU memory needs cupy: pip install cupy-cuda13x (cupy-cuda12x with CUDA 12): {exc}"
+            f"GPU memory needs cupy, which cannot be imported ({exc}): pip install cupy-cuda13x "
+            "(cupy-cuda12x with CUDA 12)"
         ) from exc
     return runtime

@@ -134,12 +134,16 @@ class Device(ABC):
     def reach(self, handle: PoolHandle) -> Pool:
         """A pool of another device of this host, mapped for this one's copies alone. DeviceMissing
         where this one reaches it only by way of the host."""
-        raise DeviceMissing(f"device {self.identity} cannot access the memory of {handle.device}")
+        raise DeviceMissing(
+            f"device {self.identity} cannot access the memory of device {handle.device} directly"
+        )
 
     def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         """A private array of this device with a copy of what is at an address of a pool that it
         reaches, there when this returns. Dtypes as those of `Pool.array`."""
-        raise DeviceMissing(f"device {self.identity} cannot access the memory of other devices")
+        raise DeviceMissing(
+            f"device {self.identity} cannot access the memory of other devices directly"
+        )
 
     @abstractmethod
     def event(self) -> Event: ...

@@ -108,7 +108,7 @@ class DirectCopies:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        state = self.refused or f"{len(self._copies)} under way"
+        state = self.refused or f"{len(self._copies)} in flight"
         return f"<DirectCopies {len(self._pieces)} pieces pinned, {state}>"
 
     @property
@@ -171,7 +171,7 @@ class DirectCopies:
     def _refuse(self, why: str) -> None:
         self.refused = why
         log.warning(
-            "arena: could not be pinned, copying batches to the GPU through pageable memory: %s",
+            "arena: pinning failed, so copies to the GPU go through pageable memory: %s",
             why,
         )
 
@@ -226,7 +226,7 @@ class DirectCopies:
             self.settle()
         with self._lock:
             if self._copies:
-                log.warning("arena: still pinned, because a GPU copy has not finished")
+                log.warning("arena: left pinned, because a GPU copy has not finished")
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None

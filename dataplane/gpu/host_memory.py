@@ -188,7 +188,9 @@ class PoolSpace(Space):
 
     def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
         if not self.holds_addresses(extents["offset"]).all():
-            raise ProtocolError("the extents belong to several devices; expected one")
+            raise ProtocolError(
+                "the extents of one message are on several devices: expected one device"
+            )
         inside = extents.copy()
         inside["offset"] -= np.uint64(self.base)
         return super()._pieces(inside)

@@ -31,7 +31,7 @@ def load(kind: str) -> type[Device]:
         return plugins.load(entry, Device, f"the device plug-in for {kind!r}", DeviceMissing)
     raise DeviceMissing(
         f"no installed package supports devices of kind {kind!r} (installed: "
-        f"{', '.join(names())}); install the packages that the peer has"
+        f"{', '.join(names())}): install the same device packages as on the peer"
     )
 
 

@@ -90,9 +90,9 @@ class Shares:
         if needed > cap:
             raise ValueTooLarge(
                 f"one row, or the rows of one group in this call, need {sized(needed)} at once, "
-                f"but {_PURPOSE[admission]} may use only {sized(cap)} of this host's arena of "
-                f"{sized(self.size_bytes)}: put fewer bytes at a time, or give the peer a larger "
-                "arena (--arena, DATAPLANE_ARENA)",
+                f"but {_PURPOSE[admission]} may use at most {sized(cap)} of this host's arena of "
+                f"{sized(self.size_bytes)}: split the group across several put() calls, use "
+                "smaller rows, or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed,
                 cap_bytes=cap,
                 arena_bytes=self.size_bytes,

@@ -135,7 +135,7 @@ def map_to_write(fd: int, length: int) -> int:
     `let_write`. Forks do not inherit it."""
     address = _shared(fd, length, _PROT_NONE)
     if _libc.madvise(address, length, _MADV_DONTFORK):
-        error = _os_error("cannot exclude a mapping from forked children")
+        error = _os_error("cannot hide a mapping of the arena from forked children")
         _libc.munmap(address, length)
         raise error
     return address
@@ -144,13 +144,13 @@ def map_to_write(fd: int, length: int) -> int:
 def let_write(address: int, length: int) -> None:
     """Open a part of a mapping that was made for it. What is open already stays as it is."""
     if _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE):
-        raise _os_error(f"cannot open {length} bytes for writing")
+        raise _os_error(f"cannot make {length} bytes of the arena writable")
 
 
 def _shared(fd: int, length: int, access: int) -> int:
     address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
-        raise _os_error(f"cannot map {length} bytes")
+        raise _os_error(f"cannot map {length} bytes of the arena")
     want_huge_pages(address, length)
     return address
 
@@ -173,7 +173,7 @@ def populate(address: int, length: int) -> bool:
         return True
     if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
         return False
-    raise _os_error(f"cannot prefault {length} bytes of pages")
+    raise _os_error(f"cannot prefault {length} bytes of the arena")
 
 
 def _os_error(what: str) -> OSError:
@@ -189,7 +189,9 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
         time.sleep(_LOOK_S)
     if mapped:
         log.warning(
-            "arena: reduced by %d bytes, because a dead peer's arena is still mapped", mapped
+            "arena: reduced by %d bytes, because other processes still map the arena of a crashed "
+            "peer of this name",
+            mapped,
         )
     return Arena.create(max(least_bytes, size_bytes - mapped), name)
 

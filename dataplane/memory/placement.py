@@ -25,8 +25,8 @@ def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
     offsets, done = _lay(room, extents)
     if done < len(room):
         raise LimitExceeded(
-            f"only {done} of {len(room)} ranges fit into the {len(extents)} extents "
-            "reserved for them",
+            f"only {done} of {len(room)} values fit into the {len(extents)} extents reserved for "
+            "them",
             ranges=len(room),
             fitting=done,
         )

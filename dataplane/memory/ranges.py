@@ -209,8 +209,8 @@ class Ranges:
         if not every(alive):
             gone = int(len(alive) - np.count_nonzero(alive))
             raise RowsGone(
-                f"the bytes of {gone} of {len(alive)} values were freed meanwhile; "
-                "read or claim the rows again",
+                f"the bytes of {gone} of {len(alive)} values were freed before this call could "
+                "read them: read or claim the rows again",
                 gone=gone,
                 asked=len(alive),
             )

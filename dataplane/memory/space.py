@@ -184,7 +184,7 @@ class Space:
                 f"the message has {len(starts)} written ranges but {len(refs)} reference counts"
             )
         if np.count_nonzero(np.less(refs, 1)):
-            raise ProtocolError("the reference count of a written range must be 1 or more")
+            raise ProtocolError("a written range has a reference count below 1: expected 1 or more")
         taken = self._holder(holder).carve(starts, ends, admission)
         return self._born(starts, ends - starts, refs, admission, taken)
 
@@ -456,9 +456,9 @@ class Space:
         if not every(sound):
             bad = int(sound.argmin())
             raise ProtocolError(
-                f"piece {bad} of {len(starts)} ({int(lengths[bad])} bytes at "
-                f"{int(starts[bad])}) is outside the arena of {self.size_bytes} bytes, or "
-                f"not aligned to {ALIGNMENT_BYTES} bytes"
+                f"piece {bad} of {len(starts)} ({int(lengths[bad])} bytes at offset "
+                f"{int(starts[bad])}) is outside the arena of {self.size_bytes} bytes, or its "
+                f"offset is not a multiple of {ALIGNMENT_BYTES}"
             )
         return starts, starts + padded(lengths)
 
@@ -530,7 +530,9 @@ class Holder:
         try:
             pieces = coalesce(starts, ends)
         except ValueError as exc:
-            raise ProtocolError(f"two of {len(starts)} pieces of the arena overlap") from exc
+            raise ProtocolError(
+                f"two of the {len(starts)} pieces of the arena in this message overlap"
+            ) from exc
         self._grants = subtract(self._grants, *pieces)
         return self._uncharge(int((ends - starts).sum()), admission)
 

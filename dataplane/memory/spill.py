@@ -184,7 +184,7 @@ class SpillFile:
                 part = self._arena[to + done : to + length]
                 count = os.preadv(self._fd, [part], place + done)
                 if not count:
-                    raise OSError(f"{self.path} ends before byte {place + length}")
+                    raise OSError(f"the spill file {self.path} ends before byte {place + length}")
                 done += count
             self._forget_pages(place, length)
 

@@ -223,7 +223,7 @@ class Recorder:
         found = []
         for key, one in list(self._steps.items()):
             if not one.is_acked:
-                one.wrong = one.wrong or "it was not over"
+                one.wrong = one.wrong or "it had not ended"
             found.append(self._ended(key, one))
         return [one for one in found if one is not None]
 
@@ -361,14 +361,17 @@ class Recorder:
             one.wrong = "no rows were put"
         acked = any(group.acked for group in one.groups.values())
         if not one.wrong and (not acked or one.first_lease == math.inf):
-            one.wrong = "no stage acked any of it"
+            one.wrong = "no stage acked any of its rows"
         if not one.wrong and any(
             (group.acked or group.dropped) and not group.put_rows for group in one.groups.values()
         ):
             one.wrong = "it began before the recorded events"
         for peer, until in one.before_peer.items():
             if self._heard[peer] <= until:
-                why = f"peer {peer} had its shard and told nothing after peer {one.peer} took over"
+                why = (
+                    f"peer {peer} served its shard, but sent no events after peer {one.peer} took "
+                    "over"
+                )
                 one.wrong = one.wrong or why
         if one.wrong:
             self._leave_out(f"{one.name}: {one.wrong}")

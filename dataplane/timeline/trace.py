@@ -331,12 +331,12 @@ class _Trace:
             about: dict[str, Name | float] = {"offset_s": offset, "uncertain_s": uncertain}
             at = min(e.began for e in self.events)
             self._slices(track.uuid, [_Slice("clock", "clock", at, at, about, is_instant=True)])
-            said = "All times are of this host's clock."
+            said = "All times in this trace are on this host's clock."
             if uncertain:
                 said = (
                     f"This host's clock is {abs(offset):.6f} s "
-                    f"{'ahead of' if offset >= 0 else 'behind'} the clock that all times are of, "
-                    f"give or take {duration(uncertain)}. Its times are corrected."
+                    f"{'ahead of' if offset >= 0 else 'behind'} the clock of this trace, with an "
+                    f"error of at most {duration(uncertain)}. Its times are corrected."
                 )
         for e in mine:
             if e.kind is Kind.MISSING and e.reason is Reason.SILENT:
@@ -385,7 +385,7 @@ class _Trace:
 
     def _arena(self, host: str, process: int) -> None:
         values = [(e.at, e.nbytes) for e in self.of[host] if e.kind is Kind.ARENA]
-        says = "Bytes in use in the host's arena, recorded when they change by a percent of it."
+        says = "Bytes in use in the host's arena, sampled whenever they change by 1% of the arena."
         self._counter("arena", says, values, CounterDescriptor.UNIT_SIZE_BYTES, process)
 
     # packets

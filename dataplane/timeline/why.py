@@ -51,7 +51,7 @@ class Why(msgspec.Struct, frozen=True):
         was = "was" if self.finished else "has been"
         said = f"{self.partition} {took} {duration(self.seconds)}"
         if not self.stage:
-            return f"{said}; no stage has claimed any of it{self._incomplete}"
+            return f"{said}; no stage has claimed any of its rows{self._incomplete}"
         if self.cause is Cause.LAST_STAGE:
             busy = 1 - self.idle_s / self.seconds if self.seconds else 1.0
             return (

@@ -135,7 +135,7 @@ class Connections:
             return dialling(remote.fingerprint)
         if self._tls_only:
             raise TransportMissing(
-                f"the peer at {remote.address} does not use TLS, and this one requires it "
+                f"the peer at {remote.address} does not use TLS, but this peer requires it "
                 "(--bulk-tls): start every peer of the plane with --bulk-tls "
                 "(DATAPLANE_BULK_TLS=1)",
                 address=remote.address,
@@ -145,7 +145,9 @@ class Connections:
     def _await_turn(self, remote: Remote, deadline: float, user: Watch) -> None:
         while self._used.get(remote, 0) >= PARALLEL and not user.stopped:
             if not self._changed.wait(deadline - time.monotonic()):
-                raise TimeoutError(f"no connection to {remote.address} became free in time")
+                raise TimeoutError(
+                    f"all {PARALLEL} connections to {remote.address} stayed busy until the deadline"
+                )
         if user.stopped:
             raise ConnectionAbortedError("the transfer was cancelled")
 
@@ -169,5 +171,7 @@ def _opening(stream: BulkStream, deadline: float) -> FromOwner:
     """One of the owner's first two frames."""
     frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     if frame is None:
-        raise ConnectionResetError("the owner's worker closed the connection immediately")
+        raise ConnectionResetError(
+            "the owner's bulk worker closed the connection during the handshake"
+        )
     return answer_of(frame)

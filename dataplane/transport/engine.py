@@ -77,7 +77,8 @@ class BulkEngine:
     ) -> None:
         if identity is not None and transports:
             raise InvalidConfig(
-                f"transport {transports[0]} does not encrypt, so it cannot be used with TLS"
+                f"transport {transports[0]} does not support encryption, so it cannot be used with "
+                "TLS: choose another --transport, or start all peers without --bulk-tls"
             )
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
@@ -226,10 +227,12 @@ class BulkEngine:
                 await _uninterrupted(_stop_job(link, job, future))
                 raise
             if not future.done():  # the worker should have ended the job itself
-                logger.error("bulk: %r missed its deadline, killing it", link)
+                logger.error("bulk: killing %r, which missed the deadline of a transfer", link)
                 link.kill()
                 await _uninterrupted(asyncio.wait({future}))
-                raise DeadlineExceeded("the bulk worker did not finish the transfer in time")
+                raise DeadlineExceeded(
+                    "the bulk worker did not finish the transfer in time: repeat the call"
+                )
             return future.result()
 
     async def _usable_link(self, deadline: float) -> WorkerLink:
@@ -243,7 +246,8 @@ class BulkEngine:
                     await self._changed.wait()
             except TimeoutError:
                 raise Unavailable(
-                    "this peer's bulk worker is not running; see the peer's log"
+                    "this peer's bulk worker is not running, so the peer cannot transfer values: "
+                    "see the peer's log, then repeat the call"
                 ) from None
         raise TransferFailed("the bulk engine is shutting down")
 
@@ -257,7 +261,7 @@ class BulkEngine:
         )
         if not link.usable:
             link.kill()
-            raise Unavailable("a bulk worker did not start; see the peer's log")
+            raise Unavailable("the bulk worker did not start: see the peer's log for the reason")
         self._changed.set()
 
     async def _keep(self) -> None:

@@ -100,8 +100,9 @@ class Etcd:
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(
-            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): "
-            "calls continue, but until it answers no peer can join, leave or be replaced"
+            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): the run "
+            "continues, but no peer can join, leave or be replaced until etcd answers; check that "
+            "etcd is running"
         )
 
 

@@ -38,7 +38,10 @@ class Joining:
     def __init__(self, address: str, key: bytes, greeting: FromOwner) -> None:
         """ProtocolError where no bulk worker greets, VersionMismatch."""
         if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-            raise ProtocolError(f"the process at {address} is not a bulk worker")
+            raise ProtocolError(
+                f"the process at {address} is not a bulk worker: check that no other program uses "
+                "this address"
+            )
         self.greeting, self.version = greeting, _common_version(greeting.versions)
         self._address, self._key = address, key
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -63,9 +66,9 @@ def _common_version(versions: tuple[int, int]) -> int:
     version = min(versions[1], PROTOCOL_VERSION)
     if version < max(versions[0], PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
-            f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, but this peer "
-            f"speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
-            "both",
+            f"the owner of the values speaks bulk protocol versions {versions[0]} to "
+            f"{versions[1]}, but this peer speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: "
+            "install the same release on both hosts",
             versions=list(versions),
         )
     return version

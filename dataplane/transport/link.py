@@ -275,8 +275,8 @@ class WorkerLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         error = TransferFailed(
-            f"the bulk worker (pid {self.pid}) ended with {code} during the transfer, which "
-            "can be retried",
+            f"the bulk worker (pid {self.pid}) exited with code {code} during the transfer: repeat "
+            "the call",
             pid=self.pid,
             exit_code=code,
         )
@@ -296,7 +296,9 @@ def _not_pinned(ask: int, exc: Exception) -> PinAnswer:
     if isinstance(exc, DataplaneError):
         return PinAnswer(ask, b"", Refused.of(exc))
     logger.error("bulk: could not pin ranges", exc_info=exc)
-    bug = InternalError("the owner could not pin the ranges; its log has the traceback")
+    bug = InternalError(
+        "the owner of the values could not pin them: see the traceback in that peer's log"
+    )
     return PinAnswer(ask, b"", Refused.of(bug))
 
 

@@ -175,7 +175,7 @@ class RangeServer:
         try:
             thread.start()
         except RuntimeError as exc:
-            self._refusals.count(f"could not start a thread for another connection: {exc}")
+            self._refusals.count(f"cannot start another thread: {exc}")
             with self._changed:
                 self._inbound.discard(inbound)
                 inbound.stream.close()
@@ -191,7 +191,9 @@ class RangeServer:
             logger.debug("bulk: connection ended: %s", exc)
         except Exception:
             logger.exception("bulk: could not serve a request")
-            bug = InternalError("the owner's bulk worker failed; its log has the traceback")
+            bug = InternalError(
+                "the owner's bulk worker failed: see the traceback in that peer's log"
+            )
             self._refuse(inbound, bug)
         finally:
             with self._changed:
@@ -234,8 +236,8 @@ class RangeServer:
         expected = proof(self._key, "reader", challenge, join.challenge)
         if not hmac.compare_digest(expected, join.proof):
             raise TicketRefused(
-                "this reader does not belong to the plane: start all its peers with the same "
-                "--run, --seeds and --token-file"
+                "this reader does not belong to the plane: start all peers with the same --run, "
+                "--seeds and --token-file"
             )
         self._enter(inbound, deadline)
         stream.send(encode(Joined(proof(self._key, "owner", challenge, join.challenge))), deadline)
@@ -248,7 +250,8 @@ class RangeServer:
                 _evict([member for member in members if not member.busy])
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LimitExceeded(
-                        f"all {MAX_INBOUND} connections of this bulk worker are busy: try again",
+                        f"all {MAX_INBOUND} connections of this bulk worker are busy: repeat the "
+                        "call",
                         limit=MAX_INBOUND,
                     )
             inbound.member = True
@@ -274,14 +277,14 @@ class RangeServer:
         if self._ended:
             raise TransferFailed(f"the process of peer {self._owner.peer!r} has ended")
         if isinstance(asked, Release):
-            raise ProtocolError("the reader sent a release, but no ranges are held")
+            raise ProtocolError("the reader sent a release, but the owner holds no ranges for it")
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
             bound = held_bytes(asked.pieces, asked.transport, asked.card)
         verify(self._key, asked.ticket, self._owner, nonce, bound)
         expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
         if expiry_ms <= 0:
-            raise DeadlineExceeded("the ticket had expired before it arrived")
+            raise DeadlineExceeded("the ticket expired before it reached the owner of the values")
         deadline = time.monotonic() + expiry_ms / 1000
         try:
             if isinstance(asked, Pull):
@@ -289,14 +292,14 @@ class RangeServer:
             else:
                 self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
         except Expired as exc:
-            raise DeadlineExceeded("the ticket expired before the answer was sent") from exc
+            raise DeadlineExceeded("the ticket expired before the owner sent its answer") from exc
 
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
             raise TicketRefused(
-                f"this is incarnation {self._owner.incarnation} of peer {self._owner.peer!r}, but "
                 f"the request is for incarnation {asked.owner.incarnation} of peer "
-                f"{asked.owner.peer!r}",
+                f"{asked.owner.peer!r}, but this is incarnation {self._owner.incarnation} of peer "
+                f"{self._owner.peer!r}",
                 peer=self._owner.peer,
                 incarnation=self._owner.incarnation,
             )
@@ -307,7 +310,8 @@ class RangeServer:
         if hold.transport not in self._holds:
             runs = ", ".join(("tcp", *self._holds))
             raise TransportMissing(
-                f"this peer's bulk worker runs {runs}, not {hold.transport}",
+                f"this peer's bulk worker runs {runs}, but not {hold.transport}: start all peers "
+                "with the same --transport",
                 transport=hold.transport,
             )
         return self._holds[hold.transport]
@@ -399,7 +403,7 @@ class Holds:
             if stream.ended():
                 raise TransferFailed("the reader closed the connection")
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded("the ticket expired before the bytes were sent")
+                raise DeadlineExceeded("the ticket expired before all bytes were sent")
 
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
@@ -419,7 +423,8 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
     release = decode_to_owner(frame)
     if not isinstance(release, Release) or release.nbytes != nbytes:
         raise ProtocolError(
-            f"ranges of {nbytes} bytes are held, but the reader did not release exactly these"
+            f"the owner holds ranges of {nbytes} bytes, but the reader's release does not match "
+            "them"
         )
     return nbytes
 
@@ -428,9 +433,8 @@ def check_version(version: int) -> None:
     """VersionMismatch unless this peer speaks it."""
     if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"the reader asks for bulk protocol {version}, and this peer speaks "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on "
-            "both",
+            f"the reader speaks bulk protocol version {version}, but this peer speaks "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on both hosts",
             version=version,
         )
 
@@ -455,7 +459,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
-            f"a {what} announces {asked.nbytes} bytes, but its pieces have {nbytes}"
+            f"a {what} announces {asked.nbytes} bytes, but its pieces add up to {nbytes} bytes"
         )
     return pieces
 
@@ -472,6 +476,6 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))
     if (outside & there).any():
-        raise InternalError("the peer answered with an offset outside its arena")
+        raise InternalError("the peer pinned a value at an offset outside its arena")
     sources: Offsets = np.where(there, offset + start, GONE)
     return sources

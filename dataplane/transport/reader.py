@@ -249,7 +249,7 @@ class TcpReads(Reads):
                     self._ask(connection, following, reading)
                 part = following
             if not answered or reading.stopped:
-                raise ConnectionResetError("the connection ended before the answer")
+                raise ConnectionResetError("the connection ended before the owner answered")
             return part
 
     def _ask(self, connection: Connection, part: Slice, reading: Reading) -> None:
@@ -272,13 +272,15 @@ class TcpReads(Reads):
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
-                f"the owner answered for {len(answer.gone)} pieces instead of the {count} requested"
+                f"the owner's answer lists {len(answer.gone)} pieces, but {count} were requested"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
         asked = int(copies["nbytes"].sum())
         if answer.nbytes != asked:
-            raise ProtocolError(f"the owner announced {answer.nbytes} bytes instead of {asked}")
+            raise ProtocolError(
+                f"the owner announced {answer.nbytes} bytes, but {asked} were requested"
+            )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
         reading.arrived(part, gone, answer.nbytes)
@@ -320,7 +322,7 @@ class HeldReads(Reads):
             held = self._hold(connection, part, reading.request, card)
             if held is None:
                 if fresh or reading.stopped:
-                    raise ConnectionResetError("the connection ended before the answer")
+                    raise ConnectionResetError("the connection ended before the owner answered")
                 return False
             self._move(connection.stream, part, reading, *held)
             connection.clean = True
@@ -432,8 +434,9 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
 def _late(reading: Reading) -> DataplaneError:
     remote, nbytes = reading.request.remote, reading.nbytes
     return DeadlineExceeded(
-        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes in time; it may be "
-        f"stopped or cut off ({nbytes} bytes arrived)",
+        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes in time ({nbytes} "
+        "bytes arrived): the peer may be stopped or cut off from the network; check `dataplane "
+        "status`",
         peer=remote.owner.peer,
         nbytes=nbytes,
     )
@@ -442,8 +445,8 @@ def _late(reading: Reading) -> DataplaneError:
 def _broken(reading: Reading, why: object) -> DataplaneError:
     remote = reading.request.remote
     return TransferFailed(
-        f"the transfer from peer {remote.owner.peer!r} at {remote.address} was interrupted: "
-        f"{why}; it can be retried",
+        f"the transfer from peer {remote.owner.peer!r} at {remote.address} was interrupted: {why}; "
+        "repeat the call",
         peer=remote.owner.peer,
     )
 

@@ -22,7 +22,7 @@ DEVICE_ONLY = (CUDA_IPC, NCCL)
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (
         ("nixl_cu13", "nixl_cu12", "nixl"),
-        "pip install --no-deps 'nixl-cu13>=1.5,<2' (without --no-deps it brings torch along)",
+        "pip install --no-deps 'nixl-cu13>=1.5,<2' (without --no-deps, pip also installs torch)",
     ),
     "ucx": (
         ("ucxx", "ucp"),

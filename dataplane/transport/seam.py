@@ -130,7 +130,7 @@ class ReadRequest:
         if self.cancelled.is_set():
             raise TransferFailed("the read was cancelled")
         if time.monotonic() >= self.deadline:
-            raise DeadlineExceeded("the transfer timed out while other transfers were running")
+            raise DeadlineExceeded("the transfer waited for other transfers until its deadline")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

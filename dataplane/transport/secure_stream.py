@@ -70,7 +70,9 @@ class SecureStream(BulkStream):
         except ssl.SSLError as exc:
             if self._fingerprint is not None:
                 raise
-            raise ProtocolError(f"this bulk port accepts only TLS 1.3: {exc}") from exc
+            raise ProtocolError(
+                f"this bulk port accepts only TLS 1.3 ({exc}): start every peer with --bulk-tls"
+            ) from exc
         if self._fingerprint is not None:
             self._recognise(self._fingerprint)
 
@@ -128,7 +130,7 @@ class SecureStream(BulkStream):
             if not count and not begun:
                 raise EOFError("the connection ended")
             if not count:
-                raise ConnectionResetError("the connection ended inside a transfer")
+                raise ConnectionResetError("the connection ended in the middle of a transfer")
             begun, room = True, room[count:]
 
     @contextmanager

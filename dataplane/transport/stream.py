@@ -136,7 +136,7 @@ class BulkStream:
             return None
         body = self._receive_exactly(body_length(header, limit), deadline)
         if body is None:
-            raise ConnectionResetError("the connection ended inside a frame")
+            raise ConnectionResetError("the connection ended in the middle of a frame")
         return body
 
     def send(self, data: bytes | bytearray, deadline: float) -> None:
@@ -191,7 +191,7 @@ class BulkStream:
             moved = self._call(call, vectors[:IOV_MAX], flags)
             if moved == 0:
                 if moved_before:
-                    raise ConnectionResetError("the connection ended inside a transfer")
+                    raise ConnectionResetError("the connection ended in the middle of a transfer")
                 raise EOFError("the connection ended")
             if moved > 0:
                 moved_before = True
@@ -253,5 +253,5 @@ def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`; ProtocolError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 0xFFFF:
-        raise ProtocolError(f"{address!r} is not an address of the form host:port", address=address)
+        raise ProtocolError(f"invalid address {address!r}: expected host:port", address=address)
     return host.strip("[]"), int(port)

@@ -75,14 +75,14 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
     # One answer for every way to be a stranger: it tells nothing about the key.
     if not authentic or ticket.nonce != nonce or ticket.digest != _digest(pieces):
         raise TicketRefused(
-            "invalid ticket: it was made with another plane's key, for another connection "
+            "the ticket is invalid: it was made with another plane's key, for another connection "
             "or for other ranges"
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):
         raise TicketRefused(
-            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but "
-            f"this is incarnation {owner.incarnation} of peer {owner.peer!r}; ask the shard where "
-            "the bytes are now",
+            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but this "
+            f"is incarnation {owner.incarnation} of peer {owner.peer!r}: repeat the call to find "
+            "where the values are now",
             peer=owner.peer,
             incarnation=owner.incarnation,
         )

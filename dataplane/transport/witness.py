@@ -240,7 +240,7 @@ async def _opened(
         writer.transport.abort()
         raise ProtocolError(
             f"the process at {process.bulk} presented a different certificate from the one its "
-            "peer announced"
+            "peer announced: the connection may be intercepted"
         )
     return reader, writer
 
@@ -255,10 +255,10 @@ async def _has_ended(
     writer.write(encode(Watch(owner)))
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
-        raise ProtocolError("this bulk worker does not say whether its peer has ended")
+        raise ProtocolError("the bulk worker's answer does not say whether its peer has ended")
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
-        raise ProtocolError("the report that the peer ended is not signed by its bulk worker")
+        raise ProtocolError("the bulk worker's report that its peer ended has an invalid signature")
     return watched.ended
 
 

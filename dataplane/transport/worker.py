@@ -121,7 +121,7 @@ class PeerDesk:
             # The answer may still be on its way: the peer takes frames in order, so this undoes it.
             self.unpin(ask, 0)
             raise DeadlineExceeded(
-                "the owner's peer did not answer a request to pin in time"
+                "the peer that owns the values did not pin them in time"
             ) from None
         finally:
             del self._waiting[ask]
@@ -184,7 +184,10 @@ class Worker:
         try:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
-                raise TransportMissing(f"this bulk worker does not run transport {transport}")
+                raise TransportMissing(
+                    f"this bulk worker does not run transport {transport}: start all peers with "
+                    "the same --transport"
+                )
             gone = self._reads[transport].read(request)
             finished = _finished(request, gone, time.monotonic() - began)
         except DataplaneError as exc:
@@ -210,7 +213,10 @@ def check_destinations(region: Region, copies: Records) -> None:
     """LimitExceeded for a copy that would go outside the region: addresses are raw."""
     dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
-        raise LimitExceeded("a destination is outside the arena", limit=int(size))
+        raise LimitExceeded(
+            f"a destination of the transfer is outside the arena of {int(size)} bytes",
+            limit=int(size),
+        )
 
 
 def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> None:
@@ -261,7 +267,7 @@ def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tupl
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
             f"transport {name} moves only {' and '.join(sorted(found.capabilities.memory))} "
-            f"memory, and this is {region.kind} memory",
+            f"memory, but this arena is in {region.kind} memory",
             transport=name,
         )
     engine = found(first.owner)

@@ -267,7 +267,7 @@ class History:
 
     def _trouble(self, hosts: Sequence[HostArena], now: float) -> Iterator[str]:
         if self._error:
-            since = f"; shown is what was known {duration(now - self._looked_at)} ago"
+            since = f"; the state shown is {duration(now - self._looked_at)} old"
             yield self._error + (since if self._looked_at else "")
         silent = {e.peer for e in self._now if e.kind is Kind.MISSING}
         for host in hosts:
@@ -280,7 +280,7 @@ class History:
             yield f"peer {short(name)} left the run, or was lost, {duration(now - at)} ago"
         lost = {e.peer for e in self._events if e.kind is Kind.MISSING}
         for name in sorted(lost):
-            yield f"peer {short(name)} lost events of these steps before they were fetched"
+            yield f"peer {short(name)} overwrote events of these steps before they could be fetched"
 
     def _everywhere(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"partitions": {}, "waits": [], "holders": [], "clients": []}

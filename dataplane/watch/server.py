@@ -83,7 +83,10 @@ class Server:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
-            raise InvalidConfig(f"cannot serve the page at {host}: {exc}", address=host) from exc
+            raise InvalidConfig(
+                f"cannot serve the page at {host}: {exc}; correct the address in --page HOST:PORT",
+                address=host,
+            ) from exc
         try:
             self._server = await asyncio.start_server(
                 self._came, *found[4][:2], limit=MAX_HEAD_BYTES
@@ -91,7 +94,7 @@ class Server:
         except OSError as exc:
             raise AddressInUse(
                 f"cannot serve the page at {host}:{port}: {exc}; choose another address with "
-                "--page HOST:PORT, or stop the process that uses it",
+                "--page HOST:PORT, or stop the process that uses this one",
                 address=f"{host}:{port}",
             ) from exc
         where = self._server.sockets[0].getsockname()
@@ -142,18 +145,18 @@ class Server:
         cookies = [line[7:] for line in lines if line[:7].lower() == "cookie:"]
         answer: Answer
         if method not in ("GET", "HEAD"):
-            answer = "405 Method Not Allowed", TEXT, b"this page only shows\n", ()
+            answer = "405 Method Not Allowed", TEXT, b"this page is read-only: use GET\n", ()
         elif not self._may(query.get("key", ""), cookies):
             told = b"open the link that `dataplane watch --page` printed: it has the page's key\n"
             answer = "403 Forbidden", TEXT, told, ()
         elif not self._admit():
-            told = f"{MAX_REQUESTS} requests are under way: try again\n".encode()
+            told = f"{MAX_REQUESTS} requests are in progress: try again\n".encode()
             answer = "503 Service Unavailable", TEXT, told, ()
         elif url.path == "/live" and method == "GET":
             if self._viewers < MAX_VIEWERS:
                 await self._live(reader, writer)
                 return
-            told = f"{MAX_VIEWERS} viewers are connected: close one of them\n".encode()
+            told = f"{MAX_VIEWERS} viewers are connected, the maximum: close one of them\n".encode()
             answer = "503 Service Unavailable", TEXT, told, ()
         else:
             answer = self._answer(url.path, query)
@@ -198,8 +201,8 @@ class Server:
             found = self._picture_of(int(query.get("number", "0")[:18]))
             if found is not None:
                 return "200 OK", JSON, msgspec.json.encode(found), ()
-            return "404 Not Found", TEXT, b"this step is no longer kept\n", ()
-        return "404 Not Found", TEXT, b"/, /live or /step?number=N\n", ()
+            return "404 Not Found", TEXT, b"this step is no longer available\n", ()
+        return "404 Not Found", TEXT, b"not found: use /, /live or /step?number=N\n", ()
 
     async def _live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send every view from now on, or as many as the viewer can read."""

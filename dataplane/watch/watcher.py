@@ -86,7 +86,7 @@ class Watcher:
                 try:
                     seen(self.look())
                 except Exception as error:
-                    log.exception("watcher of run %r: a look failed, trying again", self._run)
+                    log.exception("watcher of run %r: update failed, trying again", self._run)
                     self._history.failed(
                         f"`dataplane watch` failed to show the run: {error!r}; "
                         "its log has the traceback, please report it"

@@ -72,7 +72,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return np.dtype(name)
         except (TypeError, ValueError):
             pass
-    raise ProtocolError(f"{name[:64]!r} is not a dtype of this protocol")
+    raise ProtocolError(f"dtype {name[:64]!r} is not part of this protocol")
 
 
 @lru_cache(maxsize=4096)
@@ -93,14 +93,19 @@ def shape_of(spec: Spec, itemsize: int, nbytes: int) -> tuple[int, ...]:
     shape = spec.shape
     ragged = ragged_axis(shape)
     if len(shape) > MAX_RANK or any(n < 0 and at != ragged for at, n in enumerate(shape)):
-        raise ProtocolError(f"{shape} is not a valid shape")
+        raise ProtocolError(
+            f"invalid array shape {shape}: expected at most {MAX_RANK} dimensions of 0 or more, of "
+            "which one may be -1 (ragged)"
+        )
     if ragged is not None:
         row = itemsize * -math.prod(shape)
         if row and nbytes % row == 0:
             return (*shape[:ragged], nbytes // row, *shape[ragged + 1 :])
     elif itemsize * math.prod(shape) == nbytes:
         return shape
-    raise ProtocolError(f"{nbytes} bytes do not fit an array of {spec.dtype} {shape}")
+    raise ProtocolError(
+        f"a value of {nbytes} bytes does not match its dtype {spec.dtype} and shape {shape}"
+    )
 
 
 def ragged_axis(shape: tuple[int, ...]) -> int | None:
@@ -138,7 +143,7 @@ def as_array(value: object) -> Array | None:
     if type(array) is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
             raise InvalidValue(
-                "a masked array would lose its mask; pass .data and .mask as two fields"
+                "storing a masked array would lose its mask: pass .data and .mask as two fields"
             )
         array = np.asarray(array)
     if dtype_name(array.dtype) is None:
@@ -219,12 +224,12 @@ def _native(array: Array) -> Array:
         return array.astype(swapped)
     dtype = array.dtype
     if dtype.hasobject:
-        hint = "it holds Python objects; pass .tolist()"
+        hint = "it holds Python objects: pass .tolist()"
     elif dtype.kind in "UST":
-        hint = "it holds text; pass .tolist()"
+        hint = "it holds text: pass .tolist()"
     else:
-        hint = "it is structured; pass its parts as separate fields"
-    raise InvalidValue(f"an array of dtype {dtype} cannot be stored: {hint}")
+        hint = "it is a structured array: pass its parts as separate fields"
+    raise InvalidValue(f"an array of dtype {dtype} cannot be stored, because {hint}")
 
 
 def kind_of(value: object) -> str:
@@ -239,7 +244,9 @@ def _foreign(value: object) -> Array | None:
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
     if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
-        raise InvalidValue("a PIL image would lose its palette; pass .convert('RGB')")
+        raise InvalidValue(
+            "storing a PIL image with a palette would lose the palette: pass image.convert('RGB')"
+        )
     if hasattr(value, "__cuda_array_interface__"):
         # cupy refuses silent copies to the host; `get` is its word for an intended one
         return np.asarray(value.get() if hasattr(value, "get") else value)
@@ -257,25 +264,31 @@ def _check_columnar(column: Any) -> None:
     nulls = getattr(column, "null_count", 0)
     if nulls() if callable(nulls) else nulls:
         raise InvalidValue(
-            f"{kind_of(column)} has nulls, which an array cannot hold: pass .to_pylist() or "
-            ".to_list(), which turn them into None"
+            f"{kind_of(column)} contains nulls, which an array cannot hold: pass .to_pylist() or "
+            ".to_list(), which turn nulls into None"
         )
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
         raise InvalidValue(
             f"{kind_of(column)} has times in the time zone {zone!r}, which an array cannot hold: "
-            "cast it to times without a zone, and store the zone as a tag"
+            "cast them to times without a zone, and store the zone as a tag"
         )
 
 
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot be stored; pass tensor.unbind(), a list of "
-            "tensors"
+            "a nested tensor with strided layout cannot be stored: pass tensor.unbind(), a list "
+            "of tensors"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise InvalidValue("a sparse, quantized or meta tensor cannot be stored; make it dense")
+    if tensor.is_meta:
+        raise InvalidValue("a meta tensor has no values to store: pass a tensor on a device")
+    if tensor.is_quantized:
+        raise InvalidValue("a quantized tensor cannot be stored: pass tensor.dequantize()")
+    if tensor.layout is not torch.strided:
+        raise InvalidValue(
+            f"a tensor of layout {tensor.layout} cannot be stored: pass tensor.to_dense()"
+        )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()

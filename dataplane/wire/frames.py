@@ -31,7 +31,8 @@ def encode(envelope: Request | Reply) -> bytes:
     length = len(body)
     if length > MAX_FRAME_BYTES:
         raise FrameTooLarge(
-            f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}; send fewer rows",
+            f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}: send fewer rows "
+            "or fields per call",
             size=length,
             limit=MAX_FRAME_BYTES,
         )
@@ -46,7 +47,7 @@ def body_length(
     length: int = _header.unpack_from(data, at)[0]
     if length > limit_bytes:
         raise FrameTooLarge(
-            f"a frame announces {length} bytes, over the limit of {limit_bytes}",
+            f"a frame header announces {length} bytes, over the limit of {limit_bytes}",
             size=length,
             limit=limit_bytes,
         )

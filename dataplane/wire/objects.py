@@ -118,10 +118,13 @@ class Decoder:
         try:
             value = self._decoder.decode(head)
             if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
-                raise ProtocolError("timestamps (ext code -1) are not part of this protocol")
+                raise ProtocolError(
+                    "received a MessagePack timestamp (ext code -1), which is not part of this "
+                    "protocol"
+                )
             return value
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
-            raise ProtocolError(f"not an object of this protocol: {exc}") from exc
+            raise ProtocolError(f"received a value that cannot be decoded: {exc}") from exc
 
     def _ext(self, code: int, data: memoryview) -> Any:
         if code == EXT_ARRAY:
@@ -139,14 +142,16 @@ class Decoder:
             return int.from_bytes(data, "little", signed=True)
         elif code == EXT_SCALAR:
             return _scalar(data)
-        raise ProtocolError(f"ext code {code} or its content is not part of this protocol")
+        raise ProtocolError(
+            f"received ext code {code} with {len(data)} bytes, which is not part of this protocol"
+        )
 
     def _leaf(self, data: memoryview) -> Array:
         index = int.from_bytes(data, "little")
         if index < len(self._leaves):
             return self._leaves[index]
         raise ProtocolError(
-            f"an object refers to leaf {index}, but it has only {len(self._leaves)} leaves"
+            f"a value refers to its array {index}, but only {len(self._leaves)} arrays came with it"
         )
 
 
@@ -184,7 +189,8 @@ class _Walk:
         self._trail.append(key)
         if len(self._trail) >= MAX_NESTING:
             raise LimitExceeded(
-                f"{self._place(8)}…: nested deeper than the limit of {MAX_NESTING}",
+                f"{self._place(8)}…: the value is nested deeper than the limit of {MAX_NESTING} "
+                "levels: flatten it, or store it as JSON text",
                 limit=MAX_NESTING,
             )
         lowered = self.lower(value)
@@ -226,7 +232,8 @@ class _Walk:
             raise
         except Exception as exc:  # the value's own code: properties, serializers, a __getattr__
             raise self._refusal(
-                f"{kind_of(value)} could not be read: {type(exc).__name__}: {exc}"
+                f"{kind_of(value)} cannot be stored, because reading it raised "
+                f"{type(exc).__name__}: {exc}"
             ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))
@@ -237,8 +244,8 @@ class _Walk:
         """The number of one more leaf."""
         if len(self.leaves) >= MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
-                f"{self._place()}: more than {MAX_LEAVES_PER_ROW} arrays in one value; "
-                "stack them, or spread them over several fields",
+                f"{self._place()}: the value contains more than {MAX_LEAVES_PER_ROW} arrays: stack "
+                "them, or spread them over several fields",
                 limit=MAX_LEAVES_PER_ROW,
             )
         self.leaves.append(array)
@@ -252,7 +259,7 @@ class _Walk:
                 value.encode()
             except UnicodeEncodeError as exc:
                 raise self._refusal(
-                    f"{value!r:.60} is not valid text ({exc.reason}); pass bytes, or "
+                    f"{value!r:.60} is not valid text ({exc.reason}): pass bytes, or "
                     "text.encode(errors='replace').decode()"
                 ) from exc
         return value
@@ -303,8 +310,8 @@ def _of_tensordict(value: Any) -> Any:
     if odd is not None:
         key, lacking, having = odd
         raise InvalidValue(
-            f"in this stack of TensorDicts, element {lacking} lacks the key {key!r}, which element "
-            f"{having} has: pass the list .unbind(0)"
+            f"in this stack of TensorDicts, element {having} has the key {key!r}, but element "
+            f"{lacking} does not: pass stack.unbind(0), a list, instead of the stack"
         )
     return dict(value.items())
 
@@ -352,7 +359,7 @@ def _tensor(leaf: Array) -> Any:
     except ImportError:
         return leaf
     except InvalidValue as exc:
-        raise ProtocolError(f"torch has no such tensor: {exc.message}") from exc
+        raise ProtocolError(f"received a tensor that cannot be decoded: {exc.message}") from exc
 
 
 def _jagged(values: Array, offsets: Array, axis: int) -> Any:
@@ -365,7 +372,7 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
         or offsets[-1] != values.shape[axis]
         or (np.diff(offsets) < 0).any()
     ):
-        raise ProtocolError("the offsets of a nested tensor do not match its values")
+        raise ProtocolError("received a nested tensor whose offsets do not match its values")
     try:
         import torch
     except ImportError:
@@ -377,8 +384,9 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
 def _lowered_buffer(value: bytearray | memoryview) -> bytes:
     if isinstance(value, memoryview) and (value.format not in ("B", "b", "c") or value.ndim != 1):
         raise InvalidValue(
-            f"a memoryview of format {value.format!r} and shape {list(value.shape or ())} "
-            "would come back as plain bytes; pass np.asarray(value) or value.tobytes()"
+            f"storing a memoryview of format {value.format!r} and shape {list(value.shape or ())} "
+            "would lose its format and shape: pass np.asarray(value), or value.tobytes() if bytes "
+            "are enough"
         )
     return bytes(value)
 
@@ -386,7 +394,7 @@ def _lowered_buffer(value: bytearray | memoryview) -> bytes:
 def _lowered_scalar(value: np.generic) -> Ext:
     name = dtype_name(value.dtype)
     if name is None:
-        raise InvalidValue(f"a numpy.{type(value).__name__} cannot be stored; pass value.item()")
+        raise InvalidValue(f"a numpy.{type(value).__name__} cannot be stored: pass value.item()")
     return Ext(EXT_SCALAR, bytes((len(name),)) + name.encode() + value.tobytes())
 
 
@@ -394,7 +402,10 @@ def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
     dtype = dtype_of(bytes(data[1:end]).decode("ascii"))
     if len(data) - end != dtype.itemsize:
-        raise ProtocolError(f"a scalar of {dtype} cannot have {len(data) - end} bytes")
+        raise ProtocolError(
+            f"received a scalar of dtype {dtype} with {len(data) - end} bytes: expected "
+            f"{dtype.itemsize} bytes"
+        )
     return np.frombuffer(data[end:], dtype)[0]
 
 
@@ -419,8 +430,8 @@ def _why_refused(value: object) -> str:
     for base in (dict, list, tuple, int, float, str, bytes):
         if isinstance(value, base):
             kind = base.__name__
-            return f"{kind_of(value)} would come back as a plain {kind}; pass {kind}(…)"
+            return f"{kind_of(value)} would come back as a plain {kind}: pass {kind}(…)"
     return (
-        f"{kind_of(value)} cannot be stored; pass None, bool, int, float, str, bytes, list, "
-        "tuple, dict, an array, a dataclass or a pydantic model"
+        f"{kind_of(value)} cannot be stored: pass None, bool, int, float, str, bytes, list, tuple, "
+        "dict, an array, a dataclass or a pydantic model"
     )

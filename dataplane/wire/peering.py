@@ -341,8 +341,9 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
     if len(message) > MAX_FRAME_BYTES:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
-            f"{what} between peers would need a message of {len(message)} bytes, over the limit "
-            f"of {MAX_FRAME_BYTES}: use fewer rows per call, or select fewer fields with fields=",
+            f"a message of type {what} between peers would have {len(message)} bytes, over the "
+            f"limit of {MAX_FRAME_BYTES}: use fewer rows per call, or select fewer fields with "
+            "fields=",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -57,8 +57,8 @@ def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) 
     """A read-only view of a raw column; ProtocolError unless it holds exactly `count` records."""
     if len(data) % dtype.itemsize or (count is not None and len(data) != count * dtype.itemsize):
         raise ProtocolError(
-            f"a column of {dtype.itemsize}-byte records has {len(data)} bytes, not "
-            f"{('a multiple of that' if count is None else count * dtype.itemsize)}"
+            f"a column of {dtype.itemsize}-byte records has {len(data)} bytes: expected "
+            f"{'a multiple' if count is None else count * dtype.itemsize}"
         )
     return np.frombuffer(data, dtype)
 

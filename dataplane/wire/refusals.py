@@ -30,5 +30,5 @@ class Refusals:
         self._quiet_until = now + PERIOD_S
         unsaid = self.total - self._told - 1
         self._told = self.total
-        more = f" ({unsaid} more since the last line)" if unsaid else ""
+        more = f" ({unsaid} more refused since the previous line)" if unsaid else ""
         self._log.warning("%s: refused a connection: %s%s", self._door, why, more)

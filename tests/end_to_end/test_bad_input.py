@@ -101,7 +101,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a set inside": (
         lambda p: p.put({"x": [1, {"a": [{1}]}]}),
         dataplane.InvalidValue,
-        r'x\[1\]\["a"\]\[0\]: a set cannot be stored; pass None, bool',
+        r'x\[1\]\["a"\]\[0\]: a set cannot be stored: pass None, bool',
     ),
     "a dtype of text": (lambda p: p.put({"x": np.array(["a"])}), dataplane.InvalidValue, "tolist"),
     "a dtype with fields": (
@@ -161,7 +161,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "more than its share": (
         lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
         dataplane.ValueTooLarge,
-        "of this host's arena of 16.0 MiB: put fewer bytes at a time, or give the peer a larger",
+        "of this host's arena of 16.0 MiB: split the group across several put",
     ),
     "more than the arena": (
         lambda p: p.put({"x": np.zeros((8, 8 << 20), np.uint8)}, group="large"),

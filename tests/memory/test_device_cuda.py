@@ -77,7 +77,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_a_gpu_that_this_process_does_not_see_is_named(runtime: Runtime) -> None:
     assert CudaDevice.numbered(1).identity == "0000:01:00.0"
-    with pytest.raises(DeviceMissing, match="no GPU 2 here: this process sees 2"):
+    with pytest.raises(DeviceMissing, match="there is no GPU 2: this process sees 2 GPUs"):
         CudaDevice.numbered(2)
 
 
@@ -166,11 +166,11 @@ def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
     reader.close()
     assert runtime.asked[-1] == (1, "ipcCloseMemHandle", 4096 * 2) and not reached.address
     runtime.access = False
-    with pytest.raises(DeviceMissing, match="cannot access GPU"):
+    with pytest.raises(DeviceMissing, match="cannot access the memory of GPU"):
         reader.reach(handle)
-    with pytest.raises(DeviceMissing, match="not this GPU"):
+    with pytest.raises(DeviceMissing, match="the memory handle belongs to GPU"):
         reader.open(handle)
-    with pytest.raises(DeviceMissing, match="can reach only other GPUs"):
+    with pytest.raises(DeviceMissing, match="expected the memory of another GPU"):
         CudaDevice(0).reach(handle)
 
 

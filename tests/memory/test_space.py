@@ -71,7 +71,7 @@ def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
     space = Space(100 * PAGE)
     assert space.share_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
     with pytest.raises(
-        ValueTooLarge, match="244 KiB at once, but new groups may use only 240 KiB of"
+        ValueTooLarge, match="244 KiB at once, but new groups may use at most 240 KiB of"
     ) as caught:
         space.reserve(ALICE, OPEN, [sizes(5), sizes(59 * PAGE, 2 * PAGE)])
     assert caught.value.details == {
@@ -159,7 +159,7 @@ def test_a_writer_gets_the_extents_again_that_it_has_mapped() -> None:
         ([(0, PAGE), (PAGE - 64, 64)], "overlap"),
         ([(64, 64), (64, 64)], "overlap"),
         ([(8 * PAGE - 64, 65)], "not reserved"),
-        ([(32, 64)], "aligned to 64"),
+        ([(32, 64)], "not a multiple of 64"),
         ([(2**64 - 64, 128)], "outside the arena"),
         ([(0, 2**64 - 1)], "outside the arena"),
     ],
@@ -182,7 +182,7 @@ def test_a_range_that_nobody_references_is_refused() -> None:
     space = Space(64 * PAGE)
     space.reserve(ALICE, OPEN, [sizes(PAGE)])
     pieces = np.array([(0, 64), (64, 64)], EXTENT)
-    with pytest.raises(ProtocolError, match="must be 1 or more"):
+    with pytest.raises(ProtocolError, match="expected 1 or more"):
         space.commit(ALICE, pieces, np.array([1, 0], np.uint32), OPEN)
     with pytest.raises(ProtocolError, match="2 written ranges but 1"):
         space.commit(ALICE, pieces, np.array([1], np.uint32), OPEN)

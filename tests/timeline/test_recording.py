@@ -233,7 +233,7 @@ def test_a_step_that_is_not_over_at_the_end_is_left_out_and_said() -> None:
     recorder = Recorder()
     assert [step.partition for step in recorder.take(look(events))] == ["step-0"]
     assert not recorder.finish()
-    assert recorder.left_out == ["step-1: it was not over"]
+    assert recorder.left_out == ["step-1: it had not ended"]
 
 
 def test_a_step_that_nobody_sealed_is_over_at_the_end_if_all_is_acked() -> None:
@@ -279,7 +279,7 @@ def test_a_step_whose_shard_moves_is_left_out_if_the_first_peer_is_not_heard_of_
     found = [*recorder.take(look(numbered([*first, *moved]))), *recorder.finish()]
     names = ["step-0", "step-1", "step-2"]
     assert [step.partition for step in found] == (names if lives else names[::2])
-    why = "peer a had its shard and told nothing after peer b took over"
+    why = "peer a served its shard, but sent no events after peer b took over"
     assert recorder.left_out == ([] if lives else [f"step-1: {why}"])
 
 

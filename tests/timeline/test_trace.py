@@ -190,8 +190,8 @@ def test_offsets_of_clocks_and_their_uncertainty_are_written_down() -> None:
     ]
     found = traced(sorted([*events, *far], key=lambda event: event.at))
     assert "0.500000 s ahead of the clock" in found.processes["c"].description
-    assert "give or take 3 ms" in found.processes["c"].description
-    assert found.processes["a"].description == "All times are of this host's clock."
+    assert "an error of at most 3 ms" in found.processes["c"].description
+    assert found.processes["a"].description == "All times in this trace are on this host's clock."
     clocks = {one.track: one.about for one in found.of("clock")}
     assert clocks["c"] == {"offset_s": 0.5, "uncertain_s": 0.003}
     assert clocks["a"] == {"offset_s": 0.0, "uncertain_s": 0.0}

@@ -38,7 +38,7 @@ def check_abort(receiver: Communicator, sender: Communicator, to: int) -> None:
     receiver.receive([(to, 1024)])
     assert not receiver.done(0.05)
     receiver.abort()
-    with pytest.raises(TransferFailed, match="can be retried"):
+    with pytest.raises(TransferFailed, match="repeat the call"):
         receiver.done(0)
     sender.abort()
 

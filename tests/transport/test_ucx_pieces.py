@@ -58,5 +58,5 @@ def test_an_old_sites_ucp_is_taken_where_ucxx_is_not_installed(
 
 
 def test_a_card_of_something_else_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="not a valid ucx card"):
+    with pytest.raises(ProtocolError, match="an invalid ucx card"):
         ucx._card(b"\x93\x01\x02\x03")

@@ -144,7 +144,7 @@ class DeviceConformance:
 
     def test_another_device_s_handle_is_refused(self, device: Device) -> None:
         pool = device.allocate(MIB)
-        with pytest.raises(DeviceMissing, match="not this"):
+        with pytest.raises(DeviceMissing, match="handle belongs to"):
             device.open(msgspec.structs.replace(pool.handle, device="another"))
         pool.close()
 

@@ -91,7 +91,9 @@ def test_a_key_that_only_some_rows_have_is_named(stack: Any, key: str, row: int)
 
 
 def test_a_key_that_only_some_members_of_an_object_have_is_named() -> None:
-    with pytest.raises(InvalidValue, match=r'^x\[0\]\["of"\]: .*element 1 lacks the key .y'):
+    with pytest.raises(
+        InvalidValue, match=r'^x\[0\]\["of"\]: .*has the key .y., but element 1 does not'
+    ):
         prepare({"x": [{"of": lazy_stack([FULL, PART])}]})
 
 

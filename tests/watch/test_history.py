@@ -151,7 +151,9 @@ def test_events_that_were_lost_while_a_peer_was_silent_are_noted_for_good() -> N
     for until in (1_102.0, 1_104.0):
         history.look([e for e in events if e.at > 1_005.0], None, until)
     view = history.view(1_104.0, 2.0)
-    assert view.trouble == ["peer host-0 lost events of these steps before they were fetched"]
+    assert view.trouble == [
+        "peer host-0 overwrote events of these steps before they could be fetched"
+    ]
     assert "events of host-0 are missing" in view.sentence
 
 
@@ -203,7 +205,7 @@ def test_a_peer_that_does_not_answer_is_named_and_so_is_a_plane() -> None:
     ]
     history.failed("found no peer on this host")
     view = history.view(end(events) + 20, 2.0)
-    assert view.trouble[0] == "found no peer on this host; shown is what was known 20 s ago"
+    assert view.trouble[0] == "found no peer on this host; the state shown is 20 s old"
     assert view.sentence.startswith("step-1 took")
     fresh = History("run")
     fresh.failed("found no peer on this host")

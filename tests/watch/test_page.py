@@ -117,7 +117,7 @@ def test_the_page_says_when_what_it_shows_is_old(page: Page, browser: Browser) -
         history.failed("peer 'a' does not answer")
         page.show(history.view(END + 60, 2.0))
         until(lambda: "Stale: the plane has not answered" in text(browser, "#state"), "it is stale")
-        assert "shown is what was known 60 s ago" in text(browser, "#trouble")
+        assert "the state shown is 60 s old" in text(browser, "#trouble")
         assert "stale" in browser.tell("document.body.className")
     finally:
         history.look([], None, END)

@@ -94,4 +94,4 @@ def test_an_unexpected_error_is_shown_and_the_next_look_is_made(
         while views[-1].trouble:
             assert many.acquire(timeout=20)
     assert views[-1].sentence == good.sentence
-    assert "watcher of run 'run': a look failed" in caplog.text and "KeyError" in caplog.text
+    assert "watcher of run 'run': update failed" in caplog.text and "KeyError" in caplog.text

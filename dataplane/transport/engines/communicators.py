@@ -63,8 +63,7 @@ class Communicator(ABC):
         done = self._idle.wait(timeout_s)
         if self._failure is not None or self.aborted:
             raise TransferFailed(
-                f"the communicator of the two ranks failed: {self._failure!r}; the transfer "
-                "can be retried"
+                f"the communicator of the two ranks failed: {self._failure!r}; repeat the call"
             )
         return done
 
@@ -169,8 +168,7 @@ class _Attempt:
         if isinstance(self._error, DataplaneError):
             raise self._error
         raise TransferFailed(
-            f"the two ranks could not form a communicator: {self._error!r}; the transfer can "
-            "be retried"
+            f"the two ranks could not form a communicator: {self._error!r}; repeat the call"
         )
 
 
@@ -208,7 +206,7 @@ class NcclRanks:
         try:
             pair = _unique_ids.decode(unique_id)
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"not a valid NCCL unique id: {exc}") from exc
+            raise ProtocolError(f"received an invalid NCCL unique id: {exc}") from exc
         self._device.bind()
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
 
@@ -224,7 +222,8 @@ def ranks_on(device: Device) -> Ranks:
     """Ranks that work with this device. TransportMissing where there are none for its kind."""
     if device.kind not in RANKS:
         raise TransportMissing(
-            f"nccl cannot use devices of kind {device.kind!r} (it can use: {', '.join(RANKS)})",
+            f"transport nccl cannot use devices of kind {device.kind!r} (it supports: "
+            f"{', '.join(RANKS)}): choose another transport",
             transport="nccl",
         )
     return RANKS[device.kind](device)
@@ -282,10 +281,13 @@ def _nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as exc:
         raise TransportMissing(
-            f"nccl needs cupy: pip install 'dataplane-rl[nccl]' ({exc})", transport="nccl"
+            f"transport nccl needs cupy, which cannot be imported ({exc}): pip install "
+            "'dataplane-rl[nccl]'",
+            transport="nccl",
         ) from exc
     if not nccl.available:
         raise TransportMissing(
-            "cupy found no NCCL library: pip install 'dataplane-rl[nccl]'", transport="nccl"
+            "cupy found no NCCL library for transport nccl: pip install 'dataplane-rl[nccl]'",
+            transport="nccl",
         )
     return nccl

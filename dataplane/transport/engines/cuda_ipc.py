@@ -73,7 +73,8 @@ class CudaIpcTransport(Transport):
     def register(self, region: Region) -> RegionKey:
         if not region.pools:
             raise TransportMissing(
-                f"{NAME} moves only device memory: use it together with another transport",
+                f"transport {NAME} moves only GPU memory, but this arena is in host memory: use "
+                "another transport for it",
                 transport=NAME,
             )
         self._placed = region.pools
@@ -173,10 +174,14 @@ def _card(key: RegionKey) -> Card:
     try:
         card = msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
-        raise TransferFailed(f"the owner's card is not valid for {NAME}: {exc}") from exc
+        raise TransferFailed(
+            f"received an invalid {NAME} card from the owner of the values: {exc}"
+        ) from exc
     if card.host != this_host():
         raise TransportMissing(
-            f"{NAME} cannot reach the owner, which is on another host or in another PID namespace",
+            f"transport {NAME} cannot reach the owner of the values, which is on another host or "
+            "in another PID namespace: run both peers in one PID namespace, or use another "
+            "transport",
             transport=NAME,
         )
     return card

@@ -224,7 +224,7 @@ class UcpWorker:
         status = self._library.ucp_ep_create(self._worker, byref(params), byref(endpoint))
         if status:
             raise Unavailable(
-                f"UCX cannot connect to this peer: {self.text(status)}; check which "
+                f"UCX cannot connect to the other peer: {self.text(status)}; check which "
                 "transports UCX_TLS allows",
                 status=status,
             )
@@ -300,9 +300,7 @@ class UcpLine:
         )
         if _LAST_ERROR <= request < 0:
             told = self._worker.text(request)
-            raise TransferFailed(
-                f"a UCX read failed: {told}; the transfer can be retried", status=request
-            )
+            raise TransferFailed(f"a UCX read failed: {told}; repeat the call", status=request)
         return request
 
     def _lanes(self) -> tuple[str, ...]:

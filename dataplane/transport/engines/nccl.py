@@ -205,8 +205,8 @@ class NcclTransport(Transport):
                 idle.pair.abort()
         if card.joined:
             raise TransferFailed(
-                "this worker has left the communicator that it shared with the reader; the "
-                "transfer can be retried"
+                "this worker has left the communicator that it shared with the reader: repeat the "
+                "call"
             )
         sending = _Sending(card, joined(self._open()[1], card.unique_id, 1, check))
         with self._lock:
@@ -243,4 +243,4 @@ def _card(key: RegionKey) -> Card:
     try:
         return msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a valid {NAME} card: {exc}") from exc
+        raise ProtocolError(f"received an invalid {NAME} card: {exc}") from exc

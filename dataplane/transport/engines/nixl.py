@@ -216,7 +216,7 @@ def _card(key: RegionKey) -> Card:
     try:
         return _cards.decode(key.card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a valid nixl card: {exc}") from exc
+        raise ProtocolError(f"received an invalid nixl card: {exc}") from exc
 
 
 def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:
@@ -268,7 +268,7 @@ def _imported() -> Any:
     try:
         from nixl import _api
     except ImportError as exc:
-        raise TransportMissing(f"nixl cannot be imported ({exc})") from exc
+        raise TransportMissing(f"nixl cannot be imported ({exc}): reinstall its wheel") from exc
     return _api
 
 
@@ -355,7 +355,7 @@ class NixlReads(threading.Thread):
             self._serve()
         except BaseException:
             # Reads would wait for ever. The peer starts another worker.
-            logger.exception("nixl: thread failed, the bulk worker exits")
+            logger.exception("nixl: the transfer thread failed; the bulk worker exits")
             os._exit(1)
 
     def _serve(self) -> None:
@@ -425,7 +425,7 @@ class NixlReads(threading.Thread):
         handle, read.handle = read.handle, None
         handle.release()
         if state != "DONE" and read.error is None:
-            read.error = self._failed(read, "the engine reports an error")
+            read.error = self._failed(read, "nixl reported an error")
         if read.error is not None or not read.pieces:
             self._reads.remove(read)
             read.done.set()
@@ -436,8 +436,8 @@ class NixlReads(threading.Thread):
         self._unload(owner, read.generation)
         logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
-            f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; it can be "
-            "retried",
+            f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; repeat the "
+            "call",
             peer=owner.peer,
         )
 

@@ -37,7 +37,7 @@ class Stretches:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         if not stretches:
-            raise ProtocolError("the region has no memory")
+            raise ProtocolError("no memory is attached to this region")
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
@@ -55,7 +55,9 @@ class Stretches:
         outside = (offsets < self._starts[at]) | (inside > sizes)
         outside |= nbytes > sizes - np.minimum(inside, sizes)
         if outside.any():
-            raise ProtocolError(f"{int(outside.sum())} pieces are outside the region's memory")
+            raise ProtocolError(
+                f"{int(outside.sum())} pieces of this transfer are outside the region's memory"
+            )
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
 
 

@@ -87,7 +87,7 @@ class UcxTransport(Transport):
         self._reads = UcxReads(self._opened)
         self._reads.start()
         if not self._reads.opened.wait(START_S):
-            raise TransportMissing(f"UCX did not start within {START_S:g} s")
+            raise TransportMissing(f"UCX did not start within {START_S:g} s: see the peer's log")
         if self._reads.failure is not None:
             raise TransportMissing(f"UCX failed to start: {self._reads.failure}")
         return RegionKey(secrets.randbits(48), self._card)
@@ -153,9 +153,12 @@ def _card(raw: bytes) -> Card:
     try:
         card = msgspec.msgpack.decode(raw, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"not a valid ucx card: {exc}") from exc
+        raise ProtocolError(f"received an invalid ucx card: {exc}") from exc
     if len(card.keys) != len(card.stretches):
-        raise ProtocolError("the owner must send one key for each part of its memory region")
+        raise ProtocolError(
+            f"received a ucx card with {len(card.keys)} keys for {len(card.stretches)} parts of "
+            "memory: expected one key for each part"
+        )
     return card
 
 
@@ -173,7 +176,8 @@ def _binding() -> Any:
         return ucx_api
     except (ImportError, OSError) as exc:
         raise TransportMissing(
-            f"neither ucxx nor ucp can be imported ({reasons}; ucp: {exc})"
+            f"neither ucxx nor ucp can be imported ({reasons}; ucp: {exc}): reinstall the one that "
+            "this host uses"
         ) from exc
 
 
@@ -261,7 +265,7 @@ class UcxReads(threading.Thread):
         try:
             self._serve(ucp)
         except BaseException:
-            logger.exception("ucx: thread failed, the bulk worker exits")
+            logger.exception("ucx: the transfer thread failed; the bulk worker exits")
             os._exit(1)
 
     def _serve(self, ucp: UcpWorker) -> None:
@@ -299,7 +303,7 @@ class UcxReads(threading.Thread):
 
     def _stop(self, ucp: UcpWorker, fetch: Fetch) -> None:
         if fetch in self._live:
-            self._end(ucp, fetch, TransferFailed("the read was stopped"))
+            self._end(ucp, fetch, TransferFailed("the read was cancelled"))
 
     def _forget(self, owner: Owner) -> None:
         for _, line in self._idle.pop(owner, []):
@@ -335,7 +339,7 @@ class UcxReads(threading.Thread):
             if status:
                 raise TransferFailed(
                     f"a read from peer {fetch.owner.peer!r} was interrupted: {ucp.text(status)}; "
-                    "the transfer can be retried",
+                    "repeat the call",
                     status=status,
                 )
         if came:

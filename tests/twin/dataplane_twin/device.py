@@ -166,13 +166,16 @@ class TwinDevice(Device):
 
     def open(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device != self.identity:
-            raise DeviceMissing(f"{handle.device} is not this device, {self.identity}")
+            raise DeviceMissing(
+                f"the handle belongs to {handle.device}, but this device is {self.identity}"
+            )
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 
     def reach(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"{self.identity} can reach only other devices, and {handle.device} is not one"
+                f"the memory of {handle.device} cannot be mapped from {self.identity}: expected "
+                "the memory of another device"
             )
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 

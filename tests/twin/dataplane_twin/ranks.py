@@ -31,7 +31,7 @@ class HostRanks:
         try:
             sock = _connected(unique_id) if rank else self._doors[unique_id].accept()[0]
         except (OSError, KeyError) as exc:
-            why = f"the other rank did not join: {exc!r}; the transfer can be retried"
+            why = f"the other rank did not join: {exc!r}; repeat the call"
             raise TransferFailed(why) from exc
         finally:
             self.forget(unique_id)

@@ -1,8 +1,8 @@
-"""A device's memory as the code above its driver uses it.
+"""The interface to a device's memory. Each driver implements it.
 
-The peer allocates a pool and exports it. Clients of its host open the pool and copy into it and out
-of it on streams of their own. Events say when a copy is done. A stream is the number that the
-library which made it gives it (`cudaStream_t`); 0 is the default stream.
+The peer allocates a pool and exports it. Clients on the same host open the pool and copy into it
+and out of it on their own streams. Events tell when a copy is done. A stream is a handle of the
+device's library (`cudaStream_t`), as a number; 0 is the default stream.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Copy = tuple[int, int, int, int]
 
 
 class Located(NamedTuple):
-    """An array of the device: contiguous bytes from `address`, there once `stream` is done with
-    what was asked of it so far. `keep` holds the memory."""
+    """An array on the device: contiguous bytes from `address`. They are valid once `stream` has
+    finished the work queued on it so far. `keep` keeps the memory alive."""
 
     address: int
     dtype: np.dtype[Any]
@@ -42,7 +42,7 @@ class Located(NamedTuple):
 
 
 class Pool(ABC):
-    """Memory of a device as this process has it mapped: `nbytes` from `address`."""
+    """Memory of a device, mapped into this process: `nbytes` from `address`."""
 
     address: int
     nbytes: int
@@ -50,97 +50,101 @@ class Pool(ABC):
 
     @abstractmethod
     def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
-        """Bytes of it, uint8, without a copy, for whoever takes arrays of that device.
+        """Return bytes of the pool as a uint8 array of the device, without a copy.
 
-        `keep` lives as long as the view: a pin. ProtocolError where the bytes are not in the pool.
+        The view keeps `keep` alive. Raises ProtocolError if the bytes are not inside the pool.
         """
 
     @abstractmethod
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
-        """As `view`, as an array of the device. A dtype that the device's arrays do not have
-        (bfloat16, fp8) comes as the unsigned integers of its width."""
+        """Return part of the pool as an array of this dtype and shape; see `view`. If the device's
+        arrays do not support the dtype (bfloat16, fp8), the array has unsigned integers of the same
+        width."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the pool, or where it was opened, lets go of it. Views end with it."""
+        """Free the pool, or unmap it if another process owns it. Its views become invalid."""
 
 
 class Event(ABC):
-    """A mark on a stream. One that was never recorded is done."""
+    """A mark on a stream. An event that was never recorded counts as done."""
 
     @abstractmethod
     def record(self, stream: int = 0) -> None:
-        """The mark is behind everything that was asked of the stream so far."""
+        """Place the mark after all work queued on the stream so far."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the stream is past the mark that was recorded last. Never waits."""
+        """Return whether the stream has passed the mark recorded last. Never waits."""
 
     @abstractmethod
     def close(self) -> None:
-        """The event is not needed any more."""
+        """Free the event."""
 
 
 class Device(ABC):
-    """One device of a kind. What the kind as a whole can tell are class methods; none of them takes
-    memory of a device."""
+    """One device of a kind. The class methods concern all devices of the kind and allocate no
+    device memory."""
 
     kind: ClassVar[str]
     identity: str
-    """Names this device in every process of the host."""
+    """A name for this device that is the same in every process of the host."""
     number: int = 0
-    """By which libraries in this process call it."""
+    """The index by which libraries in this process address the device."""
 
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """Devices of this kind that this process sees. DeviceMissing without their library."""
+        """Return how many devices of this kind this process sees. Raises DeviceMissing if their
+        library is not installed."""
 
     @classmethod
     @abstractmethod
     def numbered(cls, number: int) -> Device:
-        """The device of this number, 0 is the first. DeviceMissing where there is none."""
+        """Return the device with this index, from 0. Raises DeviceMissing if there is none."""
 
     @classmethod
     @abstractmethod
     def of(cls, identity: str) -> Device:
-        """The device of this name. DeviceMissing where this process does not see it."""
+        """Return the device with this `identity`. Raises DeviceMissing if this process does not see
+        it."""
 
     @classmethod
     @abstractmethod
     def is_used(cls, identity: str, current: int | None, required: bool) -> bool:
-        """Whether this process works on the device, so that values are read there in place.
+        """Return whether this process works on the device, so that it reads values there in place.
 
-        current: the number of the GPU that is current in the thread that connects, None where no
-        library works on one. required: the user asks for a device, even if nothing works on it yet.
-        DeviceMissing says why none can be used.
+        `current`: the index of the current GPU of the connecting thread; None if no library uses a
+        GPU. `required`: the user asked for a device, even if no library uses one yet. Raises
+        DeviceMissing, with the reason, if no device can be used.
         """
 
     @classmethod
     @abstractmethod
     def may_hold(cls, value: object) -> bool:
-        """Whether the value may be an array on a device of this kind. Imports no library."""
+        """Return whether the value may be an array on a device of this kind. Imports no library."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Pool:
-        """A pool of its own, filled with nothing in particular. DeviceMissing where it cannot."""
+        """Allocate a pool with undefined contents. Raises DeviceMissing if this fails."""
 
     @abstractmethod
     def open(self, handle: PoolHandle) -> Pool:
-        """A pool of another process of this host. DeviceMissing says why it cannot be opened."""
+        """Map a pool of this device that another process of the host allocated. Raises
+        DeviceMissing, with the reason, if the pool cannot be opened."""
 
     def reach(self, handle: PoolHandle) -> Pool:
-        """A pool of another device of this host, mapped for this one's copies alone. DeviceMissing
-        where this one reaches it only by way of the host."""
+        """Map a pool of another device of this host, for copies by this device only. Raises
+        DeviceMissing if this device can reach the pool only through host memory."""
         raise DeviceMissing(
             f"device {self.identity} cannot access the memory of device {handle.device} directly"
         )
 
     def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        """A private array of this device with a copy of what is at an address of a pool that it
-        reaches, there when this returns. Dtypes as those of `Pool.array`."""
+        """Copy an array from an address in a reachable pool into a private array of this device.
+        Returns when the copy is complete. Dtypes are those of `Pool.array`."""
         raise DeviceMissing(
             f"device {self.identity} cannot access the memory of other devices directly"
         )
@@ -150,11 +154,11 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
-        """Asks the stream to copy between addresses of the device, of pinned or of other memory."""
+        """Queue a copy on the stream. Addresses are in device, pinned or pageable memory."""
 
     def carry_out(self, copies: Iterable[Copy], look: Callable[[], object] = lambda: None) -> None:
-        """Asks for all of them, and returns when they are there. `look` is called meanwhile, and
-        may give up: where this raises, the device may still be at it."""
+        """Queue all copies and wait until they are complete. Calls `look` while waiting, which may
+        raise to stop waiting. If this method raises, copies may still be in progress."""
         streams, marks = set[int](), list[Event]()
         for copy in copies:
             self.copy(*copy)
@@ -173,23 +177,23 @@ class Device(ABC):
 
     @abstractmethod
     def locate(self, value: object) -> Located | None:
-        """Where the value lies, if it is an array on this device; contiguous, else a copy of it on
-        the device. None where it is none, or of a dtype that cannot travel."""
+        """Return the memory of a value that is an array on this device; copy it on the device first
+        if it is not contiguous. None for other values, and for dtypes that cannot be stored."""
 
     @abstractmethod
     def finish(self, timeout_s: float) -> bool:
-        """Waits until all that this process asked of the device is done, and says whether it is: a
-        driver that can wait no other way waits for longer."""
+        """Wait until all work of this process on the device is done. Return whether it is. If a
+        driver cannot wait with a timeout, the call may take longer than `timeout_s`."""
 
     def bind(self) -> None:  # noqa: B027
-        """Other libraries that this thread calls work with this device from now on."""
+        """Make this the current device of this thread for other libraries."""
 
     @abstractmethod
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
-        """Copies from and to this host memory are direct and asynchronous, until `unpin_host`.
+        """Pin host memory until `unpin_host`, so that copies from and to it are asynchronous.
 
-        read_only: it is mapped so, and only copied from. Registrations are of this process, and
-        must end before the mapping does. DeviceMissing where it cannot be.
+        `read_only`: the memory is mapped read-only and is only a source of copies. The pin belongs
+        to this process. Unpin the memory before unmapping it. Raises DeviceMissing if this fails.
         """
 
     @abstractmethod
@@ -197,12 +201,12 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Pools and events of this process, that are still open, are closed; nothing is asked of
-        the device any more."""
+        """Close the pools and events of this process that are still open. The device must not be
+        used afterwards."""
 
 
 def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
-    """ProtocolError for bytes that are not all in the pool."""
+    """Raise ProtocolError unless all bytes are inside the pool."""
     if offset < 0 or nbytes < 0 or offset + nbytes > pool.nbytes:
         raise ProtocolError(
             f"{nbytes} bytes at offset {offset} are outside the device arena of {pool.nbytes} bytes"

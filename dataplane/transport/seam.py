@@ -44,7 +44,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPool:
-    """A device arena, and where in the region it starts."""
+    """A device arena and the offset at which it starts in the region."""
 
     start: int
     handle: PoolHandle
@@ -168,7 +168,7 @@ class Pinned:
 
 
 class PinDesk(Protocol):
-    """Lets a worker ask its own peer to hold ranges while their bytes move."""
+    """Lets a bulk worker ask its own peer to pin ranges while their bytes are transferred."""
 
     def pin(self, ranges: Records, deadline: float) -> Pinned:
         """Wait until the peer has answered. Raises DeadlineExceeded, or the peer's error."""
@@ -180,12 +180,11 @@ class PinDesk(Protocol):
 
 
 class Transport(ABC):
-    """Moves bytes between registered regions. `read` and `send` are called by several threads at
-    once.
+    """Moves bytes between registered regions. Several threads call `read` and `send` at once.
 
-    A worker makes it as `cls(owner)`, with the peer that it works for. Raises TransportMissing if
-    something that it needs is not installed or does not work here; the message says what. It ends
-    with its process.
+    A bulk worker creates it as `cls(owner)`, where `owner` is the worker's peer. Raises
+    TransportMissing if something that the transport needs is not installed or does not work on this
+    host; the message says what. A transport is never closed: it ends with its process.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -195,7 +194,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, region: Region) -> RegionKey:
-        """Make the region readable for others, and the destination of `read`. Called once."""
+        """Make the region readable for other peers and a destination for `read`. Called once."""
 
     @abstractmethod
     def read(self, request: ReadRequest) -> None:
@@ -207,23 +206,23 @@ class Transport(ABC):
         """
 
     def turn(self, request: ReadRequest, own: RegionKey) -> AbstractContextManager[bytes]:
-        """A context around one transfer, from before its ranges are held at the owner until the
-        owner has confirmed it. For a two-sided transfer it returns the card that the owner sends
-        with.
+        """Return a context manager for one transfer. It is entered before the owner holds the
+        ranges, and left after the owner has confirmed the transfer. For a two-sided transfer it
+        yields the card that the owner sends with.
 
-        An engine that cannot tell transfers apart admits them one by one. `read` is called inside,
-        in the same thread, or not at all.
+        An engine that cannot tell transfers apart admits one transfer at a time. `read` is called
+        at most once, inside the context and in the same thread.
         """
         return nullcontext(b"" if self.capabilities.one_sided else own.card)
 
     def send(self, request: SendRequest) -> None:
-        """The owner's part of a two-sided transfer. Wait until the bytes may be reused."""
+        """Send the owner's part of a two-sided transfer. Returns when the bytes may be reused."""
         raise NotImplementedError(f"transport {self.capabilities.name} is one-sided")
 
     def holding(self, count: int) -> None:  # noqa: B027
-        """Told how many reads of this worker's region are in flight, for engines that must poll
-        then."""
+        """Take note that `count` reads of this worker's region are in flight. Engines that must
+        poll during reads override this method."""
 
     @abstractmethod
     def forget(self, remote: Remote) -> None:
-        """Drop connections, keys and descriptors of a peer that is gone."""
+        """Drop the connections, keys and descriptors of a lost peer."""

@@ -227,7 +227,7 @@ class Leaving:
         except DataplaneError as exc:
             log.warning(
                 "partition %r: could not make second copies before this peer leaves; the "
-                "successor's backup will make them: %r",
+                "peer that takes over its shards will have them made: %r",
                 entry.name,
                 exc,
             )

@@ -103,7 +103,7 @@ class Gate:
         request = asked[1] if len(asked) > 1 else b""
         if known and asked[5:] == self._credentials:
             return [_ZAP_VERSION, request, b"200", b"", b"member", b""]
-        self.refusals.count("its token or run name is not that of this plane")
+        self.refusals.count("the caller has a different token or run name")
         return [_ZAP_VERSION, request, b"400", b"not a member of this plane", b"", b""]
 
 

@@ -317,7 +317,7 @@ class Streams:
         """The stream that has this name; None for a stranger."""
         expected = self._expected.pop(name, None)
         if expected is None:
-            self.refusals.count("it named an unknown stream")
+            self.refusals.count("the caller named an unknown stream")
             return None
         stream = Stream(self._take, self._ended)
         secret, stream.is_control = expected

@@ -112,7 +112,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a sparse tensor": (
         lambda p: p.put({"x": torch.eye(3).to_sparse()}),
         dataplane.InvalidValue,
-        "make it dense",
+        "to_dense",
     ),
     "a value in itself": (lambda p: p.put({"x": [cyclic]}), dataplane.LimitExceeded, "limit of 64"),
     "too many fields": (

@@ -81,7 +81,7 @@ class ScriptedPeer:
     def keeper(self) -> Housekeeper:
         return join(self.open)
 
-    def open(self) -> socket.socket:
+    def open(self, limit_s: float = 0.0) -> socket.socket:
         """A connected socket, as a client's opener makes it."""
         with self._opening:
             if self._closed:

@@ -345,7 +345,7 @@ def test_a_door_that_lets_nobody_in_is_named(tmp_path: Path, goes: bool) -> None
     door.bind(path)
     door.listen()
 
-    def knock() -> socket.socket:
+    def knock(limit_s: float) -> socket.socket:
         client = socket.socket(socket.AF_UNIX)
         client.connect(path)
         if goes:

@@ -134,10 +134,10 @@ def test_a_client_without_file_descriptors_keeps_its_session(
     """It took its peer for dead, and let go of the arena."""
     opener, full = plane._session.connections.opener, [True]
 
-    def opens() -> socket.socket:
+    def opens(limit_s: float) -> socket.socket:
         if full:
             raise OSError(errno.EMFILE, "Too many open files")
-        return opener()
+        return opener(limit_s)
 
     monkeypatch.setattr(plane._session.connections, "opener", opens)
     peer.scripts[Stats] = lambda r, b: SILENCE

@@ -27,7 +27,7 @@ class Proxy:
         self._listener.listen(64)
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def connect(self) -> socket.socket:
+    def connect(self, limit_s: float = 0.0) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.connect(str(self.path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 import dataplane
 from dataplane import aio
+from dataplane.launch import rundir
 from tests.end_to_end.attacks import no_leaks, used_bytes
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
@@ -290,3 +293,27 @@ async def test_a_stopped_peer_is_given_up_at_the_deadline(
             finally:
                 cluster.peers["a"].send_signal(signal.SIGCONT)
             assert plane.stats()["peer"] == (await other.stats())["peer"] == "a"
+
+
+def test_calls_end_in_time_where_a_stopped_peer_has_a_full_queue_of_connections(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", arena="32MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        path = str(rundir.living_peers(rundir.plane_dir(PLANE))[0].socket)
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        with pytest.raises(BlockingIOError):
+            while True:  # what was closed stays in the queue
+                with socket.socket(socket.AF_UNIX) as one:
+                    one.setblocking(False)
+                    one.connect(path)
+        with ThreadPoolExecutor(3) as pool:  # two of them over connections of their own
+            calls = [pool.submit(part.claim, "s", rows=1, timeout=0.5) for _ in range(3)]
+            for call in calls:
+                with pytest.raises(dataplane.DeadlineExceeded, match="'a' did not answer within"):
+                    call.result(10)
+        cluster.peers["a"].send_signal(signal.SIGCONT)
+        part.put({"x": [1]})
+        with part.claim("s", rows=1, timeout=20) as batch:
+            assert list(batch["x"]) == [1]

@@ -221,8 +221,8 @@ def test_who_comes_as_the_last_client_leaves_begins_another_run(
     connected, stages = threading.Event(), {"train": ["x"]}
     opened = opening._connected
 
-    def connecting(path: str) -> socket.socket:
-        sock = opened(path)
+    def connecting(path: str, limit_s: float) -> socket.socket:
+        sock = opened(path, limit_s)
         connected.set()
         return sock
 

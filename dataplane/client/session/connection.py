@@ -48,7 +48,8 @@ _KEPT_BUFFER_BYTES = 1 << 20
 _IDLE_CONNECTIONS = 16
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
-Opener = Callable[[], socket.socket]
+Opener = Callable[[float], socket.socket]
+"""Connects within so many seconds. TimeoutError, and what `connect` of a socket raises."""
 
 
 class Cancelled(BaseException):

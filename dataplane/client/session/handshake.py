@@ -67,21 +67,24 @@ def open_connection(
     PeerLost, also where another incarnation answers than the session's; DeadlineExceeded.
     """
     descriptors: list[int] = []
+    deadline = Deadline(limit_s)
     peer = "?" if session is None else session.peer
     try:
-        connection = Connection(opener(), peer)
+        connection = Connection(opener(limit_s), peer)
     except OSError as exc:
         if is_without_descriptors(exc):
             raise no_descriptors() from exc
         if session is None:
             raise _not_let_in(exc, "of this run", limit_s) from exc
+        if isinstance(exc, TimeoutError):
+            raise no_answer(session.peer, deadline) from exc
         if not isinstance(exc, _GONE):
             raise peer_lost(session.peer) from exc
         session.peer_is_gone()
         raise peer_gone(session) from exc
     where = f"at {connection.sock.getpeername()}"
     try:
-        connection.sock.settimeout(limit_s)
+        connection.sock.settimeout(max(_LOOK_S, deadline.until - time.monotonic()))
         welcome = _receive_welcome(connection, descriptors if session is None else None)
         connection.sock.setblocking(True)
         if session is not None and welcome.incarnation != session.incarnation:
@@ -95,7 +98,7 @@ def open_connection(
             hello.pools, hello.command = greet(welcome), processes.own_command()
             hello.rank = processes.own_rank(os.environ)
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
-        turns = connection.turns(Deadline(limit_s))
+        turns = connection.turns(deadline)
         connection.send(encode(request), turns)
         done = unwrap(answer(connection.receive(turns), rid))
         if not isinstance(done, HelloDone):
@@ -113,7 +116,7 @@ def open_connection(
             session.peer_is_gone()
             raise peer_gone(session) from exc
         if of_socket:
-            raise (no_answer(peer, Deadline(limit_s)) if late else peer_lost(peer)) from exc
+            raise (no_answer(peer, deadline) if late else peer_lost(peer)) from exc
         raise
     return connection, welcome, done, descriptors
 
@@ -122,7 +125,7 @@ def _is_gone(opener: Opener) -> bool:
     """Whether nobody listens any more. A process that dies closes its sockets one by one."""
     for _ in range(_LOOKS):
         try:
-            opener().close()
+            opener(_LOOK_S).close()
         except _GONE:
             return True
         except OSError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connections, frame_of
+from dataplane.client.session.connection import Connections, Opener, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,
@@ -142,18 +142,26 @@ def _warn_of_unknown() -> None:
         log.warning("%s", wrong)
 
 
-def _connected(path: str) -> socket.socket:
-    until = time.monotonic() + _RESTORE_S
+def _connected(path: str, limit_s: float) -> socket.socket:
+    """TimeoutError where the peer's queue of connections stays full: it is stopped, or busy."""
+    began = time.monotonic()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)  # a blocking one waits for room in the queue, without a limit
     try:
         while True:
             try:
                 sock.connect(path)
+                sock.setblocking(True)
                 return sock
+            except BlockingIOError:
+                if time.monotonic() - began > limit_s:
+                    raise TimeoutError(f"the queue of {path} is full") from None
+                time.sleep(_LOOK_S)
             except FileNotFoundError:
                 # Somebody has removed the file; a peer that lives puts it back.
                 at = Path(path)
-                if time.monotonic() > until or rundir.holder(at.parent, at.stem) is None:
+                late = time.monotonic() - began > _RESTORE_S
+                if late or rundir.holder(at.parent, at.stem) is None:
                     raise
                 time.sleep(_LOOK_S)
     except BaseException:
@@ -161,9 +169,7 @@ def _connected(path: str) -> socket.socket:
         raise
 
 
-def join(
-    opener: Callable[[], socket.socket], wish: Wish = AUTO, limit_s: float = HANDSHAKE_S
-) -> Housekeeper:
+def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Housekeeper:
     """A new session over the sockets that `opener` makes."""
     processes.open_standard_descriptors()
     devices = Devices(wish)

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.errors import counted
+
 _PREFIX = "dataplane-bench"
 _RUNNER = f"{_PREFIX}-runner"
 _EMPTY_S = 10.0  # a killed process with gigabytes takes a while to go
@@ -181,9 +183,9 @@ def _enable(group: Path) -> None:
     others = [pid for pid in _words(group / "cgroup.procs") if int(pid) != os.getpid()]
     if others:
         raise NoLimits(
-            f"cannot set a memory limit on this machine: {group} contains {len(others)} other "
-            "processes. Start the bench in its own group: systemd-run --user --scope -p "
-            "Delegate=yes …"
+            f"cannot set a memory limit on this machine: {group} contains "
+            f"{counted(len(others), 'other process', 'other processes')}. Start the bench in its "
+            "own group: systemd-run --user --scope -p Delegate=yes …"
         )
     leaf = group / _RUNNER
     leaf.mkdir(exist_ok=True)

@@ -89,8 +89,7 @@ def reference(model: Model, out: Path, prompt: Tensor, answer: Tensor) -> dict[s
 
 
 def train(model: Model, out: Path, **rows: Tensor) -> dict[str, Tensor]:
-    """Train one step. Trainers average their gradients, so all of them have the same weights. The
-    new weights are saved before the rows are acked, completely or not at all."""
+    """Train one step. Trainers average their gradients, and save the weights before the ack."""
     model.optimizer.zero_grad()
     loss_of(model, **rows).backward()
     reward = rows["reward"].mean()

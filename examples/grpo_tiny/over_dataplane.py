@@ -11,8 +11,7 @@ import dataplane
 
 
 def live(stage: str, rank: int, args: Namespace) -> None:
-    """Connect and run one stage. Every process declares the same partition, in any order. The
-    partition is sealed when it has `groups` groups."""
+    """Run one stage. All declare the same partition, which is sealed when it has all groups."""
     with dataplane.connect() as plane:
         count = args.steps * GROUPS
         part = plane.partition("rows", stages=STAGES, group_size=GROUP_SIZE, groups=count)
@@ -40,9 +39,8 @@ def work(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> N
 
 
 def train(part: dataplane.Partition, stage: str, rank: int, args: Namespace) -> None:
-    """Train step by step. The first trainer leases the rows of a whole step, so a step is either
-    finished or repeated if a trainer is killed. It receives only their keys (`fields=[]`); each
-    trainer then reads its own share of the rows."""
+    """Train step by step. The first trainer leases the keys of a step (`fields=[]`), so the step is
+    repeated if a trainer is killed. Each trainer reads its own share of the rows."""
     model, share = Model(), ROWS // dist.get_world_size()
     model.load(args.out)  # after a trainer was killed, all continue from here
     part.advance(int(model.version))  # the killed trainer may not have done this

@@ -45,9 +45,7 @@ def main(args: Namespace) -> None:
 def keep_running(args: Namespace, log: Path) -> None:
     """Run all workers until they have finished. Restart a worker that dies. If a trainer dies, the
     other one ends too, and both are restarted."""
-    processes.set_forkserver_preload(
-        ["torch._dynamo", "dataplane"]
-    )  # slow to import: once for all workers
+    processes.set_forkserver_preload(["torch._dynamo", "dataplane"])  # slow: once for all workers
     todo = [(stage, rank) for stage, count in COUNTS.items() for rank in range(count)]
     args.pipes = {who: processes.Pipe() for who in todo if args.plane == "controller"}
     lives, running, doomed = Counter(), {}, list(args.kill)
@@ -83,15 +81,7 @@ if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plane", choices=PLANES, default="dataplane", help="what moves the rows")
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
-    parser.add_argument(
-        "--lag", type=int, default=0, help="steps that rollout may be ahead (default: 0)"
-    )
-    parser.add_argument(
-        "--kill",
-        nargs="*",
-        choices=("rollout", "train"),
-        default=[],
-        help="workers to kill on the way",
-    )
+    parser.add_argument("--lag", type=int, default=0, help="steps that rollout may be ahead")
+    parser.add_argument("--kill", nargs="*", choices=("rollout", "train"), default=[])
     parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"), help="output directory")
     main(parser.parse_args())

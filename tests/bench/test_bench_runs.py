@@ -138,7 +138,7 @@ def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for(
     run = execute(replace(MATH, timeout_s=6), stopping)
     assert run["status"] == "error"
     assert "timed out while waiting for the workers to" in run["error"]
-    assert "train-0 is stopped" in run["error"] or "train-1 is stopped" in run["error"]
+    assert "train-0 is suspended" in run["error"] or "train-1 is suspended" in run["error"]
     assert not leaks.children()
 
 

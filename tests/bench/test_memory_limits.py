@@ -171,7 +171,7 @@ def test_with_version_2_other_processes_in_the_group_are_named_as_the_obstacle(
     tmp_path: Path,
 ) -> None:
     root, proc = version_2(tmp_path, [os.getpid(), 1])
-    with pytest.raises(NoLimits, match=r"1 other processes .* systemd-run --user --scope"):
+    with pytest.raises(NoLimits, match=r"1 other process\. .* systemd-run --user --scope"):
         limits._parent(root, proc)
     assert [path.name for path in (root / "user" / "run.scope").iterdir() if path.is_dir()] == []
 

@@ -279,7 +279,7 @@ def test_a_quick_simulation_reports_what_it_fitted_checked_and_modelled(
     shown = capsys.readouterr().out
     assert (
         "a model, not a measurement" in shown
-        and f"skill on transfers {told['skill']:.2f}" in " ".join(shown.split())
+        and f"Skill on transfers: {told['skill']:.2f}" in " ".join(shown.split())
     )
 
 

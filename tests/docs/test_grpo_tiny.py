@@ -30,7 +30,7 @@ def test_rewards_rise_though_a_rollout_worker_and_a_trainer_are_killed(
     done = train(tmp_path, "--steps", "24", "--lag", "1", "--kill", "rollout", "train")
     assert done.returncode == 0, done.stderr
     assert all(
-        f"('{stage}', 1) died and starts again" in done.stdout for stage in ("rollout", "train")
+        f"('{stage}', 1) died, restarting it" in done.stdout for stage in ("rollout", "train")
     )
     steps = steps_of(tmp_path)
     # Killed between the weights and the ack, a step is trained on once more.
@@ -44,7 +44,7 @@ def test_rewards_rise_though_a_rollout_worker_and_a_trainer_are_killed(
 
 def test_a_controller_trains_too_and_ends_with_its_worker(tmp_path: Path) -> None:
     done = train(tmp_path, "--steps", "6", "--plane", "controller", "--kill", "rollout")
-    assert done.returncode != 0 and "('rollout', 1) died, and with it the run" in done.stderr
+    assert done.returncode != 0 and "('rollout', 1) died, which ends the run" in done.stderr
     assert 3 < len(steps_of(tmp_path)) < 6
 
 

@@ -227,7 +227,7 @@ class TransportConformance:
         a.on_pin = once(lambda: dying.signal(signal.SIGKILL))
         (first,) = await asyncio.gather(b.read(a, mebibytes(a, 32)), return_exceptions=True)
         if isinstance(first, BaseException):  # else it was asked again of the new worker
-            assert isinstance(first, TransferFailed) and "retried" in str(first)
+            assert isinstance(first, TransferFailed) and "repeat the call" in str(first)
         outcome = await b.read_in_the_end(a, mebibytes(a, 32))
         assert outcome.nbytes == 32 * MIB and np.array_equal(a.bytes, b.bytes)
         await until(lambda: dying.engine.stats()["works"])

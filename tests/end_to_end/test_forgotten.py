@@ -14,6 +14,8 @@ from dataplane import Partition, Plane
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
 FORGOTTEN = "without ack, release or drop"
+HELD = "had not acked, released or dropped"
+"""So says the peer, of a client that is gone."""
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
     )
     assert FORGOTTEN not in done.stderr and "Traceback" not in done.stderr, done.stderr
     until(lambda: part.stats()["stages"]["train"]["released_rows"] == 2, "its rows are back")
-    log = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
+    log = [one for one in cluster.log("a").splitlines() if HELD in one]
     for stage in ("train", "log"):
         (one,) = [one for one in log if f"stage '{stage}'" in one]
         assert "partition 'p'" in one and "closed its client while holding 2 rows" in one
@@ -188,7 +190,7 @@ def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(
         assert line(worker) == "2"
         worker.kill()
         until(lambda n=n: part.stats()["stages"]["train"]["released_rows"] == 2 * n, "all are back")
-    (one,) = [one for one in cluster.log("a").splitlines() if FORGOTTEN in one]
+    (one,) = [one for one in cluster.log("a").splitlines() if HELD in one]
     assert "exited without closing its client while holding 2 rows" in one
 
 
@@ -198,4 +200,4 @@ def test_a_batch_that_was_handed_back_is_not_logged_by_the_peer(
     worker = cluster.worker(HANDS_BACK)
     assert worker.wait(60) == 0
     assert part.stats()["stages"]["train"]["released_rows"] >= 1  # 2 if one was fetched ahead
-    assert FORGOTTEN not in cluster.log("a")
+    assert HELD not in cluster.log("a")

@@ -45,7 +45,7 @@ def test_media_flow_through_an_arena_smaller_than_they_are() -> None:
 
 
 def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
 
@@ -58,8 +58,7 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(
             killed.append(peer.pid)
             peer.kill()
 
-    short = tmp_path_factory.mktemp("t")  # or a socket's path is too long
-    monkeypatch.setattr("tempfile.tempdir", str(short))
+    monkeypatch.setattr("tempfile.tempdir", str(run_dir))  # short enough for a socket's path
     run = execute(Job(plane="dataplane", trace="math", prompts=40, timeout_s=60), progress)
     assert run["status"] == "error"
     assert killed

@@ -169,6 +169,8 @@ def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
         ([{"at": [np.datetime64(1, "s"), np.datetime64(1, "ns")]}], None),
         (np.zeros(2, np.complex64), None),
         (np.zeros(2, np.longdouble), None),
+        ([(-1.5, False)], None),
+        ([{"a": 1}, {"a": True}], None),
     ],
 )
 def test_values_become_arrow_or_say_why_not(arena: Any, values: Any, expected: Any) -> None:

@@ -150,8 +150,8 @@ def _nested(flat: Array, shapes: list[tuple[int, ...]]) -> pa.Array:
 
 
 def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...], object]) -> Any:
-    """A value with its arrays as lists. kinds: the type of the texts, bytes and times that were
-    found at each place; Arrow would make one kind of several."""
+    """A value with its arrays as lists. kinds: the type of the texts, bytes, bools, numbers and
+    times that were found at each place; Arrow would make one kind of several."""
     if is_jagged(value):
         return [_plain(row, (*place, None), kinds) for row in value.unbind()]
     if is_torch(value):
@@ -161,6 +161,8 @@ def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...]
         if array.dtype.kind in "mM":
             _same_kind(array.dtype, (*place, *[None] * array.ndim), kinds)
             return _nested_list(array)
+        kind = bool if array.dtype == bool else "number"
+        _same_kind(kind, (*place, *[None] * array.ndim), kinds)
         return array.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*place, None), kinds) for item in value]
@@ -169,8 +171,10 @@ def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...]
             if not isinstance(key, str):
                 raise InvalidValue(f"Arrow has no type for a dict with the key {key!r}")
         return {key: _plain(item, (*place, key), kinds) for key, item in value.items()}
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, bool)):
         _same_kind(type(value), place, kinds)
+    elif isinstance(value, (int, float)):  # Arrow would make a number of a bool beside it
+        _same_kind("number", place, kinds)
     return value
 
 

@@ -7,7 +7,10 @@ it finds a worker that was busy. Time that the events do not explain is reported
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 
 from dataplane.events.merge import Event
 from dataplane.timeline.spent import Spent, What, admitted, busy, carved, hindered
@@ -56,12 +59,40 @@ class _Backtrack:
             if lease.stage == step.last:
                 done = busy(step.hindrances, under(lease, lease.began, min(lease.ended, step.end)))
                 spent += [one for one in done if one.what in ("pull", "room", "stall")]
+                spent += self._unanswered(lease)
         return spent, len(workers)
 
     def _was_the_last(self, wait: Event, begin: float, end: float) -> bool:
         """Return whether a claim waited for rows after the stage had received its last ones."""
         step = self.step
         return not wait.going_on and step.finished and not step.arrived(step.last, begin, end)
+
+    def _unanswered(self, lease: Lease) -> list[Spent]:
+        """Return the time between a lease and the worker's next one in which a stalled peer delayed
+        an answer: that of the ack, or of another call that returned as the stall ended."""
+        begins = self._begins[lease.worker]
+        following = bisect_right(begins, max(lease.began, lease.ended - self.step.near_s))
+        if lease.is_open or following == len(begins):
+            return []
+        rest = Spent(lease.ended, begins[following], host=lease.host)
+        done = carved(rest, hindered(self.step.hindrances, rest))
+        return [
+            one
+            for one in done
+            if one.what == "stall"
+            and (one.begin == rest.begin or rest.end - one.end < self.step.near_s)
+        ]
+
+    @cached_property
+    def _begins(self) -> dict[str, list[float]]:
+        """By worker of the last stage: when its leases and waits began, in order."""
+        found = defaultdict[str, list[float]](list)
+        begun = [(one.stage, one.worker, one.began) for one in self.step.leases]
+        begun += [(wait.stage, wait.worker, wait.began) for wait in self.step.waits]
+        for stage, worker, began in begun:
+            if stage == self.step.last:
+                found[worker].append(began)
+        return {worker: sorted(begins) for worker, begins in found.items()}
 
     # back from a wait
 

@@ -122,7 +122,8 @@ class _Causes:
             case "admit":
                 return Cause.ADMIT, "because admit held rollout back: its max_lag is too small"
             case "stall":
-                text = f"because peer {longest.host} got no processor time"
+                role = ", which holds the backup of this partition," if longest.by else ""
+                text = f"because peer {longest.host}{role} got no processor time"
                 return Cause.STARVED_PEER, text
             case "held":
                 return Cause.UNACKED_LEASE, self._held(longest)

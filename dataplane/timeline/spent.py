@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -30,8 +30,8 @@ What = Literal["", "work", "put", "pull", "room", "admit", "stall", "held", "sea
 class Spent(msgspec.Struct, frozen=True):
     """A stretch of time, and what it was spent on.
 
-    `by`: the peer that bytes came from, or the holder of the arena's space. `queued`: other rows
-    waited for that worker meanwhile.
+    `by`: the peer that bytes came from, the holder of the arena's space, or the peer that waited
+    for its stalled backup. `queued`: other rows waited for that worker meanwhile.
     """
 
     begin: float
@@ -50,10 +50,14 @@ class Spent(msgspec.Struct, frozen=True):
 
 class Hindrances:
     """Events of the kinds HINDRANCES, by the peer or worker that they hindered. `served_by`: the
-    peer that has the partition's metadata, "" if a stall of it hinders nobody."""
+    peer that has the partition's metadata, "" if a stall of it hinders nobody. `backups`: its
+    events of kind BACKUP."""
 
-    def __init__(self, events: Iterable[Event], served_by: str = "") -> None:
+    def __init__(
+        self, events: Iterable[Event], served_by: str = "", backups: Sequence[Event] = ()
+    ) -> None:
         self.served_by = served_by
+        self.backups = backups
         self._longest_s = 0.0
         self._of = defaultdict[tuple[Kind, str], list[Event]](list)
         for e in sorted(events, key=lambda one: one.at):
@@ -85,8 +89,8 @@ def busy(hindrances: Hindrances, work: Spent) -> list[Spent]:
 
 
 def hindered(hindrances: Hindrances, of: Spent) -> list[Spent]:
-    """Return when the worker waited for space, or when the peer of its host or of the partition
-    did not run."""
+    """Return when the worker waited for space, or when the peer of its host, the partition's
+    peer or that peer's backup did not run."""
     rooms = hindrances.within(Kind.ROOM_WAIT, of.worker, of.begin, of.end)
     stalls = [
         e
@@ -96,7 +100,17 @@ def hindered(hindrances: Hindrances, of: Spent) -> list[Spent]:
     return [
         *(Spent(e.began, e.at, "room", worker=e.worker, host=e.peer, by=e.by) for e in rooms),
         *(Spent(e.began, e.at, "stall", host=e.peer) for e in stalls),
+        *_stalls_of_backups(hindrances, of),
     ]
+
+
+def _stalls_of_backups(hindrances: Hindrances, of: Spent) -> Iterator[Spent]:
+    """Return when the partition's peer waited for a backup that did not run."""
+    for backup in hindrances.backups:
+        begin, end = max(of.begin, backup.began), min(of.end, backup.at)
+        for e in hindrances.within(Kind.STALL, backup.by, begin, end):
+            stalled = max(begin, e.began), min(end, e.at)
+            yield Spent(*stalled, "stall", host=e.peer, by=hindrances.served_by)
 
 
 def admitted(hindrances: Hindrances, of: Spent, partition: str) -> list[Spent]:

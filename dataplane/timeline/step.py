@@ -68,7 +68,8 @@ class Step:
             self.by_worker[one.stage, one.worker].append(one)
         self.other = [e for e in events if e.kind in HINDRANCES]
         """pulls, stalls, and waits for space and for `admit`"""
-        self.hindrances = Hindrances(self.other, self.served_by)
+        backups = [e for e in events if e.kind is Kind.BACKUP and e.peer == self.served_by]
+        self.hindrances = Hindrances(self.other, self.served_by, backups)
         self.came = defaultdict[tuple[str, Name], list[Event]](list)
         """by stage and group: events in which rows became ready or came back from a lease"""
         for e in self.events:

@@ -53,6 +53,8 @@ class Kind(enum.StrEnum):
     """The trainer is at `version`."""
     STALL = "stall"
     """The peer did not run for `seconds`: it got no processor time, or was stopped."""
+    BACKUP = "backup"
+    """For `seconds`, answers of the peer waited for the peer `by`, its backup, to confirm."""
     ARENA = "arena"
     """`nbytes` of the peer's arena are in use from now on, give or take a percent of it."""
     MISSING = "missing"
@@ -146,8 +148,8 @@ class Events(Body, tag=57):
 
 class EventsDone(Body, tag=58):
     """records have the numbers `first`, `first` + 1 and so on. Those below `kept` are overwritten.
-    last: the number of the newest record. going_on: waits and leases that have not ended, with
-    `seconds` so far; only where records goes up to `last`.
+    last: the number of the newest record. going_on: waits, leases and a time under a backup that
+    have not ended, with `seconds` so far; only where records goes up to `last`.
 
     now: the peer's clock as it answered. offset: by how much it is ahead of the clock of the peer
     that the client asked, give or take `uncertain`. workers: what people call the clients.

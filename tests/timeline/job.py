@@ -24,6 +24,7 @@ from bench.processes import die_with, run_folder
 from dataplane.timeline.causes import HEALTHY, Cause
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import Why, explain
+from dataplane.wire.events import Kind
 from tests.chaos.hosts import Hosts
 from tests.chaos.network import FAIR, Weather
 from tests.cluster import Cluster, environment
@@ -68,6 +69,8 @@ class Job:
     """what host b's link carries; 0: no limit"""
     frozen_s: float = 0.0
     """host b's peer does not run for so long"""
+    backed_up: bool = False
+    """host b's peer holds the backup of the step's partition"""
     full_s: float = 0.0
     """rows of an earlier step fill host b's arena for so long"""
     goes_on: bool = False
@@ -121,6 +124,11 @@ CASES = {
     "missing seal": Case(Job(batch=5, sealed=False, goes_on=True), (Cause.NOT_SEALED,)),
     "skewed lengths": Case(Job(longest=15.0, batch=12), (Cause.STRAGGLER,), ("group 'c3'",)),
     "starved peer": Case(Job(frozen_s=2.0), (Cause.STARVED_PEER,), ("peer b",)),
+    "starved backup": Case(
+        Job(frozen_s=1.5, backed_up=True),
+        (Cause.STARVED_PEER,),
+        ("peer b",),
+    ),
     "admit too tight": Case(Job(places=1, batch=1, generate_s=0.3), (Cause.ADMIT,)),
     "filter that excludes everything": Case(
         Job(version=2, sealed=False, goes_on=True), (Cause.FILTER,)
@@ -222,7 +230,8 @@ class Plane:
 
     def play(self, job: Job) -> Why:
         """A step, and what the events say of it."""
-        name, plane = f"step-{next(self._numbers)}", self.planes["a"]
+        plane = self.planes["a"]
+        name = self._backed_up_by("b") if job.backed_up else f"step-{next(self._numbers)}"
         part = plane.partition(
             name,
             stages=STAGES,
@@ -247,6 +256,21 @@ class Plane:
             part.drop()
             self._await([pipe for pipe in busy if pipe not in rollouts], job)
             return found
+
+    def _backed_up_by(self, peer: str) -> str:
+        """Return a name for a partition whose backup this peer holds."""
+        plane = self.planes["a"]
+        for number in self._numbers:
+            name = f"step-{number}"
+            part = plane.partition(name, stages=STAGES)
+            part.put({"x": [0]})
+            part.drop()
+            events = plane.events()
+            served_by = Step(events, name).served_by
+            backups = {e.peer: e.by for e in events if e.kind is Kind.BACKUP and e.going_on}
+            if backups.get(served_by) == peer:
+                return name
+        raise AssertionError("the names came to an end")
 
     def _await(self, pipes: list[Connection], job: Job) -> None:
         for pipe in pipes:

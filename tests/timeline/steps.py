@@ -6,6 +6,8 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dataplane.events.merge import Event
 from dataplane.wire.events import Kind, Reason
 
@@ -38,6 +40,10 @@ class Steps:
     admit_s: float = 0.0
     stall_s: float = 0.0
     """the last host's peer gets no processor time for so long, in its first reward"""
+    backup_s: float = 0.0
+    """the backup, a peer without workers, gets no processor time for so long; calls wait for it"""
+    overdue_s: float = 60.0
+    """a backup that confirms nothing for so long leaves the in-sync set"""
     forgotten: bool = False
     """a reward worker never acks its last lease"""
     sealed: bool = True
@@ -61,7 +67,26 @@ class Steps:
         put = sorted(one for nth, host in enumerate(names) for one in self._roll(nth, host))
         ready = self._reward(put, names)
         self._train(put, ready)
+        if self.backup_s:
+            self._starve_the_backup("z")
         return sorted(self.events, key=lambda event: event.at)
+
+    def _starve_the_backup(self, backup: str) -> None:
+        """Every call waits for the backup until it runs again or leaves the in-sync set."""
+        since = self.begin + 1.5 * self.generate_s
+        waited_s = min(self.backup_s, self.overdue_s)
+        replace, known = msgspec.structs.replace, self.events
+        self.events = [e for e in known if e.at <= since]
+        for e in known:
+            if e.at > since:
+                longer_s = e.seconds + waited_s if e.began < since and e.seconds else e.seconds
+                self.events.append(replace(e, at=e.at + waited_s, seconds=longer_s))
+        until = max(e.at for e in self.events) if waited_s == self.backup_s else since + waited_s
+        backup_s = until - self.begin + 100.0
+        self.events += [
+            Event(Kind.STALL, since + self.backup_s, backup, seconds=self.backup_s),
+            Event(Kind.BACKUP, until, "a", seconds=backup_s, by=backup),
+        ]
 
     def _roll(self, nth: int, host: str) -> list[tuple[float, str, str]]:
         at, worker, put = self.begin, f"rollout {host}", []

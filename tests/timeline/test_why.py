@@ -30,6 +30,7 @@ PLANTED = {
     "admit": ({"admit_s": 3.0}, Cause.ADMIT),
     "straggler": ({"straggler": 12.0, "batch": 16}, Cause.STRAGGLER),
     "starved peer": ({"stall_s": 15.0, "batch": 16}, Cause.STARVED_PEER),
+    "starved backup": ({"backup_s": 6.0}, Cause.STARVED_PEER),
 }
 SOUND = {
     "bound by generation": {},
@@ -69,6 +70,34 @@ def test_the_sentence_says_how_long_for_what_and_where() -> None:
     assert " lacked `reward`: reward on host d ran at 0.08 × the speed of the other reward" in said
     assert "holds" not in said
     assert why(0, train_s=5.0).sentence.endswith("so train itself bounds the step")
+
+
+def test_a_starved_backup_is_named_for_as_long_as_calls_waited_for_it() -> None:
+    found = why(0, backup_s=6.0)
+    assert "peer z, which holds the backup of this partition, got no processor" in found.sentence
+    assert found.shares[0].seconds == pytest.approx(6.0, abs=0.2)
+    overdue = why(0, backup_s=6.0, overdue_s=2.0)
+    starved = [one for one in overdue.shares if one.cause is Cause.STARVED_PEER]
+    assert sum(one.seconds for one in starved) == pytest.approx(2.0, abs=0.2), overdue.shares
+
+
+def test_a_stall_between_two_batches_is_named_if_an_answer_waited_for_it() -> None:
+    """The shard had recorded the ack, and the trainer got its answer when the backup ran again."""
+    of = {"stage": "train", "worker": "t", "host": "a"}
+    events = [happened(Kind.PUT, 1.0, group="g0"), happened(Kind.PUT, 1.1, group="g1")]
+    for lease, begin in ((1, 1.2), (2, 7.6)):
+        more = of | {"lease": lease, "group": f"g{lease - 1}", "rows": 8}
+        events += [
+            happened(Kind.LEASE_BEGIN, begin, **more),
+            happened(Kind.LEASE_END, begin + 0.4, **more, reason=Reason.ACK),
+        ]
+    events += [
+        happened(Kind.STALL, 7.5, peer="b", seconds=6.0),
+        happened(Kind.BACKUP, 9.0, peer="a", by="b", seconds=9.0),
+    ]
+    found = explain(Step(events, STEP))
+    assert found.cause is Cause.STARVED_PEER, found.sentence
+    assert found.idle_s == pytest.approx(6.0)
 
 
 def test_two_causes_at_once_are_both_named() -> None:

@@ -41,6 +41,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
+from dataplane.wire.events import Kind, Record
 from dataplane.wire.journal import Begun, Ended, Op, encode, encoded
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, Rostered, Shipment
@@ -124,6 +125,8 @@ class Shipping:
         """the backup, which was in sync, is told that it is not any more"""
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
+        self._awaited: tuple[str, float] | None = None
+        """the backup that answers wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
         """copies of partitions that are this peer's soon"""
         self.on_whole: Callable[[], None] = lambda: None
@@ -347,7 +350,25 @@ class Shipping:
         in_sync = roster.in_sync[roster.shards_of(self.host.address)].any()
         has_it = self.synced or bool(in_sync) or self._parting is not None
         self.progress.required = self.backup is not None and has_it
+        self._note_backup()
         self.progress.wake()
+
+    def _note_backup(self) -> None:
+        """Record the end of the time in which answers waited for one backup."""
+        backup = self.backup.peer if self.backup is not None and self.progress.required else ""
+        if self._awaited is not None and self._awaited[0] != backup:
+            before, since = self._awaited
+            self.host.events.add(Record(Kind.BACKUP, by=before), since)
+            self._awaited = None
+        if backup and self._awaited is None:
+            self._awaited = backup, self.host.now()
+
+    def going_on(self) -> list[Record]:
+        """Return which backup answers wait for, and for how long so far."""
+        if self._awaited is None:
+            return []
+        now, (backup, since) = self.host.now(), self._awaited
+        return [Record(Kind.BACKUP, now, by=backup, seconds=max(0.0, now - since))]
 
     def _stop(self) -> None:
         if self._task is not None:

@@ -112,8 +112,9 @@ class Timeline:
         return known[0] if known is not None else ""
 
     def _going_on(self) -> list[Record]:
-        """Waits and leases that have not ended, with `seconds` so far."""
+        """Return waits, leases and the time under a backup that have not ended."""
         found = self.peer.calls.going_on() + self.peer.room.going_on()
+        found += self.peer.shipping.going_on()
         for entry in self.host.entries.values():
             leases = entry.store.leases
             found += [

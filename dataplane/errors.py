@@ -1,13 +1,12 @@
-"""Every error that `dataplane` raises.
+"""Every error that `dataplane` raises."""
 
-An error crosses the wire as (code, message, details). The code is the name of a class here; no
-other class can arrive. Details are numbers and names that a program may act on. The message is
-for people: what is wrong, why, and what to do next.
-
-The docstring of a class says when it is raised. `next_step` says what the caller may do, and
-`retry` whether the call may be repeated. From them, `python -m tests.docs.make_error_table` makes
-the tables of docs/troubleshooting.md and protocol/README.md.
-"""
+# An error crosses the wire as (code, message, details). The code is the name of a class here; no
+# other class can arrive. Details are numbers and names that a program may act on. The message is
+# for people: what is wrong, why, and what to do next.
+#
+# The docstring of a class says when it is raised. `next_step` says what the caller may do, and
+# `retry` whether the call may be repeated. From them, `python -m tests.docs.make_error_table` makes
+# the tables of docs/troubleshooting.md and protocol/README.md.
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ class Partition:
         group also keeps its place until all groups that were in progress when it finished are
         complete. Dropped and lost groups free their places at once.
 
-        Groups that this session starts inside the `with` use the permits. Unused permits are
+        Groups that this client starts inside the `with` use the permits. Unused permits are
         returned at the end of the `with`, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.journal import encode
+from dataplane.metadata.tables.remembered import PART_KEYS, Tombstones
+from dataplane.wire.journal import Remembered, encode
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Column, Definition, Owner, Shape
@@ -128,3 +131,35 @@ def test_a_dump_tells_nothing_of_a_change_that_came_after_it_began(what: str, ve
         found += map(encode, ops)
         assert found == expected
         assert [encode(op) for op in dump(s, 1)] != expected, "it is no change"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_names_that_are_added_used_again_or_forgotten_meanwhile_are_told_as_they_were(
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    tombstones, images = Tombstones(limit=3 * PART_KEYS), BeforeImages(0)
+    keys = [number.to_bytes(16, "little") for number in range(8 * PART_KEYS)]
+    tombstones.add(keys[: 2 * PART_KEYS], freed=True)
+    tombstones.add(keys[2 * PART_KEYS : 3 * PART_KEYS + 7])
+    tombstones.remove(chance.sample(keys, PART_KEYS))
+    expected = [one for part in tombstones.parts() for one in part.items()]
+    tombstones.on_change, parts = images.keep_tombstones, tombstones.parts()
+    told = list[tuple[bytes, bool]]()
+    for part in images.tombstones(parts):
+        told += part.items()
+        tombstones.remove(chance.sample(keys, 50))
+        tombstones.add(chance.sample(keys, chance.choice([50, PART_KEYS])))
+    assert told == expected
+    assert tombstones.forgotten and len(tombstones) <= 3 * PART_KEYS
+    known = {key for part in tombstones.parts() for key in part}
+    assert len(known) == len(tombstones)
+    assert {key for key in keys if tombstones.freed(key) or tombstones.dropped(key)} == known
+
+
+def test_a_dump_tells_names_part_by_part() -> None:
+    """To list a million names at once would take a peer a third of a second."""
+    s = store(0)
+    s.tombstones.add(number.to_bytes(16, "little") for number in range(10 * PART_KEYS))
+    names = [len(op.freed) for op in dump(s) if isinstance(op, Remembered)]
+    assert sum(names) == len(s.tombstones) and max(names) <= PART_KEYS

@@ -1,4 +1,4 @@
-"""Before-images: what blocks, groups, lane entries and leases were when a dump of a store began.
+"""Before-images: blocks, groups, lanes, leases and tombstones as they were when a dump began.
 
 A dump is told in pieces while the store goes on. Whoever changes one of these things has its image
 kept first, where the dump has not told it yet; the dump then tells the image. Only a dump under
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.blocks import Block, Group, Standing
+from dataplane.metadata.tables.remembered import Part
 
 if TYPE_CHECKING:
     from dataplane.metadata.shard.leases import Lease
@@ -36,6 +37,8 @@ class BeforeImages:
         self._lanes: dict[Lane, list[Entry]] = {}
         self._entries: dict[Entry, int] = {}
         self._leases: dict[int, list[int]] = {}
+        self._tombstones: dict[int, Part] = {}
+        """by the id of the part"""
 
     # before a change
 
@@ -60,6 +63,10 @@ class BeforeImages:
     def keep_lease(self, lease: Lease) -> None:
         if lease.number not in self._leases:
             self._leases[lease.number] = list(lease.left)
+
+    def keep_tombstones(self, part: Part) -> None:
+        if id(part) not in self._tombstones:
+            self._tombstones[id(part)] = part.copy()
 
     # for the dump
 
@@ -86,6 +93,11 @@ class BeforeImages:
             some = entries[at : at + many]
             yield [(one.unit, bits) for one in some if (bits := self._entries.get(one, one.bits))]
         lane.images = None
+
+    def tombstones(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The parts as they were. The caller keeps them, so that their ids stay theirs."""
+        for part in parts:
+            yield self._tombstones.pop(id(part), part)
 
     def left(self, lease: Lease) -> list[int]:
         """What was left of it."""

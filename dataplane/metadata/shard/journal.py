@@ -414,7 +414,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
     first += _permits_told(store)
     groups, blocks = list(store.groups.values()), list(store.blocks.values())
     leases = list(store.leases)
-    buried = store.tombstones.all()
+    buried = store.tombstones.parts()
     last: list[Op] = [op for plan in store.leases.plans for op in _plan_told(plan)]
     last += [*_losses_told(store), _summary_told(store)]
 
@@ -433,8 +433,9 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
             yield Ready(stage.name, groups=b"".join([group.key for group, _ in ready]))
     for lease in leases:
         yield _lease_told(lease, images.left(lease))
-    for gone in _pieces(buried, many):
-        yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
+    for part in images.tombstones(buried):
+        for gone in _pieces(list(part.items()), many):
+            yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
     yield from last
 
 

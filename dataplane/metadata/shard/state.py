@@ -185,12 +185,13 @@ class State:
         self.images = BeforeImages(self.last_number)
         for stage in self.stages.values():
             stage.keep_images(self.images)
+        self.tombstones.on_change = self.images.keep_tombstones
         return self.images
 
     def drop_images(self, images: BeforeImages) -> None:
         """A dump is over."""
         if self.images is images:
-            self.images = None
+            self.images = self.tombstones.on_change = None
             for stage in self.stages.values():
                 stage.keep_images(None)
 

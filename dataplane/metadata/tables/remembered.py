@@ -4,7 +4,7 @@ Sans-I/O."""
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from dataplane.wire.limits import MAX_LOST_PER_MESSAGE
@@ -14,8 +14,11 @@ MAX_TOMBSTONES = 1_000_000
 MAX_LOST = 65_536
 MAX_PRODUCERS = 64
 """Sessions that a partition remembers for having put rows; the least recent are forgotten."""
-BYTES_EACH = 172
+BYTES_EACH = 143
 """Measured with a million of them."""
+PART_KEYS = 512
+Part = dict[bytes, bool]
+"""Keys, the oldest first, each with whether it was freed; False: it was dropped."""
 _FLIPPED = bytes(range(255, -1, -1))
 
 
@@ -27,44 +30,73 @@ def of_group(key: bytes) -> bytes:
 class Tombstones:
     """Keys of rows and groups that are no more, so that a late or repeated put does not make them
     anew: dropped ones, which are cancelled, and freed ones that had given names, which have been
-    everywhere. The oldest go first and are counted."""
+    everywhere. The oldest go first and are counted.
+
+    Keys lie in parts of at most PART_KEYS, so that a dump can note a million of them at once and
+    tell them part by part. `on_change`, where it is set, gets each part before it changes."""
 
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit
-        self._freed: OrderedDict[bytes, bool] = OrderedDict()
-        """oldest first; False: it was dropped"""
+        self._part_of: dict[bytes, Part] = {}
+        self._parts: OrderedDict[int, Part] = OrderedDict()
+        """oldest first, by their id"""
+        self._last: Part = {}
+        """the part that new keys enter"""
         self.forgotten = 0
+        self.on_change: Callable[[Part], None] | None = None
 
     def __len__(self) -> int:
-        return len(self._freed)
+        return len(self._part_of)
 
     @property
     def nbytes(self) -> int:
-        return BYTES_EACH * len(self._freed)
+        return BYTES_EACH * len(self._part_of)
 
     def add(self, keys: Iterable[bytes], freed: bool = False) -> None:
         """Those known keep their age, and what was dropped stays so."""
         for key in keys:
-            self._freed[key] = freed and self._freed.get(key, True)
-        while len(self._freed) > self._limit:
-            self._freed.popitem(last=False)
+            part = self._part_of.get(key)
+            if part is None:
+                part = self._part_of[key] = self._room()
+            if self.on_change is not None:
+                self.on_change(part)
+            part[key] = freed and part.get(key, True)
+        while len(self._part_of) > self._limit:
+            self._take(next(iter(next(iter(self._parts.values())))))
             self.forgotten += 1
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """These names are used again."""
         for key in keys:
-            self._freed.pop(key, None)
+            if key in self._part_of:
+                self._take(key)
 
-    def all(self) -> list[tuple[bytes, bool]]:
-        """Each with whether it was freed, oldest first."""
-        return list(self._freed.items())
+    def parts(self) -> list[Part]:
+        """All keys, the oldest part first."""
+        return list(self._parts.values())
 
     def dropped(self, key: bytes) -> bool:
-        return self._freed.get(key) is False
+        part = self._part_of.get(key)
+        return part is not None and not part[key]
 
     def freed(self, key: bytes) -> bool:
         """It had a given name, and went when all had acked it."""
-        return self._freed.get(key) is True
+        part = self._part_of.get(key)
+        return part is not None and part[key]
+
+    def _room(self) -> Part:
+        if len(self._last) >= PART_KEYS or id(self._last) not in self._parts:
+            self._last = {}
+            self._parts[id(self._last)] = self._last
+        return self._last
+
+    def _take(self, key: bytes) -> None:
+        part = self._part_of.pop(key)
+        if self.on_change is not None:
+            self.on_change(part)
+        del part[key]
+        if not part:
+            del self._parts[id(part)]
 
 
 class LostNames:

@@ -25,6 +25,7 @@ from dataplane.errors import (
     ConnectError,
     DeadlineExceeded,
     InvalidCall,
+    PeerLost,
     Unavailable,
     counted,
     duration,
@@ -113,9 +114,9 @@ class _Access:
         for peer in [one for run in living_runs() if run.name == self._run for one in run.peers]:
             try:
                 self.plane = Plane(visit(peer))
-            except ConnectError:  # it has just ended
+            except PeerLost:  # it has just ended
                 continue
-            except (DeadlineExceeded, Unavailable) as error:
+            except (ConnectError, Unavailable) as error:
                 silent = f"{lost}, and peer {peer.name} did not answer: {error.message}"
                 continue
             return ""

@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ import pytest
 
 import dataplane
 from dataplane import cli
+from dataplane.client.session.opening import join
 from dataplane.launch import embedded, rundir
 from tests.end_to_end.conftest import PLANE, Cluster, line, peer_command, until
 from tests.processes import all_ending, ending
@@ -322,6 +324,32 @@ def test_a_stopped_peer_whose_files_are_removed_is_not_replaced(
         until(lambda: bool(rundir.living_peers(folder)), "its files are back", 10)
 
 
+def test_a_new_client_is_told_that_the_peer_is_stopped_or_starved(folder: Path) -> None:
+    def opened(limit_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(path)
+        return sock
+
+    with dataplane.connect() as plane:
+        pid, path = plane.stats()["pid"], str(folder / "embedded.sock")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                dataplane.ConnectError, match=rf"\(pid {pid}\) .* 0.2 s: .* `kill -CONT {pid}`"
+            ):
+                join(opened, limit_s=0.2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    path = str(folder / "silent.sock")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(
+            dataplane.ConnectError, match=rf"\(pid {os.getpid()}\) .* starved of processor time"
+        ):
+            join(opened, limit_s=0.2)
+
+
 def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,7 +463,7 @@ def test_status_shows_the_others_soon_where_a_peer_is_stopped(cluster: Cluster) 
         shown = status("--run", PLANE).stdout
     finally:
         cluster.peers["a"].send_signal(signal.SIGCONT)
-    assert "peer a does not answer" in shown and "it may be stopped" in shown and "host b" in shown
+    assert "peer a does not answer" in shown and "it is stopped, by" in shown and "host b" in shown
 
 
 def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:

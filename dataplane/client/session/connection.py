@@ -455,15 +455,24 @@ class Connections:
         return len(self._idle)
 
 
+def process_of(sock: socket.socket) -> int:
+    """Return the pid of the process at the other end of a unix socket, 0 if it cannot be seen from
+    here, as in another pid namespace."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return 0
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    return pid
+
+
 def is_stopped(sock: socket.socket) -> bool:
     """Whether the process at the other end of a unix socket is stopped, so that it will not answer:
     a peer that is only busy gets a moment more, for its own answer says more than the client's.
     False where that cannot be seen from here, as in another pid namespace."""
     try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, _, _ = _CREDENTIALS.unpack(raw)
         # The name in brackets may contain anything; the state comes behind it.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process_of(sock)}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False
     return state in ("T", "t")

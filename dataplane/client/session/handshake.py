@@ -15,12 +15,15 @@ from dataplane.client.session.connection import (
     Connection,
     Opener,
     answer,
+    is_stopped,
     no_answer,
     peer_lost,
+    process_of,
     unwrap,
 )
 from dataplane.client.session.session import Session
 from dataplane.errors import (
+    ConnectError,
     DataplaneError,
     DeadlineExceeded,
     LimitExceeded,
@@ -64,7 +67,8 @@ def open_connection(
     the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
     hears what the peer is, and says which device arenas a new session reads in place.
 
-    PeerLost, also where another incarnation answers than the session's; DeadlineExceeded.
+    PeerLost, also where another incarnation answers than the session's. Where the peer does not
+    answer in time: DeadlineExceeded with a session, ConnectError without.
     """
     descriptors: list[int] = []
     deadline = Deadline(limit_s)
@@ -104,12 +108,13 @@ def open_connection(
         if not isinstance(done, HelloDone):
             raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
     except BaseException as exc:
+        pid, stopped = process_of(connection.sock), is_stopped(connection.sock)
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
         of_socket = isinstance(exc, OSError) and not isinstance(exc, DataplaneError)
         if session is None and (of_socket or type(exc) in (PeerLost, DeadlineExceeded)):
-            raise _not_let_in(exc, where, limit_s) from exc
+            raise _not_let_in(exc, where, limit_s, pid, stopped) from exc
         late = isinstance(exc, TimeoutError)
         broke = type(exc) is PeerLost or (of_socket and not late)
         if session is not None and broke and _is_gone(opener):  # it died as this connection came
@@ -180,14 +185,21 @@ def no_descriptors() -> LimitExceeded:
     )
 
 
-def _not_let_in(exc: BaseException, where: str, limit_s: float) -> DataplaneError:
-    """No call of this client has been there yet."""
+def _not_let_in(
+    exc: BaseException, where: str, limit_s: float, pid: int = 0, stopped: bool = False
+) -> DataplaneError:
+    """No call of this client has been there yet. pid: of the peer; 0: unknown."""
     if isinstance(exc, TimeoutError):
-        return DeadlineExceeded(
-            f"the peer {where} did not accept this client within {duration(limit_s)}: it "
-            "may be stopped, or out of file descriptors. Check its log, and connect again",
-            limit_s=limit_s,
+        process = f"the peer {where} (pid {pid})" if pid else f"the peer {where}"
+        late = f"{process} did not accept this client within {duration(limit_s)}"
+        text = (
+            f"{late}: it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT "
+            f"{pid}`, then connect again. To end it and lose its rows, run `kill -9 {pid}`"
+            if stopped
+            else f"{late}: it may be stopped, starved of processor time, or out of file "
+            "descriptors. Check the load of this host and the peer's log, then connect again"
         )
+        return ConnectError(text, limit_s=limit_s, pid=pid)
     return PeerLost(f"the peer {where} closed the connection during the handshake: connect again")
 
 

@@ -111,7 +111,7 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
 
 def visit(peer: LivingPeer) -> Housekeeper:
     """A session for a command that only looks: it starts no peer, also where this one has left
-    meanwhile, which is PeerLost, and its run is nobody else's. DeadlineExceeded for one that lets
+    meanwhile, which is PeerLost, and its run is nobody else's. ConnectError for one that lets
     nobody in, sooner than for who needs it: it may be stopped, and others are looked at as well."""
     return join(partial(_connected, str(peer.socket)), limit_s=_VISIT_S)
 

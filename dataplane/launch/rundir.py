@@ -387,7 +387,7 @@ def living_runs(base: Path | None = None) -> list[LivingRun]:
 def living_peers(folder: Path) -> list[LivingPeer]:
     """The peers of a run whose processes live, by name."""
     living = []
-    for path in sorted(folder.glob("*.lock")):
+    for path in _files(folder, ".lock"):
         name = path.name.removesuffix(".lock")
         # Shared, so that two that ask at once do not take each other for a peer.
         if not _can_lock(path, os.O_RDWR | os.O_NOFOLLOW, fcntl.LOCK_SH):
@@ -399,7 +399,7 @@ def dead_peers(folder: Path) -> list[DeadPeer]:
     """The peers of a run that have ended and left their cards, the one that ended last first."""
     living = {peer.name for peer in living_peers(folder)}
     dead = []
-    for path in folder.glob("*.json"):
+    for path in _files(folder, ".json"):
         card = _read_card(folder, path.stem)
         if card is not None and card.name not in living:
             with contextlib.suppress(OSError):
@@ -517,7 +517,7 @@ def _can_lock(path: Path, flags: int, how: int) -> bool:
 
 def _sweep(folder: Path, besides: str) -> None:
     """Remove the files of every dead peer of the plane."""
-    names = {path.stem for suffix in ("sock", "lock") for path in folder.glob(f"*.{suffix}")}
+    names = {path.stem for suffix in (".sock", ".lock") for path in _files(folder, suffix)}
     for name in names - {besides}:
         fd = try_lock(folder / f"{name}.lock")
         if fd is not None:
@@ -531,6 +531,15 @@ def _remove_files(folder: Path, name: str, *, lock: bool = True, card: bool = Tr
     leftovers += [f"{name}.json"] if card else []
     for leftover in [*leftovers, f"{name}.lock"] if lock else leftovers:
         (folder / leftover).unlink(missing_ok=True)
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    """Return the files with this suffix, by name. A folder that its last peer has just removed has
+    none."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == suffix)
+    except FileNotFoundError:
+        return []
 
 
 def _read_card(folder: Path, name: str) -> Card | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -150,6 +153,26 @@ while True:
                 rundir.claim_name(folder, "a").release()
         finally:
             looker.kill()
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_has_no_peers(run_dir: Path) -> None:
+    """A peer that leaves removes it while new clients look for a peer there."""
+    folder, looked = rundir.plane_dir("p"), threading.Event()
+
+    def come_and_go() -> None:
+        while not looked.is_set():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            folder.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        goes = pool.submit(come_and_go)
+        try:
+            for _ in range(10_000):
+                assert rundir.living_peers(folder) == rundir.dead_peers(folder) == []
+        finally:
+            looked.set()
+        goes.result()
 
 
 def test_the_run_directory_is_private(run_dir: Path, tmp_path: Path) -> None:

@@ -97,6 +97,16 @@ def seconds(value: object, what: str) -> float | None:
     return max(-_FOREVER_S, float(value)) if value < _FOREVER_S else None
 
 
+def moment(value: object, what: str) -> float:
+    """A time on a monotonic clock, in seconds."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise InvalidCall(
+            f"{what}={value!r:.80}: expected a time in seconds, such as `at` of an event"
+        )
+    found: Any = value
+    return float(max(-_FOREVER_S, min(found, _FOREVER_S)))
+
+
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise InvalidCall(f"{what} must be a mapping {form}, not {value!r:.80}")

@@ -5,7 +5,7 @@ Pure: InvalidCall names the argument that is wrong.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -39,7 +39,7 @@ def definition_of(
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
         raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
-    if replicas not in (1, 2):
+    if isinstance(replicas, bool) or replicas not in (1, 2):
         raise InvalidCall(
             f"replicas={replicas!r}: expected 1, or 2 for a second copy on another peer"
         )
@@ -102,8 +102,8 @@ class Demand(msgspec.Struct, eq=False):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
         number = isinstance(amount, Real) and not isinstance(amount, bool)
-        if not number or not 0 < amount < math.inf:
-            raise InvalidCall(f"budget={shown!r}: the sum must be a finite number above 0")
+        if not number or not 0 < amount <= sys.float_info.max:
+            raise InvalidCall(f"budget={shown!r:.80}: the sum must be a finite number above 0")
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, float(amount))

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import msgspec
 
-from dataplane.errors import duration
+from dataplane.errors import duration, nearest
 from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import idle
 from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares
@@ -94,6 +94,10 @@ def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
     from each other and how long workers of each stage waited for what. Percentiles of staleness
     are there if versions are known."""
     step = Step(events, partition)
+    if not step.events:
+        near = nearest(partition, steps(events))
+        hint = f": did you mean {near!r}?" if near else ""
+        return {"step/why": f"no peer has an event of step {partition!r}{hint}"}
     why = explain(step)
     found: dict[str, float | str] = {
         "step/why": why.sentence,

@@ -207,6 +207,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "one tag",
     ),
     "a budget of text": (lambda p: p.claim("s", budget={"n": "1"}), dataplane.InvalidCall, "num"),  # type: ignore[dict-item]
+    "a budget that no float holds": (
+        lambda p: p.claim("s", budget={"n": 10**400}),
+        dataplane.InvalidCall,
+        "finite number above 0",
+    ),
     "no budget": (lambda p: p.claim("s", budget=5), dataplane.InvalidCall, "mapping {tag: sum}"),  # type: ignore[arg-type]
     "a lease of no time": (lambda p: p.claim("s", rows=1, lease=0), dataplane.InvalidCall, "posit"),
     "a collate that is no function": (
@@ -282,6 +287,7 @@ def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
         (("q", {"s": ["x"]}, None, -1), dataplane.InvalidCall, "groups=-1"),
         (("q", {"s": ["x"]}, None, None, "soon"), dataplane.InvalidCall, "'acked' or 'drop'"),
         (("q", None, None, None, None, 3), dataplane.InvalidCall, "replicas=3"),
+        (("q", {"s": ["x"]}, None, None, None, True), dataplane.InvalidCall, "replicas=True"),
     ],
 )
 def test_a_wrong_definition_says_what_to_do(
@@ -308,12 +314,41 @@ def test_an_unknown_partition_is_waited_for_no_longer_than_asked(plane: Plane) -
         plane.get(None)  # type: ignore[arg-type]
 
 
+def test_a_wrong_call_for_events_says_what_to_do(plane: Plane) -> None:
+    for wrong in ("now", float("nan"), True):
+        with pytest.raises(dataplane.InvalidCall, match=f"since={wrong!r}: expected a time in"):
+            plane.events(since=wrong)  # type: ignore[arg-type]
+    assert plane.events(since=10**400) == [] and plane.events(since=-(10**400))
+    with pytest.raises(dataplane.InvalidCall, match="the name of a step must be"):
+        plane.metrics(5)  # type: ignore[arg-type]
+    plane.partition("step-of-tests", {"s": ["x"]}, free="drop").put({"x": [1]})
+    found = plane.metrics("stpe-of-tests")
+    plane.partition("step-of-tests").drop()
+    assert {name for name in found if name.startswith("step/")} == {"step/why"}
+    assert "'stpe-of-tests': did you mean 'step-of-tests'?" in found["step/why"]
+
+
 def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     batch = part.claim("s", rows=2, timeout=5)
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: batch.add(y=[1]), dataplane.InvalidRows, "the batch has 2 rows, but .* .y: 1.:"),
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: an object"),
         (lambda: batch.add(), dataplane.InvalidRows, "pass at least one"),
+        (
+            lambda: batch.add({"y": [1, 2]}, y=[3, 4]),
+            dataplane.InvalidCall,
+            "field 'y' in its mapping and by name",
+        ),
+        (
+            lambda: batch.torch("x", device="cuad"),
+            dataplane.InvalidCall,
+            "device='cuad': torch knows no such device",
+        ),
+        (
+            lambda: batch.tensordict(["x"], device="cuda:99"),
+            dataplane.InvalidCall,
+            "device='cuda:99': torch finds [0-9]+ CUDA GPU",
+        ),
         (lambda: batch["y"], dataplane.FieldUnknown, "the fields are .'x'."),
         (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: expected a field name"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),

@@ -18,7 +18,7 @@ from dataplane.client._async.write import write_columns
 from dataplane.client.balancing import Rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection
-from dataplane.client.write.values import by_name
+from dataplane.client.write.values import named_once
 from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted
 from dataplane.wire.messages import Finish, PutDone
 from dataplane.wire.records import EXTENT, U4
@@ -81,10 +81,9 @@ class Micro(LeasedRows):
         Values for padding rows are ignored. If this stage has already set the field of a row, the
         old value is kept. Raises LeaseExpired if the plan has ended.
         """
-        given = {} if columns is None else dict(by_name(columns))
+        columns = named_once(columns, named)
         lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
         lease.check()
-        columns = given | named
         if session.devices is not None:
             session.devices.tell_of_host_copies(columns, "values added to a plan go to host memory")
         written = await write_columns(self._handle, columns, len(self), deadline)

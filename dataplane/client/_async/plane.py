@@ -159,6 +159,7 @@ class Plane:
         stats = await self.stats(timeout=timeout)
         of_step: dict[str, Any] = {}
         if step is not None:
+            step = arguments.text(step, "a step")
             of_step = figures(await self.events(timeout=deadline.left("metrics")), step)
         # Taken last: if a request fails, the next call still reports these sums.
         return {**self._session.tally.take(stats), **of_step}

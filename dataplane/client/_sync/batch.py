@@ -24,7 +24,7 @@ from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
 from dataplane.client.read.tensors import Each, Form, Layout
 from dataplane.client.write.rows import Names, TagValues
-from dataplane.client.write.values import by_name
+from dataplane.client.write.values import by_name, named_once
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
 from dataplane.wire.messages import Claimed
 
@@ -215,8 +215,7 @@ class Batch(LeasedRows):
 
         Raises FieldExists if a field was already added, and LeaseExpired if the lease has ended.
         """
-        given = {} if columns is None else dict(by_name(columns))
-        self.lease.add({**given, **named}, Deadline(timeout), self._at)
+        self.lease.add(named_once(columns, named), Deadline(timeout), self._at)
 
     @public
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import ask
 from dataplane.client.deadline import Deadline
@@ -37,7 +38,7 @@ def probe(session: Session, timeout: float | None) -> dict[str, Any]:
 def events(session: Session, since: float | None, timeout: float | None) -> list[Event]:
     """Return the events of all peers. Asks one peer after another, page by page."""
     deadline = Deadline(timeout)
-    since = 0.0 if since is None else since
+    since = 0.0 if since is None else arguments.moment(since, "since")
     pages, silent = (_pages(session, "", since, deadline)), list[str]()
     for address in pages[0].members:
         if address == pages[0].address:

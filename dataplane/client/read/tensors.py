@@ -27,7 +27,7 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.client.read.views import ColumnView
-from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.errors import InvalidCall, InvalidValue, counted
 from dataplane.gpu.direct import DirectCopies
 from dataplane.wire.arrays import Array, is_torch, kind_of, tensor_over
 
@@ -59,9 +59,7 @@ def to_torch(
     asked of torch's current stream of this thread, from pinned memory. InvalidValue where torch has
     no such dtype or layout.
     """
-    import torch
-
-    torch.device(device)  # what is none is told here
+    _check_device(device)
     _check_layout(layout)
     if column.holds_arrays:
         _check_dtypes(column)
@@ -274,10 +272,9 @@ def to_tensordict(
     numbers as a tensor [n]; everything else as a NonTensorStack. FieldUnknown names a row that
     lacks a field; InvalidValue a field that cannot be laid out so.
     """
-    import torch
     from tensordict import NonTensorStack, TensorDict
 
-    torch.device(device)
+    _check_device(device)
     form.checked(list(columns))
     offsets, masks, found = offsets or Offsets(), _Masks(form), {}
     for name, column in columns.items():
@@ -366,6 +363,24 @@ def _filled(
     array = np.empty(shape, dtype)
     fill(array)
     return tensor_over(array).to(device)
+
+
+def _check_device(device: str) -> None:
+    """InvalidCall for a device that torch does not know, or a GPU that it does not find."""
+    import torch
+
+    try:
+        asked = torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise InvalidCall(
+            f"device={device!r:.40}: torch knows no such device: pass 'cpu' or, for example, "
+            "'cuda:0'"
+        ) from exc
+    if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
+        raise InvalidCall(
+            f"device={device!r:.40}: torch finds {counted(gpus, 'CUDA GPU')} in this process: "
+            "check CUDA_VISIBLE_DEVICES and the installed torch, or pass another device"
+        )
 
 
 def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:

@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write import schema
-from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded, counted
+from dataplane.errors import (
+    FieldUnknown,
+    InvalidCall,
+    InvalidRows,
+    InvalidValue,
+    LimitExceeded,
+    counted,
+)
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
@@ -185,6 +192,17 @@ def by_name(columns: Any) -> Any:
             )
         found[".".join(key)] = column
     return found
+
+
+def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a call that takes them in a mapping and by name. InvalidCall if a field
+    is in both."""
+    given = {} if columns is None else dict(by_name(columns))
+    if twice := given.keys() & named.keys():
+        raise InvalidCall(
+            f"the call has field {min(twice)!r} in its mapping and by name: pass each field once"
+        )
+    return {**given, **named}
 
 
 def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:

@@ -113,8 +113,9 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
         launcher = several[0].launcher
         raise SeedsMissing(
             f"this {launcher} job spans several hosts, but its environment variables do not name "
-            "them: set DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101 to the same value on "
-            "every host, or DATAPLANE_SEEDS=none to use this host alone",
+            "them: set DATAPLANE_SEEDS to the same list on every host, for example "
+            "DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101. To use only this host, set "
+            "DATAPLANE_SEEDS=none",
             launcher=launcher,
         )
     port = seed_port(run)
@@ -160,8 +161,8 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
             nodes.append(node)
             if len(nodes) > MAX_NODES:
                 raise InvalidConfig(
-                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} nodes, the "
-                    "most that dataplane supports"
+                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} nodes: "
+                    "dataplane supports at most that many"
                 )
     return tuple(dict.fromkeys(nodes))
 
@@ -186,7 +187,7 @@ def _expand(item: str) -> Iterator[str]:
 
 def _not_a_nodelist(item: str) -> InvalidConfig:
     return InvalidConfig(
-        f"{item!r:.80} is not a valid Slurm node list: expected a form such as node[01-03,7]"
+        f"{item!r:.80} is not a valid Slurm node list: expected a list such as node[01-03,7]"
     )
 
 
@@ -363,9 +364,8 @@ def _address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as exc:
         raise ConnectError(
-            f"cannot resolve or reach {host}, the first host of this job "
-            f"({exc.strerror or exc}): check DNS and routing, or set DATAPLANE_SEEDS to "
-            "addresses that this host can reach",
+            f"cannot resolve or reach {host}, the first host of this job: {exc.strerror or exc}. "
+            "Check DNS and routing, or set DATAPLANE_SEEDS to addresses that this host can reach",
             host=host,
         ) from exc
 
@@ -380,6 +380,6 @@ def _integer(environ: Environ, name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise InvalidConfig(
-            f"the environment variable {name} is {text!r}, which is not an integer: correct or "
+            f"the environment variable {name} is {text!r}, which is not an integer: correct it or "
             "unset it"
         ) from None

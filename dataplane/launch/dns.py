@@ -52,12 +52,14 @@ def seeds_of(
     until = time.monotonic() + wait_s
     found = resolve(name)
     if len(found) != count:
-        log.info("seeds: %s resolves to %d addresses, waiting for %d", name, len(found), count)
+        log.info(
+            "seeds: %s resolves to %d addresses so far, waiting for %d", name, len(found), count
+        )
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
                 f"{name} still resolved to {len(found)} addresses after {duration(wait_s)}, but "
-                f"{setting} expects {count}: check that exactly {count} hosts are running. On "
+                f"{setting} expects {count}: check that exactly {count} peers are running. On "
                 "Kubernetes, the headless Service needs publishNotReadyAddresses: true",
                 name=name,
                 found=sorted(found),

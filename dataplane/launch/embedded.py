@@ -103,8 +103,8 @@ class Attached:
             remarks.append(f"this process uses dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
             remarks.append(
-                "Ray is not initialised yet, so this process uses its own run: call connect() "
-                "after ray.init() to join the run of the Ray job"
+                "Ray is not initialised yet, so this process uses its own run. To join the run of "
+                "the Ray job, call connect() after ray.init()"
             )
         return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
 
@@ -139,14 +139,14 @@ class Attached:
         if self.run.over:
             remarks.append(
                 f"DATAPLANE_RUN={self.run.over} refers to an unnamed run whose processes have "
-                "ended or are on another host: to share one run between hosts, set DATAPLANE_RUN "
+                "exited or are on another host: to share one run between hosts, set DATAPLANE_RUN "
                 "to a name of your choice"
             )
         if self.run.said_by in ("hand", "variable"):
             named = {one.name: one for one in rundir.living_runs(self.living.folder.parent)}
             if near := nearest(self.run.name, named):
                 remarks.append(
-                    f"this host also has {_introduced(named[near])}, whose name is similar: to "
+                    f"this host also has {_introduced(named[near])}, which has a similar name: to "
                     f"join that run instead, call connect(run={near!r})"
                 )
         if self.run.said_by != "launch":
@@ -164,8 +164,8 @@ class Attached:
         if others:
             remarks.append(
                 f"this host also has {few(others, SHOWN_RUNS)}: to share rows between programs "
-                "that are started separately, in several terminals or by several lines of a "
-                "script, give them the same run name with connect(run=…) or DATAPLANE_RUN"
+                "that you start separately, give all of them the same run name with "
+                "connect(run=…) or DATAPLANE_RUN"
             )
         return remarks
 
@@ -188,10 +188,10 @@ def _gone(dead: rundir.DeadPeer) -> str:
     said = f"the run starts empty: its last peer {card.name!r} (pid {card.pid})"
     rows, age = counted(card.rows, "row"), duration(dead.age_s)
     if card.ended:
-        return f"{said} ended {age} ago with {rows} ({card.ended})"
+        return f"{said} stopped {age} ago with {rows} ({card.ended})"
     # Nobody saw it end: its card is older than its end.
     return (
-        f"{said} was killed, and had {rows} {age} ago. See its log, "
+        f"{said} was killed; {age} ago it had {rows}. See its log, "
         f"{log_path(dead.folder, card.name)}.old"
     )
 
@@ -236,8 +236,8 @@ def attach(
     if fresh_start is not None:
         if peer_name is not None:
             raise InvalidCall(
-                "fresh=True starts the run with a new peer, so it cannot be combined with a peer "
-                f"name (here {peer_name!r}): leave out one of the two. If the name comes from "
+                f"fresh=True cannot be combined with the peer name {peer_name!r}, because it "
+                "starts the run with a new peer: leave out one of the two. If the name comes from "
                 "DATAPLANE_PEER, unset that variable"
             )
         me = replace(me, fresh=True)
@@ -292,9 +292,9 @@ def embedded_config(
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
         raise RunMissing(
-            f"this job has peers on several hosts ({', '.join(seeds)}), but no run name that they "
-            "share: set DATAPLANE_RUN to the same name on every host, and to a new name for each "
-            "launch. With torchrun, --rdzv-id NAME is enough",
+            f"this job has peers on several hosts ({', '.join(seeds)}), but they have no common "
+            "run name: set DATAPLANE_RUN to the same name on every host, and to a new name for "
+            "each launch. With torchrun, passing --rdzv-id NAME is enough",
             seeds=seeds,
         )
     if seeds and place.listen is None:
@@ -427,7 +427,7 @@ def _start_once(
                 raise ConnectError(
                     f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
                     f"files in {folder} were removed and it has not recreated them, perhaps "
-                    "because it is suspended: end that process, or use another run name",
+                    "because it is suspended: kill that process, or use another run name",
                     run=config.run,
                     pid=pid,
                 )
@@ -454,7 +454,7 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "another process is starting this run's peer but did not finish in time: check "
+                "this run's peer, which another process is starting, is not ready in time: check "
                 f"the peer's log, {log_path(folder)}",
                 log=str(log_path(folder)),
             )
@@ -536,11 +536,11 @@ def _answers_in_time(
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:
             log = log_path(folder, peer.name)
-            what = "ended immediately" if ended else "did not answer in time"
+            what = "exited at startup" if ended else "did not answer in time"
             if peer.card is not None and not peer.socket.exists():
                 what = (
                     f"(pid {peer.card.pid}) is alive, but its socket {peer.socket} is missing: "
-                    "end the peer and start it again"
+                    "stop the peer and start it again"
                 )
             ours = alive is not None or is_embedded(peer.name)
             hint = f". Last lines of its log, {log}: {_tail(log)}" if ours else ""

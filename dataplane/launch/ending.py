@@ -69,9 +69,9 @@ class FreshStart:
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
                 f"fresh=True cannot tell this launch of run {run!r} from an earlier launch on "
-                "other hosts, because the launcher gives each launch no id that all hosts share "
-                "(Slurm, mpirun, Ray and torchrun --rdzv-id do): set DATAPLANE_RUN to a new name "
-                "for each launch"
+                "other hosts, because the launcher does not give each launch an id that all hosts "
+                "share: set DATAPLANE_RUN to a new name for each launch, or launch with Slurm, "
+                "mpirun, Ray or torchrun --rdzv-id, which set such an id"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -94,12 +94,12 @@ class FreshStart:
         how = 'connect(fresh="force")' if self.force else "connect(fresh=True)"
         if not end(peer, f"`{me.command}` (pid {me.pid}) with {how}"):
             raise ConnectError(
-                f"could not end peer {peer.name!r} of run {run!r}: {not_ended(peer)}",
+                f"could not stop peer {peer.name!r} of run {run!r}: {not_ended(peer)}",
                 peer=peer.name,
             )
         level = logging.WARNING if clients else logging.INFO
         still = f", although it had {counted(len(clients), 'client')}: {shown}" if clients else ""
-        log.log(level, "ended run %r, started %s ago%s", run, age, still)
+        log.log(level, "run %r: ended, %s after its start%s", run, age, still)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         """Return the clients that use a run. Clients that connected only to look get PASSING_S to
@@ -132,15 +132,16 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
     starter = peer.card.starter if peer.card else None
     if starter is None:
         raise InvalidCall(
-            f"peer {peer.name!r} of run {run!r} was started by hand, and connect(fresh=True) does "
-            f"not end such a peer: stop it first with `dataplane clean --run {run} --force`"
+            f"peer {peer.name!r} of run {run!r} was started by hand, and connect(fresh=True) "
+            "stops only peers that connect() started: stop this peer first with `dataplane clean "
+            f"--run {run} --force`"
         )
     mine = runs.is_of_launch(starter)
     if several and mine and not starter.fresh:
         raise InvalidCall(
             f"`{starter.command}` (pid {starter.pid}), a process of this launch, connected to run "
-            f"{run!r} without fresh=True: in a run of several hosts, pass fresh=True in all "
-            "processes of a launch or in none"
+            f"{run!r} without fresh=True, but all processes of a launch on several hosts must "
+            "agree: pass fresh=True in all of them or in none"
         )
     return not mine or (starter.process == me.process and not several)
 
@@ -176,8 +177,5 @@ def not_ended(peer: rundir.LivingPeer) -> str:
     """Why `end` could not end a peer, and what to do."""
     pid = rundir.holder(peer.socket.parent, peer.name)
     if pid:
-        return f"pid {pid} is still alive after SIGKILL; see its state in /proc/{pid}/status"
-    return (
-        "its process runs in another container, or its pid is not visible here; end it in that "
-        "container"
-    )
+        return f"pid {pid} is still alive after SIGKILL; check its state in /proc/{pid}/status"
+    return "its process runs in another container or PID namespace; stop it there"

@@ -136,8 +136,8 @@ def folder_of(plane: str, base: Path) -> Path:
     if len(folder) > room:
         raise InvalidConfig(
             f"the path of the run directory {base} is too long for a Unix socket: set "
-            "DATAPLANE_RUN_DIR to a path of at most "
-            f"{MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
+            f"DATAPLANE_RUN_DIR to a path of at most {MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} "
+            "bytes"
         )
     return base / folder
 
@@ -491,8 +491,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid ({exc}): connect() sets this option, so do not pass "
-            "it yourself"
+            f"--starter {text!r} is not valid: {exc}. Do not pass this option: it is for "
+            "connect() only"
         ) from exc
 
 

@@ -440,16 +440,20 @@ class PeerConfig:
         seeds = ", ".join(self.seeds) or "none"
         if self.seeds and self.listen is None:
             raise InvalidConfig(
-                f"cannot tell which of the seeds ({seeds}) is this peer: pass this peer's own "
+                f"cannot tell which of the seeds ({seeds}) is the address of this peer: pass its "
                 "address with --listen tcp://host:port"
             )
         own = None if self.listen is None else values.endpoint(self.listen)
         is_seed = own is None or own in map(values.endpoint, self.seeds)
-        if self.join and (is_seed or not self.seeds):
+        if self.join and not self.seeds:
             raise InvalidConfig(
-                "--join needs the seeds of a running plane, and this peer cannot be one of them "
-                f"(seeds: {seeds}): pass the plane's seeds with --seeds, and this peer's own "
-                "address with --listen"
+                "--join needs the addresses of the plane to join: pass its seeds with --seeds"
+            )
+        if self.join and is_seed:
+            raise InvalidConfig(
+                f"--join adds a peer that is not a seed, but this peer's address {self.listen} is "
+                f"one of the seeds ({seeds}): leave out --join, or pass another address with "
+                "--listen"
             )
         if not is_seed and not self.join:
             raise InvalidConfig(

@@ -64,7 +64,7 @@ def read_token(path: Path | str) -> Token:
     if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
         raise InvalidConfig(
             f"the token in {path} has {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes, but a token "
-            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: create one with `dataplane "
+            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes: create one with `dataplane "
             f"token > {path}`",
             path=str(path),
         )
@@ -78,8 +78,8 @@ def _check_private(path: Path, found: os.stat_result) -> None:
         raise InvalidConfig(
             f"the token file {path} must belong to uid {os.getuid()} or root and be readable only "
             f"by its owner, but it has mode {stat.filemode(found.st_mode)} and owner uid "
-            f"{found.st_uid}: run `chmod 600 {path}`, and create a new token if others may have "
-            "read this one",
+            f"{found.st_uid}: correct its owner and run `chmod 600 {path}`. If others may have "
+            "read the token, create a new one",
             path=str(path),
         )
 

@@ -69,8 +69,8 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is out of range: a call times out after 30 s and must be able to reach the "
-            "backup before then, so use 1 to 29 seconds"
+            f"{text!r} is out of range, because a failover must complete before a call times out "
+            "after 30 s: use 1 to 29 seconds"
         )
     return seconds
 
@@ -132,8 +132,8 @@ def check_listen(address: str, token: Token | None) -> None:
         )
     if host in ("0.0.0.0", "::"):
         raise InvalidConfig(
-            f"{address} is a wildcard address, which other peers cannot connect to: listen on this "
-            "host's own name or address, as it appears in the seeds",
+            f"{address} is a wildcard address, to which other peers cannot connect: listen on "
+            "this host's own name or address, as in the seeds",
             address=address,
         )
 
@@ -335,8 +335,8 @@ def check_visible(what: str, at: HttpAddress, token: Token | None) -> None:
     """
     if token is None and not is_loopback(at.host):
         raise TokenMissing(
-            f"{what} at {at} can be read from other machines, but there is no cluster token: pass "
-            "--token-file F or set DATAPLANE_TOKEN_FILE=F, or use a loopback address "
+            f"{what} at {at} would be readable from other machines, but there is no cluster "
+            "token: pass --token-file F or set DATAPLANE_TOKEN_FILE=F, or use a loopback address "
             f"(127.0.0.1:{at.port}), which an SSH tunnel can reach",
             address=str(at),
         )
@@ -376,8 +376,8 @@ def parse_device_arena(text: str) -> DeviceMemory:
     numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
     if len(numbers) > MAX_DEVICES or len(set(numbers)) < len(numbers):
         raise InvalidConfig(
-            f"{text!r} is not a valid device arena: list at most {MAX_DEVICES} devices, each only "
-            "once"
+            f"{text!r} is not a valid device arena: list at most {MAX_DEVICES} devices, and each "
+            "device only once"
         )
     memory = DeviceMemory(parse_size(size), devices["kind"], numbers)
     if memory.nbytes < MIN_BYTES:
@@ -399,7 +399,7 @@ def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -
         found = path.lstat()
     except OSError as exc:
         raise InvalidConfig(
-            f"cannot create the {what} directory {path}: {exc.strerror}; set {setting} to a "
+            f"cannot create the {what} directory {path}: {exc.strerror}. Set {setting} to a "
             "directory that this user can write to",
             path=str(path),
         ) from exc

@@ -273,7 +273,7 @@ class BulkEngine:
             assert link is not None
             await asyncio.wait({link.ended})
             pause = RESTART_S[0] if loop.time() - since > STABLE_S else pause
-            logger.warning("bulk: %r ended, restarting in %.2f s", link, pause)
+            logger.warning("bulk: %r exited, restarting in %.2f s", link, pause)
             await asyncio.sleep(pause)
             pause, since = min(pause * 2, RESTART_S[1]), loop.time()
             self._traffic.restarts += 1

@@ -37,7 +37,8 @@ class Etcd:
             import aiohttp
         except ImportError as exc:
             raise InvalidConfig(
-                "--roster etcd://… needs aiohttp: pip install 'dataplane-rl[etcd]'"
+                "--roster etcd://… needs the package aiohttp: install it with pip install "
+                "'dataplane-rl[etcd]'"
             ) from exc
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._failures = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
@@ -100,8 +101,8 @@ class Etcd:
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(
-            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): the run "
-            "continues, but no peer can join, leave or be replaced until etcd answers; check that "
+            f"etcd at {', '.join(sorted(self._endpoints))} does not answer: {failure}. The run "
+            "continues, but no peer can join, leave or be replaced until etcd answers. Check that "
             "etcd is running"
         )
 

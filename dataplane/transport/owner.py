@@ -188,7 +188,7 @@ class RangeServer:
             self._refusals.count(exc)
             self._refuse(inbound, exc)
         except OSError as exc:
-            logger.debug("bulk: connection ended: %s", exc)
+            logger.debug("bulk: connection closed: %s", exc)
         except Exception:
             logger.exception("bulk: could not serve a request")
             bug = InternalError(
@@ -236,8 +236,8 @@ class RangeServer:
         expected = proof(self._key, "reader", challenge, join.challenge)
         if not hmac.compare_digest(expected, join.proof):
             raise TicketRefused(
-                "this reader does not belong to the plane: start all peers with the same --run, "
-                "--seeds and --token-file"
+                "the reader does not belong to the plane of this owner: start all peers with the "
+                "same --run, --seeds and --token-file"
             )
         self._enter(inbound, deadline)
         stream.send(encode(Joined(proof(self._key, "owner", challenge, join.challenge))), deadline)
@@ -275,9 +275,11 @@ class RangeServer:
             self._watched(stream, asked, nonce)
             return
         if self._ended:
-            raise TransferFailed(f"the process of peer {self._owner.peer!r} has ended")
+            raise TransferFailed(f"the process of peer {self._owner.peer!r} has exited")
         if isinstance(asked, Release):
-            raise ProtocolError("the reader sent a release, but the owner holds no ranges for it")
+            raise ProtocolError(
+                "unexpected release from the reader: the owner holds no ranges for it"
+            )
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
             bound = held_bytes(asked.pieces, asked.transport, asked.card)
@@ -297,9 +299,9 @@ class RangeServer:
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
             raise TicketRefused(
-                f"the request is for incarnation {asked.owner.incarnation} of peer "
-                f"{asked.owner.peer!r}, but this is incarnation {self._owner.incarnation} of peer "
-                f"{self._owner.peer!r}",
+                f"expected a request for incarnation {self._owner.incarnation} of peer "
+                f"{self._owner.peer!r}, got one for incarnation {asked.owner.incarnation} of peer "
+                f"{asked.owner.peer!r}",
                 peer=self._owner.peer,
                 incarnation=self._owner.incarnation,
             )
@@ -310,8 +312,8 @@ class RangeServer:
         if hold.transport not in self._holds:
             runs = ", ".join(("tcp", *self._holds))
             raise TransportMissing(
-                f"this peer's bulk worker runs {runs}, but not {hold.transport}: start all peers "
-                "with the same --transport",
+                f"this peer's bulk worker does not run transport {hold.transport} (it runs "
+                f"{runs}): start all peers with the same --transport",
                 transport=hold.transport,
             )
         return self._holds[hold.transport]
@@ -370,7 +372,7 @@ class Holds:
         """From a request whose ticket holds to the confirmation."""
         if len(hold.card) > MAX_CARD_BYTES:
             raise ProtocolError(
-                f"the card has {len(hold.card)} bytes, over the limit of {MAX_CARD_BYTES}"
+                f"the reader's card has {len(hold.card)} bytes, over the limit of {MAX_CARD_BYTES}"
             )
         pinned = self._desk.pin(ranges_of(pieces), deadline)
         nbytes = 0
@@ -419,12 +421,15 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
     except TimeoutError as exc:
         raise DeadlineExceeded("the ticket expired before the reader released the ranges") from exc
     if frame is None:
-        raise ConnectionResetError("the reader closed the connection without releasing the ranges")
+        raise ConnectionResetError("the reader closed the connection before it released the ranges")
     release = decode_to_owner(frame)
-    if not isinstance(release, Release) or release.nbytes != nbytes:
+    if not isinstance(release, Release):
         raise ProtocolError(
-            f"the owner holds ranges of {nbytes} bytes, but the reader's release does not match "
-            "them"
+            f"unexpected message from the reader: expected Release, got {type(release).__name__}"
+        )
+    if release.nbytes != nbytes:
+        raise ProtocolError(
+            f"invalid release: expected {nbytes} bytes, but the reader released {release.nbytes}"
         )
     return nbytes
 
@@ -459,7 +464,8 @@ def checked_pieces(asked: Pull | Hold) -> Records:
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
-            f"a {what} announces {asked.nbytes} bytes, but its pieces add up to {nbytes} bytes"
+            f"invalid {what}: it announces {asked.nbytes} bytes, but its pieces add up to "
+            f"{nbytes} bytes"
         )
     return pieces
 
@@ -472,7 +478,11 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     there = offset != GONE
     beyond = (start > length) | (nbytes > length - np.minimum(start, length))
     if (beyond & there).any():
-        raise ProtocolError("a pull asks for bytes beyond the end of a range")
+        at = int(np.argmax(beyond & there))
+        raise ProtocolError(
+            f"piece {at} of the request ends at byte {int(start[at]) + int(nbytes[at])}, beyond the "
+            f"end of a range of {int(length[at])} bytes"
+        )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))
     if (outside & there).any():

@@ -249,7 +249,7 @@ class TcpReads(Reads):
                     self._ask(connection, following, reading)
                 part = following
             if not answered or reading.stopped:
-                raise ConnectionResetError("the connection ended before the owner answered")
+                raise ConnectionResetError("the connection was closed before the owner answered")
             return part
 
     def _ask(self, connection: Connection, part: Slice, reading: Reading) -> None:
@@ -268,18 +268,22 @@ class TcpReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, Sending):
-            raise ProtocolError(f"the owner answered a pull with {type(answer).__name__}")
+            raise ProtocolError(
+                f"unexpected reply to a pull: expected Sending, got {type(answer).__name__}"
+            )
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
-                f"the owner's answer lists {len(answer.gone)} pieces, but {count} were requested"
+                f"invalid reply to a pull: expected flags for {count} pieces, got "
+                f"{len(answer.gone)}"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
         asked = int(copies["nbytes"].sum())
         if answer.nbytes != asked:
             raise ProtocolError(
-                f"the owner announced {answer.nbytes} bytes, but {asked} were requested"
+                f"invalid reply to a pull: expected {asked} bytes, but the owner announced "
+                f"{answer.nbytes}"
             )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
@@ -322,7 +326,9 @@ class HeldReads(Reads):
             held = self._hold(connection, part, reading.request, card)
             if held is None:
                 if fresh or reading.stopped:
-                    raise ConnectionResetError("the connection ended before the owner answered")
+                    raise ConnectionResetError(
+                        "the connection was closed before the owner answered"
+                    )
                 return False
             self._move(connection.stream, part, reading, *held)
             connection.clean = True
@@ -346,7 +352,9 @@ class HeldReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, HeldFrame):
-            raise ProtocolError(f"the owner answered a hold with {type(answer).__name__}")
+            raise ProtocolError(
+                f"unexpected reply to a hold: expected Held, got {type(answer).__name__}"
+            )
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
             raise TicketRefused("the owner's answer to a hold was altered in transit")
@@ -399,7 +407,8 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
         raise sent.error()
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:
         raise TransferFailed(
-            "the owner did not confirm that it held the ranges until the end of the transfer"
+            "the owner did not confirm that it held the ranges until the end of the transfer: "
+            "repeat the call"
         )
 
 
@@ -425,7 +434,10 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
             if isinstance(said, Refused):
                 raise said.error()
             raise _broken(
-                reading, "the connection ended" if said is None else f"the owner sent {said!r}"
+                reading,
+                "the connection was closed"
+                if said is None
+                else f"unexpected message from the owner: {said!r}",
             )
 
     return check
@@ -460,8 +472,12 @@ def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
     if isinstance(exc, TimeoutError) and time.monotonic() >= reading.request.deadline:
         return _late(reading)
     if isinstance(exc, (ConnectionRefusedError, TimeoutError)):
-        return Unavailable(f"peer {peer!r} does not answer at {remote.address}: {exc}", peer=peer)
+        return Unavailable(
+            f"peer {peer!r} does not answer at {remote.address} ({exc}): check `dataplane "
+            "status`, then repeat the call",
+            peer=peer,
+        )
     if isinstance(exc, (OSError, EOFError)):
         return _broken(reading, exc)
     logger.error("bulk: transfer from peer %r failed", peer, exc_info=exc)
-    return InternalError(f"the reading bulk worker failed: {exc!r}; see the peer's log")
+    return InternalError(f"the bulk worker failed to read values: {exc!r}; see the peer's log")

@@ -128,9 +128,9 @@ class SecureStream(BulkStream):
             with self._until(deadline, begun):
                 count = self._tls.recv_into(room)
             if not count and not begun:
-                raise EOFError("the connection ended")
+                raise EOFError("the connection was closed")
             if not count:
-                raise ConnectionResetError("the connection ended in the middle of a transfer")
+                raise ConnectionResetError("the connection was closed in the middle of a transfer")
             begun, room = True, room[count:]
 
     @contextmanager
@@ -144,7 +144,7 @@ class SecureStream(BulkStream):
         try:
             yield
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as exc:
-            raise ConnectionResetError(f"the connection ended: {exc}") from exc
+            raise ConnectionResetError(f"the connection was lost: {exc}") from exc
 
 
 def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:

@@ -136,7 +136,7 @@ class BulkStream:
             return None
         body = self._receive_exactly(body_length(header, limit), deadline)
         if body is None:
-            raise ConnectionResetError("the connection ended in the middle of a frame")
+            raise ConnectionResetError("the connection was closed in the middle of a frame")
         return body
 
     def send(self, data: bytes | bytearray, deadline: float) -> None:
@@ -191,8 +191,10 @@ class BulkStream:
             moved = self._call(call, vectors[:IOV_MAX], flags)
             if moved == 0:
                 if moved_before:
-                    raise ConnectionResetError("the connection ended in the middle of a transfer")
-                raise EOFError("the connection ended")
+                    raise ConnectionResetError(
+                        "the connection was closed in the middle of a transfer"
+                    )
+                raise EOFError("the connection was closed")
             if moved > 0:
                 moved_before = True
                 vectors = advance(vectors, moved)

@@ -89,12 +89,17 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
         os._exit(0)
 
 
+_NO_RANGES = (
+    "unexpected request: this process serves no ranges, it only reports the state of its peer"
+)
+
+
 class _Nothing(PinDesk):
     def pin(self, ranges: Records, deadline: float) -> Pinned:
-        raise ProtocolError("this process has no ranges: it only reports that its peer has ended")
+        raise ProtocolError(_NO_RANGES)
 
     def unpin(self, ask: int, nbytes: int) -> None:
-        raise ProtocolError("this process has no ranges: it only reports that its peer has ended")
+        raise ProtocolError(_NO_RANGES)
 
 
 def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:
@@ -255,10 +260,14 @@ async def _has_ended(
     writer.write(encode(Watch(owner)))
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
-        raise ProtocolError("the bulk worker's answer does not say whether its peer has ended")
+        raise ProtocolError(
+            f"unexpected reply to a watch: expected Watched, got {type(watched).__name__}"
+        )
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
-        raise ProtocolError("the bulk worker's report that its peer ended has an invalid signature")
+        raise ProtocolError(
+            "the bulk worker's report on the state of its peer has an invalid signature"
+        )
     return watched.ended
 
 

@@ -170,7 +170,7 @@ class Worker:
                 for reads in self._reads.values():
                     reads.forget(_remote(frame))
             case Configure():
-                raise ProtocolError("a bulk worker can be configured only once")
+                raise ProtocolError("unexpected Configure: this bulk worker is already configured")
 
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
@@ -185,8 +185,8 @@ class Worker:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
                 raise TransportMissing(
-                    f"this bulk worker does not run transport {transport}: start all peers with "
-                    "the same --transport"
+                    f"this peer's bulk worker does not run transport {transport}: start all peers "
+                    "with the same --transport"
                 )
             gone = self._reads[transport].read(request)
             finished = _finished(request, gone, time.monotonic() - began)
@@ -226,7 +226,9 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     if first is None:
         return
     if not isinstance(first, Configure):
-        raise ProtocolError("the first operation must configure the worker")
+        raise ProtocolError(
+            f"the first message to a bulk worker must be Configure, got {type(first).__name__}"
+        )
     listener = socket.socket(fileno=listen_fd)
     if not first.pools:  # one is enough
         leave_witness(listener, first, keeps_not=(control_fd, arena_fd))

@@ -156,8 +156,8 @@ def _card(raw: bytes) -> Card:
         raise ProtocolError(f"received an invalid ucx card: {exc}") from exc
     if len(card.keys) != len(card.stretches):
         raise ProtocolError(
-            f"received a ucx card with {len(card.keys)} keys for {len(card.stretches)} parts of "
-            "memory: expected one key for each part"
+            f"invalid ucx card: expected one key per part of memory, got {len(card.keys)} keys "
+            f"for {len(card.stretches)} parts"
         )
     return card
 

@@ -99,7 +99,7 @@ class FreshStart:
             )
         level = logging.WARNING if clients else logging.INFO
         still = f", although it had {counted(len(clients), 'client')}: {shown}" if clients else ""
-        log.log(level, "run %r: ended, %s after its start%s", run, age, still)
+        log.log(level, "ended run %r, started %s ago%s", run, age, still)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         """Return the clients that use a run. Clients that connected only to look get PASSING_S to

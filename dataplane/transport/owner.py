@@ -479,9 +479,10 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     beyond = (start > length) | (nbytes > length - np.minimum(start, length))
     if (beyond & there).any():
         at = int(np.argmax(beyond & there))
+        end = int(start[at]) + int(nbytes[at])
         raise ProtocolError(
-            f"piece {at} of the request ends at byte {int(start[at]) + int(nbytes[at])}, beyond the "
-            f"end of a range of {int(length[at])} bytes"
+            f"piece {at} of the request ends at byte {end}, beyond the end of a range of "
+            f"{int(length[at])} bytes"
         )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))

@@ -433,12 +433,9 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
             said = None if frame is None else decode_from_owner(frame)
             if isinstance(said, Refused):
                 raise said.error()
-            raise _broken(
-                reading,
-                "the connection was closed"
-                if said is None
-                else f"unexpected message from the owner: {said!r}",
-            )
+            if said is None:
+                raise _broken(reading, "the connection was closed")
+            raise _broken(reading, f"unexpected message from the owner: {said!r}")
 
     return check
 

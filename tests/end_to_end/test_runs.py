@@ -291,7 +291,7 @@ def test_an_unnamed_run_lives_as_long_as_one_of_its_processes(launch: Launch) ->
     until(lambda: name not in living(), "its peer left", 30)
     own = launch("leave=1", of=name)
     said = line(own)
-    assert f"DATAPLANE_RUN={name} refers to an unnamed run whose processes have ended" in said
+    assert f"DATAPLANE_RUN={name} refers to an unnamed run whose processes have exited" in said
     told = line(own).split()
     assert told[0] == told[1] != name and told[2] == "0"
 
@@ -395,7 +395,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
         assert said.levelname == "WARNING"
         assert "the run starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
-            r"was killed, and had 3 rows \S+ m?s ago. See its log, .*embedded.log.old", caplog.text
+            r"was killed; \S+ m?s ago it had 3 rows. See its log, .*embedded.log.old", caplog.text
         )
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 
@@ -611,7 +611,9 @@ def test_a_run_whose_name_is_near_another_ones_says_so(
     with dataplane.connect(run="grpo-math"):
         with dataplane.connect(run="grpo-maths"):
             pass
-        (said,) = [one.message for one in caplog.records if "whose name is similar" in one.message]
+        (said,) = [
+            one.message for one in caplog.records if "which has a similar name" in one.message
+        ]
         assert ("started run 'grpo-maths'") in said and (
             "to join that run instead, call connect(run='grpo-math')"
         ) in said

@@ -1,4 +1,4 @@
-"""The public surface with `await`: `async with dataplane.aio.connect() as plane: …`."""
+"""The asynchronous client: `async with dataplane.aio.connect() as plane: …`."""
 
 from dataplane.client._async.batch import Batch, Rows
 from dataplane.client._async.loader import Loader

@@ -303,8 +303,8 @@ class InvalidRows(DataplaneError, ValueError):
 def without_group(rows: int, group_size: int) -> InvalidRows:
     """New rows that no claim of whole groups would ever get."""
     return InvalidRows(
-        f"{counted(rows, 'new row has', 'new rows have')} no group, and the partition has "
-        f"group_size={group_size}, so no claim of groups would get them: pass group= with "
+        f"{counted(rows, 'new row has', 'new rows have')} no group, but the partition has "
+        f"group_size={group_size}, so claims of groups would never return them: pass group= with "
         "one id per row, or declare the partition without group_size",
         rows=rows,
         group_size=group_size,

@@ -1,4 +1,4 @@
-"""What a stage worker imports of dataplane, by its public names; the package hands them out."""
+"""The public names of the blocking client. `dataplane` exports them on first use."""
 
 import dataplane.aio as aio
 from dataplane.client._sync.batch import Batch, Rows

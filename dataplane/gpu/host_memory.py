@@ -189,7 +189,7 @@ class PoolSpace(Space):
     def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
         if not self.holds_addresses(extents["offset"]).all():
             raise ProtocolError(
-                "the extents of one message are on several devices: expected one device"
+                "expected all extents of one message on one device, but they are on several devices"
             )
         inside = extents.copy()
         inside["offset"] -= np.uint64(self.base)

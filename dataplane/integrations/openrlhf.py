@@ -161,11 +161,17 @@ def _imported(module: str, qualname: str) -> Any:
     """TypeError unless it is a dataclass of a module that this process has imported: what others
     tell names code, and never has it loaded."""
     kind: Any = sys.modules.get(module)
+    if kind is None:
+        raise TypeError(
+            f"cannot rebuild an item of class {module}.{qualname}, because this process has not "
+            f"imported {module}: import it before calling get()"
+        )
     for name in qualname.split("."):
         kind = getattr(kind, name, None)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(
-            f"cannot rebuild an item of class {module}.{qualname}, because this process has not "
-            f"imported it or it is not a dataclass: import {module} before calling get()"
+            f"cannot rebuild an item of class {module}.{qualname}, because this process's module "
+            f"{module} has no dataclass of that name: define it at module level, and use the same "
+            "definition in all processes"
         )
     return kind

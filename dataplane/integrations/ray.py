@@ -213,8 +213,8 @@ class Peers:
         joins = bool(self._setup.seeds)
         if not joins and len(self._attendants) > len(attendants):
             raise InvalidConfig(
-                "this plane was started when the Ray cluster had only one host, so other hosts "
-                "cannot reach its peer: call stop(), then start() again"
+                "other hosts cannot reach the peer of this plane, because the Ray cluster had "
+                "only one host when the plane was started: call stop(), then start() again"
             )
         if not joins and len(addresses) > 1:
             self._setup = _with_seeds(self._setup, addresses)
@@ -243,7 +243,7 @@ def _answers(calls: list[Any], timeout: float) -> list[Any]:
         raise exc.cause from exc
     except ray.exceptions.RayError as exc:
         raise ConnectError(
-            f"not every Ray node started a peer within {timeout:g} s ({type(exc).__name__}): "
+            f"some Ray nodes did not start a peer within {timeout:g} s ({type(exc).__name__}): "
             "check that dataplane is installed on all nodes, and that the nodes can connect to "
             "each other"
         ) from exc

@@ -61,7 +61,7 @@ def _bytes_at(mapping: _Mapping, *, read_only: bool) -> dict[str, Any]:
 
 def _no_arena() -> PeerLost:
     return PeerLost(
-        "the peer that owns this arena has ended: connect again with dataplane.connect()"
+        "the peer that owns this arena has exited: connect again with dataplane.connect()"
     )
 
 

@@ -181,10 +181,11 @@ class Space:
         starts, ends = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(starts):
             raise ProtocolError(
-                f"the message has {len(starts)} written ranges but {len(refs)} reference counts"
+                f"expected one reference count per written range, got {len(refs)} for "
+                f"{len(starts)} ranges"
             )
         if np.count_nonzero(np.less(refs, 1)):
-            raise ProtocolError("a written range has a reference count below 1: expected 1 or more")
+            raise ProtocolError("a written range has a reference count of 0: expected 1 or more")
         taken = self._holder(holder).carve(starts, ends, admission)
         return self._born(starts, ends - starts, refs, admission, taken)
 

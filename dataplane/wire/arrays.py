@@ -207,7 +207,7 @@ def tensor_over(array: Array) -> Any:
             return torch.from_numpy(array.view(_INTEGERS_OF_TORCH[dtype.itemsize])).view(wide)
     except (TypeError, AttributeError):
         pass
-    raise InvalidValue(f"torch has no dtype {dtype}")
+    raise InvalidValue(f"torch does not support dtype {dtype}")
 
 
 def raw(array: Array) -> Array:
@@ -270,8 +270,8 @@ def _check_columnar(column: Any) -> None:
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
         raise InvalidValue(
-            f"{kind_of(column)} has times in the time zone {zone!r}, which an array cannot hold: "
-            "cast them to times without a zone, and store the zone as a tag"
+            f"{kind_of(column)} has timezone-aware timestamps ({zone!r}), which an array cannot "
+            "hold: cast them to naive timestamps, and store the time zone as a tag"
         )
 
 

@@ -151,7 +151,8 @@ class Decoder:
         if index < len(self._leaves):
             return self._leaves[index]
         raise ProtocolError(
-            f"a value refers to its array {index}, but only {len(self._leaves)} arrays came with it"
+            f"a value refers to its array {index}, but the message has only {len(self._leaves)} "
+            "arrays for it"
         )
 
 
@@ -189,8 +190,8 @@ class _Walk:
         self._trail.append(key)
         if len(self._trail) >= MAX_NESTING:
             raise LimitExceeded(
-                f"{self._place(8)}…: the value is nested deeper than the limit of {MAX_NESTING} "
-                "levels: flatten it, or store it as JSON text",
+                f"{self._place(8)}… is nested deeper than the limit of {MAX_NESTING} levels: "
+                "flatten the value, or store it as JSON text",
                 limit=MAX_NESTING,
             )
         lowered = self.lower(value)
@@ -244,8 +245,8 @@ class _Walk:
         """The number of one more leaf."""
         if len(self.leaves) >= MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
-                f"{self._place()}: the value contains more than {MAX_LEAVES_PER_ROW} arrays: stack "
-                "them, or spread them over several fields",
+                f"{self._path} contains more than {MAX_LEAVES_PER_ROW} arrays: stack them, or "
+                "spread them over several fields",
                 limit=MAX_LEAVES_PER_ROW,
             )
         self.leaves.append(array)
@@ -311,7 +312,7 @@ def _of_tensordict(value: Any) -> Any:
         key, lacking, having = odd
         raise InvalidValue(
             f"in this stack of TensorDicts, element {having} has the key {key!r}, but element "
-            f"{lacking} does not: pass stack.unbind(0), a list, instead of the stack"
+            f"{lacking} does not: pass the list stack.unbind(0) instead of the stack"
         )
     return dict(value.items())
 

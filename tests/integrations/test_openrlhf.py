@@ -118,7 +118,7 @@ def test_what_cannot_be_read_safely_is_named(queue: Queue) -> None:
         x: int = 0
 
     queue.put(Local())
-    with pytest.raises(TypeError, match="Local, because this process has not imported it"):
+    with pytest.raises(TypeError, match="Local, because this process's module"):
         queue.get()
 
 

@@ -164,7 +164,7 @@ class InvalidConfig(DataplaneError, ValueError):
 
 
 class PeerLost(ConnectError):
-    """The connection to the peer broke during a call, which may have taken effect."""
+    """The connection to the peer was lost during a call, which may have taken effect."""
 
     next_step = "Connect again, then repeat the call."
     retry: ClassVar[Retry] = "with keys"
@@ -417,7 +417,7 @@ class ValueTooLarge(DataplaneError):
 
 
 class DeviceMissing(DataplaneError):
-    """A GPU, or software that is needed to use its memory, is not available."""
+    """A GPU is not available, or the software to use its memory is missing."""
 
     next_step = "Install or enable what the message names."
 

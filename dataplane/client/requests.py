@@ -79,8 +79,8 @@ class Demand(msgspec.Struct, eq=False):
         count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
         if self.unit not in (None, kind):
             raise InvalidCall(
-                f"unit={self.unit!r} can only be combined with budget=: leave unit= out, because "
-                f"{kind}= already sets the unit"
+                f"unit={self.unit!r} can only be combined with budget=, because {kind}= already "
+                "sets the unit: leave out unit="
             )
         least = count if self.minimum is None else arguments.count(self.minimum, "min")
         if least > count:
@@ -96,7 +96,8 @@ class Demand(msgspec.Struct, eq=False):
             )
         if self.minimum is not None:
             raise InvalidCall(
-                "min= cannot be combined with budget=, which claims as many rows or groups as fit"
+                "min= cannot be combined with budget=, which claims as many rows or groups as "
+                "fit: leave out min="
             )
         if unit not in ("rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")

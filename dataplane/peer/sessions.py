@@ -80,7 +80,7 @@ class Session:
         """ClientClosed where its process exited before this request was read: what it were handed
         now would never come back."""
         if self.ended:
-            raise ClientClosed("the peer has ended this session: connect again")
+            raise ClientClosed("the peer has closed this session: connect again")
 
 
 class Sessions:
@@ -170,7 +170,7 @@ class Sessions:
         """The session, for one more connection of its process."""
         session = self._live.get(session_id)
         if session is None or (session.pid, session.own_pid) != (pid, own_pid):
-            raise ClientClosed("the peer has ended this session: connect again")
+            raise ClientClosed("the peer has closed this session: connect again")
         return session
 
     def connection_lost(self, session: Session) -> None:

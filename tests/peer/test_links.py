@@ -96,7 +96,7 @@ async def test_who_greets_with_something_else_is_no_peer() -> None:
     greeting = greet(link, line, None)
     await asyncio.sleep(0)
     line.take(peering.encode(PeerReply(1, 7, Done())))
-    with pytest.raises(ProtocolError, match="sent Done instead of a greeting"):
+    with pytest.raises(ProtocolError, match="expected PeerHello, got Done"):
         await asyncio.wait_for(greeting, 10)
 
 

@@ -118,7 +118,7 @@ async def join(
             session.spans.claim(handle.name, stage, began, lease)
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
-        raise ProtocolError("the peer replied to a plan request with a batch")
+        raise ProtocolError("unexpected reply to a plan request: expected a plan, got a batch")
     part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
         await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))

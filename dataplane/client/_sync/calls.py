@@ -70,8 +70,8 @@ def expect(reply: object, expected: type[B], body: Body) -> B:
     """The reply to `body`, if it has the expected type; ProtocolError otherwise."""
     if not isinstance(reply, expected):
         raise ProtocolError(
-            f"the peer replied to {type(body).__name__} with {type(reply).__name__}, not "
-            f"{expected.__name__}"
+            f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
+            f"{type(reply).__name__}"
         )
     return reply
 

@@ -111,8 +111,8 @@ class Loader:
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:
             raise InvalidCall(
-                f"this state was saved by a loader of (version, partition, stage) {given}, but "
-                f"this is a loader of {wanted}: load the state into a loader of the same stage"
+                f"expected a state with (version, partition, stage) {wanted}, got one with "
+                f"{given}: load the state into a loader of the stage that saved it"
             )
         loop = self._loop
         if loop is not None and not loop.over:

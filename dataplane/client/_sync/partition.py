@@ -216,8 +216,8 @@ class Partition:
         it.
 
         - `batches`: end the loop after this many batches, and ack the last one.
-        - `timeout`: seconds to wait for each batch. An ack or release also has this limit, but at
-          least 1 s and at most 30 s.
+        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, clamped
+          to 1–30 s.
 
         The other arguments are those of `claim`.
         """
@@ -387,7 +387,7 @@ class Partition:
     def admit(
         self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
     ) -> Admission:
-        """`with part.admit(4, per_version=512):` waits until n more groups may start. This
+        """Wait until `n` more groups may start: `with part.admit(4, per_version=512):`. This
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
         There are (max_lag + 1) × per_version places. A group takes a place with its permit, and
@@ -416,8 +416,9 @@ class Partition:
         ask(handle.session, body, Done, deadline)
 
     def producing(self, items: Iterable[T]) -> Producer[T]:
-        """`for prompt in part.producing(prompts):` yields one item after another. The
-        loop ends without an error when no items are left, or when the partition accepts no new
+        """Iterate over items to put rows for: `for prompt in part.producing(prompts):`.
+
+        The loop ends without an error when no items are left, or when the partition accepts no new
         rows because it was sealed or dropped, or because all its `groups=` have closed.
 
         In the loop's body, put the item's rows through this partition object, in the same thread or

@@ -56,8 +56,8 @@ class Admission:
     def __enter__(self) -> Admission:
         if self._held is not None:
             raise InvalidCall(
-                "this admit(…) is already in use in another `with`: call admit(…) again for each "
-                "`with`"
+                "this admit(…) is already in use in another `with` block: call admit(…) again for "
+                "each block"
             )
         try:
             self._admit()

@@ -349,7 +349,10 @@ class Turns:
 def answer(reply: Reply, rid: int) -> Body:
     """The body of the reply to request `rid`."""
     if reply.rid != rid:
-        raise ProtocolError(f"the peer answered request {reply.rid} instead of request {rid}")
+        raise ProtocolError(
+            f"unexpected reply from the peer: expected one to request {rid}, got one to request "
+            f"{reply.rid}"
+        )
     return reply.body
 
 
@@ -367,14 +370,14 @@ def frame_of(request: Request) -> bytes:
     except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
         name = type(request.body).__name__
         raise InvalidValue(
-            f"this {name} cannot be encoded: {exc}; tags and ids must be a str, bool, float "
-            "or 64-bit int"
+            f"cannot encode this {name}: {exc}. Tags and ids must be a str, bool, float or 64-bit "
+            "int"
         ) from exc
 
 
 def peer_lost(peer: str) -> PeerLost:
     return PeerLost(
-        f"the connection to peer {peer!r} broke during a call, which may have taken effect: "
+        f"the connection to peer {peer!r} was lost during a call, which may have taken effect: "
         "connect again with dataplane.connect() and repeat the call",
         peer=peer,
     )

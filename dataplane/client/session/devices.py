@@ -228,8 +228,8 @@ class Devices:
             if opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
         raise ProtocolError(
-            f"the peer named address {address}, which is not in any memory that this process "
-            "has opened"
+            f"the peer sent address {address}, which is outside all memory that this process has "
+            "mapped"
         )
 
     # what ends when the devices are done with what was asked of them

@@ -50,7 +50,7 @@ def negotiate(welcome: Welcome) -> int:
     if version < max(lowest, PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
             f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, but this "
-            f"client speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same "
+            f"client speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same "
             "release of dataplane on both sides",
             peer_versions=list(welcome.versions),
         )
@@ -106,7 +106,9 @@ def open_connection(
         connection.send(encode(request), turns)
         done = unwrap(answer(connection.receive(turns), rid))
         if not isinstance(done, HelloDone):
-            raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
+            raise ProtocolError(
+                f"unexpected reply to Hello: expected HelloDone, got {type(done).__name__}"
+            )
     except BaseException as exc:
         pid, stopped = process_of(connection.sock), is_stopped(connection.sock)
         connection.close()
@@ -162,8 +164,8 @@ def peer_gone(session: Session) -> PeerLost:
         else ""
     )
     return PeerLost(
-        f"peer {session.peer!r} of run {session.plane!r} ended, and {gone}. The call may "
-        f"have taken effect{log}",
+        f"peer {session.peer!r} of run {session.plane!r} exited, and {gone}. The call may have "
+        f"taken effect{log}",
         peer=session.peer,
         run=session.plane,
         log=welcome.log,
@@ -218,9 +220,11 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
             connection.count(_receive_with_descriptors(connection.sock, room, descriptors))
     body = unwrap(reply.body)
     if not isinstance(body, Welcome):
-        raise ProtocolError(f"the peer opened with {type(body).__name__}, not Welcome")
+        raise ProtocolError(
+            f"unexpected first message from the peer: expected Welcome, got {type(body).__name__}"
+        )
     if descriptors is not None and len(descriptors) != 2:
-        raise ProtocolError(f"Welcome came with {len(descriptors)} descriptors instead of 2")
+        raise ProtocolError(f"expected 2 file descriptors with Welcome, got {len(descriptors)}")
     connection.peer = body.peer
     return body
 

@@ -101,7 +101,9 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
     finally:
         keeper.close("this client only inspected the run")
     if not isinstance(answer, StatsDone):
-        raise ProtocolError(f"the peer answered Stats with {type(answer).__name__}")
+        raise ProtocolError(
+            f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}"
+        )
     mine = own_sessions()
     return [
         Client(one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine)
@@ -155,7 +157,9 @@ def _connected(path: str, limit_s: float) -> socket.socket:
                 return sock
             except BlockingIOError:
                 if time.monotonic() - began > limit_s:
-                    raise TimeoutError(f"the queue of {path} is full") from None
+                    raise TimeoutError(
+                        f"the peer did not accept a connection to {path}: its listen queue is full"
+                    ) from None
                 time.sleep(_LOOK_S)
             except FileNotFoundError:
                 # Somebody has removed the file; a peer that lives puts it back.

@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
         self._running: dict[asyncio.Future[Any], bool] = {}
         self._inflow = Inflow(door.intake)
         self._is_untaken = False
-        """the client does not take its answers"""
+        """the client does not read its replies"""
 
     @property
     def is_open(self) -> bool:
@@ -369,7 +369,9 @@ class Connection(asyncio.Protocol):
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
-            raise ProtocolError("the first message from a client must be Hello")
+            raise ProtocolError(
+                f"the first message from a client must be Hello, got {type(body).__name__}"
+            )
         try:
             session = self._session_of(body)
         except DataplaneError as exc:

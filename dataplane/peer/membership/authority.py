@@ -278,7 +278,7 @@ class EtcdKeeper(SeedKeeper):
         self._address = address
         if not self._has_ended(address):
             return False
-        log.info("roster keeper at %s: process ended", address)
+        log.info("roster keeper at %s: process exited", address)
         self._address = ""  # who asks it now would wait for one that is no member any more
         await self.etcd.revoke(kept.lease)
         return True
@@ -310,7 +310,10 @@ class EtcdKeeper(SeedKeeper):
             if self._lease and self.sure():
                 await self.etcd.revoke(self._lease)
         except Unavailable as exc:
-            log.info("roster keeper: could not end its lease, which will expire: %s", exc)
+            log.info(
+                "roster keeper: could not revoke its etcd lease, which will expire by itself: %s",
+                exc,
+            )
         await self.etcd.close()
 
 

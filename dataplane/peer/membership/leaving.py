@@ -100,8 +100,8 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: shutting down; it keeps the roster, so there is no failover until it "
-            "restarts",
+            "peer %r: shutting down; because it is the roster keeper, there is no failover until "
+            "it restarts",
             self.host.name,
         )
         await self._end_clients(
@@ -217,8 +217,10 @@ class Leaving:
                         await self._copied_on(entry)
         except TimeoutError:
             log.warning(
-                "second copies: not finished in time; the successor's backup will make the "
-                "remaining ones"
+                "peer %r: some replicas are incomplete after %g s; the new primary will create "
+                "the missing ones",
+                self.host.name,
+                COPY_S,
             )
 
     async def _copied_on(self, entry: Entry) -> None:
@@ -226,8 +228,8 @@ class Leaving:
             await self.copying.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
-                "partition %r: could not make second copies before this peer leaves; the "
-                "peer that takes over its shards will have them made: %r",
+                "partition %r: could not complete its replicas before this peer leaves; the new "
+                "primary will create the missing ones: %r",
                 entry.name,
                 exc,
             )
@@ -303,7 +305,11 @@ class Leaving:
                 async with asyncio.timeout(COPY_S):
                     await self.copying.copy_held_to_backup(entry, entry.copies, owner)
             except (TimeoutError, DataplaneError) as exc:
-                log.warning("partition %r: second copies delayed: %r", entry.name, exc)
+                log.warning(
+                    "partition %r: could not create all replicas, retrying later: %r",
+                    entry.name,
+                    exc,
+                )
             if not self._takes_in(owner):
                 return
             self.copying.succeed(entry, entry.copies, owner)

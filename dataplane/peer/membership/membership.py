@@ -143,7 +143,7 @@ class Membership:
             self._refused = exc
             return
         except DataplaneError as exc:
-            log.debug("roster keeper: no answer: %s", exc)
+            log.debug("peer %r: no answer from the roster keeper: %s", self.host.name, exc)
             self.host.serving.authority = self._whereabouts()
             return
         self._plane_wanted = reply.wanted

@@ -80,7 +80,7 @@ class Watching:
         match look:
             case Look.ENDED:
                 if not contacts.has_ended(owner):
-                    log.info("peer %s: its host reports that the process has ended", owner.peer)
+                    log.info("peer %s: its host reports that the process has exited", owner.peer)
                 contacts.ended(owner)
             case Look.REFUSED:
                 contacts.refused(owner, now)

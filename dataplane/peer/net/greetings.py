@@ -116,7 +116,10 @@ def bindable(address: str) -> str:
     try:
         found = getaddrinfo(host, port, type=SOCK_STREAM)
     except OSError as exc:
-        raise InvalidConfig(f"cannot listen on {address}: {exc}", address=address) from exc
+        raise InvalidConfig(
+            f"cannot listen on {address}: {exc}; use a name or address of this host in --listen",
+            address=address,
+        ) from exc
     number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
     if is_loopback(number) and not is_loopback(host):
         raise InvalidConfig(

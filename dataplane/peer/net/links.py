@@ -161,7 +161,8 @@ class Link:
             dialled.close()
         if not isinstance(hello, PeerHello):
             raise ProtocolError(
-                f"the peer at {self.address} sent {type(hello).__name__} instead of a greeting"
+                f"unexpected reply to a greeting from the peer at {self.address}: expected "
+                f"PeerHello, got {type(hello).__name__}"
             )
         meet(hello)
         self.calls = await self._stream(dial, hello.stream, hello.stream_secret)

@@ -295,7 +295,7 @@ class Mesh:
                     except RosterMismatch as exc:
                         if not self.begins_anew:
                             return exc
-                        log.debug("peer at %s: belongs to an earlier launch: %s", address, exc)
+                        log.debug("peer at %s: belongs to an earlier launch (%s)", address, exc)
                     await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             return self._silent(address, "a greeting", CALL_S)
@@ -380,7 +380,7 @@ class Mesh:
         log.warning("dropped reply from peer %s: %s", name, exc)
         why = (
             f"this peer is the backup of peer {name} at {link.address}, and could not apply its "
-            f"log ({exc}); the call may have taken effect"
+            f"replication log: {exc}. The call may have taken effect"
         )
         link.answered(reply, LinkBroken(why, address=link.address))
 

@@ -76,7 +76,8 @@ class PeerDoor:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):
                 raise ProtocolError(
-                    "requests between peers must be sent over a stream; zmq carries only greetings"
+                    f"expected PeerHello on the zmq socket, got {type(request.body).__name__}: "
+                    "send all other requests between peers over a stream"
                 )
         except ProtocolError as exc:
             return self._refusal(exc)
@@ -154,7 +155,10 @@ class PeerDoor:
     def check(self, stream: Stream, request: PeerRequest, operation: Operation) -> None:
         """ProtocolError, Unavailable for a request that the control stream does not take."""
         if not operation.control:
-            raise ProtocolError(f"{type(request.body).__name__} must be sent over the call stream")
+            raise ProtocolError(
+                f"unexpected {type(request.body).__name__} on the control stream: send it over "
+                "the call stream"
+            )
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
                 f"peer {request.sender} has {stream.unanswered_bytes} bytes of unanswered "
@@ -206,8 +210,8 @@ class _Call(Call):
         if not known:
             raise StaleEpoch(
                 f"peer {request.sender} has roster version {request.epoch}, but the peer at "
-                f"{host.address} has {roster.epoch}: repeat the call; both peers will fetch the "
-                "latest roster before it runs",
+                f"{host.address} has {roster.epoch}: repeat the call, which then waits until both "
+                "peers have the latest roster",
                 sender=request.sender,
                 number=roster.epoch[1],
             )

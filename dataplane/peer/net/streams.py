@@ -171,7 +171,7 @@ class Stream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(str(exc) if exc is not None else "the other side closed it")
+        self._end(str(exc) if exc is not None else "closed by the other side")
 
     # out
 

@@ -27,7 +27,7 @@ import dataplane
 from dataplane.launch import discovery
 from dataplane_transfer_queue import sampler as samplers
 from dataplane_transfer_queue.client import NotEnoughRows, TransferQueueClient
-from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta
+from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta, twice
 from dataplane_transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
@@ -193,8 +193,8 @@ def _serve(store: Store, port: int) -> Any:
         from dataplane_transfer_queue.metrics import Server
     except ImportError as exc:
         raise RuntimeError(
-            f"metrics.enabled needs {exc.name}: pip install 'dataplane-rl[metrics]', or set "
-            "metrics.enabled to false"
+            f"metrics.enabled needs the package {exc.name}: install it with pip install "
+            "'dataplane-rl[metrics]', or set metrics.enabled to false"
         ) from exc
     return Server(store, port)
 
@@ -298,9 +298,9 @@ def kv_batch_put(
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of str, not {keys!r:.60}; to put one row, use kv_put")
     if not len(keys):
-        raise ValueError("pass at least one key")
+        raise ValueError("keys is empty: pass at least one key")
     if fields is None and tags is None:
-        raise ValueError("pass fields, tags or both")
+        raise ValueError("the call has neither fields nor tags: pass at least one of them")
     if fields is not None and fields.batch_size[0] != len(keys):
         raise ValueError(
             f"got {len(keys)} keys and fields of {fields.batch_size[0]} rows; pass one key per row"
@@ -308,7 +308,7 @@ def kv_batch_put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"got {len(keys)} keys and {len(tags)} tags; pass one tag dict per key")
     if len(set(keys)) < len(keys):
-        raise ValueError("a key occurs twice; give each row its own key")
+        raise ValueError(f"keys {twice(keys)} occur more than once: give each row its own key")
     return joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
 
 
@@ -328,10 +328,12 @@ def kv_batch_get_by_meta(
 ) -> TensorDict:
     """Read all or some fields of a batch's rows."""
     if meta.partition_id is None:
-        raise ValueError("this batch has no partition: set partition_id")
+        raise ValueError("this batch has no partition: set its partition_id")
     selected = [select_fields] if isinstance(select_fields, str) else select_fields
     if selected is not None and (odd := [f for f in selected if f not in (meta.fields or ())]):
-        raise ValueError(f"select_fields {odd} not found in this batch, which has {meta.fields}")
+        raise ValueError(
+            f"select_fields names {odd}, but this batch has only the fields {meta.fields}"
+        )
     fields = meta.fields if selected is None else selected
     return kv_batch_get(meta.keys, meta.partition_id, fields)
 

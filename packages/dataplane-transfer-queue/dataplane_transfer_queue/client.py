@@ -20,7 +20,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_transfer_queue.columns import columns_of
-from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta, equal
+from dataplane_transfer_queue.metadata import BatchMeta, KVBatchMeta, equal, twice
 from dataplane_transfer_queue.sampler import packed, rebuilt
 from dataplane_transfer_queue.store import (
     INDEX_BITS,
@@ -335,7 +335,7 @@ class TransferQueueClient:
         if not isinstance(keys, list):
             raise TypeError(f"keys must be a str or a list of str, not a {type(keys).__name__}")
         if not keys:
-            raise ValueError("pass at least one key")
+            raise ValueError("keys is empty: pass at least one key")
         if not all(isinstance(key, str) for key in keys):
             raise TypeError(f"keys must be str, not {keys!r:.60}")
         found = self._store.find(partition_id, keys)
@@ -348,7 +348,7 @@ class TransferQueueClient:
         indexes = self._store.numbered(partition_id, rows)
         by_index = dict(zip(indexes, rows, strict=True))
         if len(by_index) < len(rows):
-            raise ValueError("a key occurs twice; give each row its own key")
+            raise ValueError(f"keys {twice(keys)} occur more than once: give each row its own key")
         return self._meta(partition_id, by_index, common_fields(rows))
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
@@ -359,13 +359,13 @@ class TransferQueueClient:
                 f"global_indexes must be an int or a list of ints, not {global_indexes!r:.60}"
             )
         if not indexes:
-            raise ValueError("pass at least one global index")
+            raise ValueError("global_indexes is empty: pass at least one")
         keys = self._store.keys_of(partition_id, indexes)
         if without := [i for i, key in zip(indexes, keys, strict=True) if isinstance(key, int)]:
             raise RuntimeError(
                 f"{len(without)} of {len(indexes)} rows in partition {partition_id!r} were put "
-                f"without a key, for example global_indexes {without[:3]}; ask only for rows that "
-                "were put by key"
+                f"without a key, for example global_indexes {without[:3]}: ask only for rows that "
+                "were put with a key"
             )
         return [str(key) for key in keys]
 
@@ -409,7 +409,7 @@ class TransferQueueClient:
         """Return the values of rows by key; see `kv_batch_get`."""
         keys = [keys] if isinstance(keys, str) else list(keys)
         if not keys:
-            raise ValueError("pass at least one key")
+            raise ValueError("keys is empty: pass at least one key")
         wanted = [select_fields] if isinstance(select_fields, str) else select_fields
         if wanted:  # mostly fields that all of them have: those of a meta
             with contextlib.suppress(StorageKeyNotFoundError):
@@ -422,7 +422,10 @@ class TransferQueueClient:
             )
         fields = common_fields([row for row in found if row is not None])
         if not fields:
-            raise ValueError(f"these rows of {partition_id!r} have no field in common")
+            raise ValueError(
+                f"the {len(keys)} rows of {partition_id!r} have no field in common: read rows "
+                "with different fields in separate calls"
+            )
         if wanted is not None:
             fields = [field for field in wanted if field in fields]
         return self._store.values(partition_id, keys, fields)
@@ -477,12 +480,16 @@ def parsed(fields: TensorDict, parser: Callable[[Any], Any]) -> TensorDict:
     before = set(columns)
     parser(columns)
     if set(columns) != before:
-        raise ValueError(f"the parser changed the fields: {sorted(before ^ set(columns))}")
+        raise ValueError(
+            f"the parser added or removed the fields {sorted(before ^ set(columns))}: expected "
+            "the fields that it was given"
+        )
     made: dict[str, Any] = {}
     for name, value in columns.items():
         if len(value) != rows:
             raise ValueError(
-                f"the parser returned {len(value)} values of field {name!r} for {rows} rows"
+                f"the parser returned {len(value)} values of field {name!r}: expected {rows}, one "
+                "per row"
             )
         made[name] = joined(value) if isinstance(value, list) else value
     return TensorDict(made, batch_size=rows)

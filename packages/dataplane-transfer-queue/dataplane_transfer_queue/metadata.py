@@ -86,7 +86,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     return joined
 
 
-def _twice(names: Sequence[Any]) -> list[Any]:
+def twice(names: Sequence[Any]) -> list[Any]:
     """Those that are there more than once, such as a message can show."""
     return sorted({name for name in names if names.count(name) > 1}, key=str)[:3]
 
@@ -360,12 +360,16 @@ class BatchMeta:
         for part in parts[1:] if validate else ():
             if part.field_names != first.field_names:
                 odd = set(part.field_names) ^ set(first.field_names)
-                raise ValueError(f"not every batch has the fields {sorted(odd)}")
+                raise ValueError(
+                    f"some batches lack the fields {sorted(odd)}: expected the same fields in all "
+                    "batches"
+                )
             for name in first.field_names:
                 dtypes = {str(p.field_schema[name].get("dtype")) for p in (first, part)}
                 if len(dtypes) > 1:
                     raise ValueError(
-                        f"field {name!r} has different dtypes: {' and '.join(sorted(dtypes))}"
+                        f"field {name!r} has dtype {' in some batches and '.join(sorted(dtypes))} "
+                        "in others: expected one dtype"
                     )
         return cls(
             [index for part in parts for index in part.global_indexes],
@@ -411,9 +415,9 @@ class KVBatchMeta:
                 f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}"
             )
         if len(set(self.keys)) < len(self.keys):
-            raise ValueError(f"Got duplicated keys: {_twice(self.keys)}")
+            raise ValueError(f"Got duplicated keys: {twice(self.keys)}")
         if self.fields is not None and len(set(self.fields)) < len(self.fields):
-            raise ValueError(f"Got duplicated fields: {_twice(self.fields)}")
+            raise ValueError(f"Got duplicated fields: {twice(self.fields)}")
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -441,7 +445,7 @@ class KVBatchMeta:
         if absent := [key for key in keys_to_select if key not in places]:
             raise RuntimeError(f"keys {absent} not found in current batch")
         if len(set(keys_to_select)) < len(keys_to_select):
-            raise ValueError(f"Contain duplicate keys: {_twice(keys_to_select)}")
+            raise ValueError(f"Contain duplicate keys: {twice(keys_to_select)}")
         return self._of([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
@@ -451,7 +455,7 @@ class KVBatchMeta:
                 f"the number of indexes, {len(indexes)}, does not match the {self.size} rows"
             )
         if len(set(indexes)) < self.size:
-            raise ValueError(f"Contain duplicate indexes: {_twice(indexes)}")
+            raise ValueError(f"Contain duplicate indexes: {twice(indexes)}")
         if sorted(indexes) != list(range(self.size)):
             raise ValueError(
                 f"indexes must be from 0 to {self.size - 1} in this batch, not {max(indexes)}"

@@ -172,8 +172,8 @@ class Store:
             raise TypeError(f"the name of a partition must be a str, not {name!r:.60}")
         if name == REGISTRY or not name or name.startswith(HIDDEN):
             raise ValueError(
-                f"{name!r} cannot be the name of a partition: it is empty or reserved; choose "
-                "another"
+                f"{name!r} cannot be the name of a partition: expected a non-empty name other "
+                f"than {REGISTRY!r} that does not start with {HIDDEN!r}"
             )
         entry = self._entry(f"partition:{name}")
         if entry is None or entry[_GONE]:

@@ -101,7 +101,7 @@ class StreamingDataset(IterableDataset[Batch]):
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
         if not data_fields:
-            raise ValueError("name at least one field in data_fields")
+            raise ValueError("data_fields is empty: name at least one field")
         if dp_rank < 0:
             raise ValueError(f"dp_rank={dp_rank}: expected 0 or more")
         self.config = config

@@ -332,7 +332,7 @@ def kv_batch_get_by_meta(
     selected = [select_fields] if isinstance(select_fields, str) else select_fields
     if selected is not None and (odd := [f for f in selected if f not in (meta.fields or ())]):
         raise ValueError(
-            f"select_fields names {odd}, but this batch has only the fields {meta.fields}"
+            f"select_fields {odd} not found in this batch: expected some of {meta.fields}"
         )
     fields = meta.fields if selected is None else selected
     return kv_batch_get(meta.keys, meta.partition_id, fields)

@@ -32,7 +32,8 @@ def text(value: object, what: str) -> str:
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"the name of {what} has more than {MAX_NAME_BYTES} bytes: {value!r:.40}…",
+            f"the name {value!r:.40}… of {what} has more than {MAX_NAME_BYTES} bytes: use a "
+            "shorter name",
             limit=MAX_NAME_BYTES,
         )
     # numpy's own texts are of a class that no encoder takes

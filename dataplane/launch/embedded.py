@@ -454,8 +454,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "this run's peer, which another process is starting, is not ready in time: check "
-                f"the peer's log, {log_path(folder)}",
+                "another process started this run's peer, but the peer was not ready in time: "
+                f"check its log, {log_path(folder)}",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)

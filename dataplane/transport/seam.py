@@ -217,7 +217,9 @@ class Transport(ABC):
 
     def send(self, request: SendRequest) -> None:
         """Send the owner's part of a two-sided transfer. Returns when the bytes may be reused."""
-        raise NotImplementedError(f"transport {self.capabilities.name} is one-sided")
+        raise NotImplementedError(
+            f"transport {self.capabilities.name} is one-sided, so it has no send()"
+        )
 
     def holding(self, count: int) -> None:  # noqa: B027
         """Take note that `count` reads of this worker's region are in flight. Engines that must

@@ -1,7 +1,8 @@
-"""Python objects that frameworks put, as objects of the plane and back.
+"""Convert Python objects that frameworks put to values of the plane, and back.
 
-NumPy arrays of objects or texts and PIL's pictures become dicts of what the plane knows. Everything
-else is passed on as it is: the plane names what it does not know, with its path in the value.
+NumPy arrays of objects or text, and PIL images, become dicts of values that the plane can store.
+All other values stay as they are. If the plane cannot store one, its error names the path in the
+value.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _packed_image(image: Any) -> dict[str, Any]:
 
 
 def unpacked_object(value: Any) -> Any:
-    """What `packed_object` was given, nothing of it in the arena: tensors come as copies anyway."""
+    """Return the value that was given to `packed_object`, as a private copy."""
     if isinstance(value, dict):
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)

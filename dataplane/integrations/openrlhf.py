@@ -1,10 +1,10 @@
-"""OpenRLHF's queue between the experience maker and the trainer, over a plane (docs/openrlhf.md).
+"""Replace OpenRLHF's queue between the experience maker and the trainer (docs/openrlhf.md).
 
     from dataplane.integrations.openrlhf import Queue    # instead of ray.util.queue
 
-It replaces `ray.util.queue.Queue`, whose actor every batch passes through. Here an item is stored
-on the host that put it, and moves directly to the host that gets it. Items are what OpenRLHF puts:
-a list of `Experience` with the state of its data loader, None, a text or a tuple.
+`ray.util.queue.Queue` sends every batch through an actor. This queue stores an item on the host
+that put it, and moves it directly to the host that gets it. Items are what OpenRLHF puts: a list of
+`Experience` with the state of its data loader, None, a str or a tuple.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Queue:
         return self.get(block=False)
 
     async def put_async(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Like `put`, without blocking the event loop."""
+        """Add an item without blocking the event loop. See `put`."""
         await asyncio.to_thread(self.put, item, block, timeout)
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Like `get`, without blocking the event loop."""
+        """Remove and return the next item without blocking the event loop. See `get`."""
         return await asyncio.to_thread(self.get, block, timeout)
 
     def qsize(self) -> int:

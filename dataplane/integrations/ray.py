@@ -1,8 +1,8 @@
-"""One peer on every host of a Ray cluster, for as long as the job runs.
+"""Run one peer on every host of a Ray cluster for as long as the job runs.
 
 Call `start()` in the driver, or `started()` in an actor. On each node a small actor starts the
 node's peer and is its client. The peer is not a child of a worker, so it outlives all workers. When
-the job ends, for whatever reason, Ray ends the actors, and peers without clients shut down. No row
+the job ends, for whatever reason, Ray kills the actors, and peers without clients shut down. No row
 passes through Ray.
 
     with dataplane.integrations.ray.start(arena="64GiB"):
@@ -93,7 +93,7 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
 
 def started(*, timeout: float = START_S) -> Started:
     """Return the peers of this Ray job. The first process that calls this function starts them with
-    `start`, so the processes need not know each other. The peers end when that process ends, or
+    `start`, so the processes need not know each other. The peers stop when that process exits, or
     when a process calls `stop()`. Raises the same errors as `start`."""
     options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
     found = Started(ray.remote(_Starter).options(**options).remote())
@@ -104,7 +104,7 @@ def started(*, timeout: float = START_S) -> Started:
 @dataclass(frozen=True, slots=True)
 class Started:
     """The peers of a Ray job, started by one of its processes. Keep a reference to this object: Ray
-    ends the actor that starts the peers when no process refers to it."""
+    kills the actor that started the peers when no process refers to it."""
 
     starter: Any
 
@@ -154,7 +154,7 @@ def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
 
 
 class Peers:
-    """The peers of a Ray job. As a context manager, calls `stop` at the end of the body."""
+    """The peers of a Ray job. Used as a context manager, it calls `stop` at the end of the body."""
 
     def __init__(self, setup: Setup, timeout: float) -> None:
         self._setup = setup
@@ -304,7 +304,7 @@ class Attendant:
         self._plane = dataplane.connect(self._name, run=setup.plane)
 
     def stop(self) -> None:
-        """End the peer."""
+        """Stop the peer."""
         peer, plane, self._plane = self._living(), self._plane, None
         try:
             if plane is not None:

@@ -1,4 +1,4 @@
-"""TransferQueue's surface over a plane: `import dataplane_transfer_queue as tq`.
+"""TransferQueue's API over a plane: `import dataplane_transfer_queue as tq`.
 
 Signatures and correct behaviour are those of TransferQueue 0.1.11 from PyPI; docs/verl.md and
 this package's README list the differences. For code that you cannot edit, install
@@ -220,15 +220,15 @@ def close() -> None:
 
 
 def get_client() -> TransferQueueClient:
-    """Return this process's client. RuntimeError before `init`."""
+    """Return this process's client. Raises RuntimeError before `init`."""
     if _here.client is None:
         raise RuntimeError("this process has not joined a queue: call init() first")
     return _here.client
 
 
 def joined() -> TransferQueueClient:
-    """Return this process's client, and join the job's queue if needed. RuntimeError if there is no
-    queue."""
+    """Return this process's client, and join the job's queue if needed. Raises RuntimeError if
+    there is no queue."""
     with _here.lock:
         if _here.client is None:
             store = _store(None)
@@ -264,7 +264,8 @@ def kv_put(
     data_parser: Callable[[Any], Any] | None = None,
 ) -> KVBatchMeta:
     """Write one row: fields (values of a dict have no batch dimension) and tags. Tags are merged
-    into existing ones. Returns the row's tags and all its fields. ValueError for nested tensors."""
+    into existing ones. Returns the row's tags and all its fields. Raises ValueError for nested
+    tensors."""
     if isinstance(fields, dict):
         columns: dict[str, Any] = {}
         for name, value in fields.items():
@@ -397,7 +398,7 @@ def save_checkpoint(
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
     """Restore the queue from a directory. Rows that exist now are freed.
 
-    FileNotFoundError if the directory is not a checkpoint.
+    Raises FileNotFoundError if the directory is not a checkpoint.
     """
     store = joined()._store
     target = Path(checkpoint_dir)

@@ -51,8 +51,8 @@ class Column:
 
 
 def columns_of(fields: TensorDict) -> dict[str, Column]:
-    """The fields of a TensorDict [n]. ValueError for one that is a TensorDict itself, or that only
-    some rows have."""
+    """Return the fields of a TensorDict [n]. Raises ValueError for a field that is a TensorDict, or
+    that only some rows have."""
     check_even(fields)
     rows = fields.batch_size[0]
     return {name: _column(str(name), value, rows) for name, value in fields.items()}
@@ -95,7 +95,8 @@ def _told(row: torch.Tensor, ragged: int) -> str:
 
 @functools.lru_cache(maxsize=4_096)
 def kind(told: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, int]:
-    """dtype, shape and ragged dimension of a row's value; None, None, 0 for an object."""
+    """Return the dtype, shape and ragged dimension of a row's value; None, None, 0 for an
+    object."""
     if told == OBJECT:
         return None, None, 0
     dtype, shape, ragged = told.split(":")
@@ -186,7 +187,7 @@ def _json(value: Any) -> str:
 
 
 def tag_read(value: Any) -> Any:
-    """What `_tag` was given."""
+    """Return the value that was given to `_tag`."""
     if isinstance(value, str) and value.startswith(_JSON):
         return json.loads(value.removeprefix(_JSON))
     return value

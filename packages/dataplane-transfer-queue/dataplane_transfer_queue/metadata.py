@@ -1,4 +1,4 @@
-"""What processes send each other instead of rows: `KVBatchMeta` (by key) and `BatchMeta` (by
+"""References to rows that processes send each other: `KVBatchMeta` (by key) and `BatchMeta` (by
 number).
 
 Both are plain picklable classes without a connection. A `BatchMeta` has, for each row, its number,
@@ -87,7 +87,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
 
 
 def twice(names: Sequence[Any]) -> list[Any]:
-    """Those that are there more than once, such as a message can show."""
+    """Return up to three of the names that occur more than once, for a message."""
     return sorted({name for name in names if names.count(name) > 1}, key=str)[:3]
 
 
@@ -233,7 +233,7 @@ class BatchMeta:
         self.extra_info[key] = value
 
     def get_all_extra_info(self) -> dict[str, Any]:
-        """Return a deep copy."""
+        """Return a deep copy of the batch's `extra_info`."""
         return copy.deepcopy(self.extra_info)
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
@@ -252,11 +252,12 @@ class BatchMeta:
     # tags
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
-        """Return a deep copy, one dict per row."""
+        """Return a deep copy of the rows' tags, one dict per row."""
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one dict into each row's tags, in this process only: see `set_custom_meta`."""
+        """Merge one dict into each row's tags, in this process only. `set_custom_meta` stores
+        them."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:

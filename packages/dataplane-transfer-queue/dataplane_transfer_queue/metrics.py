@@ -1,9 +1,10 @@
-"""TransferQueue's gauges `tq_*`, as verl's and RL-Insight's Grafana panels ask for them.
+"""Serve TransferQueue's gauges `tq_*`, which Grafana panels of verl and RL-Insight query.
 
-The process that began the queue serves them, of all hosts: verl registers one address. Figures are
-read when Prometheus asks. The plane has no controller and no storage unit, so each peer is a
-storage unit, and the controller's figures are sums over all peers. docs/verl.md says what each
-means. Imports prometheus_client, so it is imported late.
+The process that started the queue serves the gauges of all hosts, because verl registers one
+address. Each scrape reads the current figures. The plane has no controller and no storage unit:
+each peer counts as a storage unit, and the controller's figures are sums over all peers.
+docs/verl.md explains each gauge. This module needs prometheus_client, so it is imported only if
+metrics are enabled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _STORED = {"NOTIFY_DATA_UPDATE": "PUT_DATA", "GET_DATA": "GET_DATA", "CLEAR_META
 
 
 class Server:
-    """Serves `/metrics` until it is closed. endpoint: `host:port`."""
+    """An HTTP server of `/metrics`. `endpoint`: its `host:port`."""
 
     def __init__(self, store: Store, port: int) -> None:
         host = _host(store.plane.stats())
@@ -69,7 +70,7 @@ class Server:
 
 
 class Calls:
-    """Counts and times what this process asks of the queue."""
+    """Counts and durations of this process's calls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Calls:
 
 
 class Queue(Collector):
-    """The gauges, read from the plane."""
+    """The gauges of the queue, read from the plane."""
 
     def __init__(self, store: Store, calls: Calls) -> None:
         self._store = store

@@ -253,7 +253,7 @@ def get_seqlen_balanced_partitions(
 
 
 def packed(sampler: BaseSampler) -> dict[str, Any]:
-    """Return what `rebuilt` makes the sampler from, in another process."""
+    """Return the data from which `rebuilt` recreates the sampler in another process."""
     kind = type(sampler)
     told = {name: _packed(value) for name, value in vars(sampler).items()}
     return {"module": kind.__module__, "class": kind.__qualname__, "attributes": told}

@@ -1,9 +1,10 @@
-"""Partitions of TransferQueue as partitions of the plane: rows by key and number, what is where.
+"""Map TransferQueue's partitions, keys and row numbers to partitions and rows of the plane.
 
-A user's partition is the plane's of that name, its rows keep until they are cleared. A row with a
-key has that key; a row without one has its number. One partition more, `REGISTRY`, has a row for
-each partition (its number, the next row's number), the configuration, and tokens: whoever leases
-one is alone, until it gives the lease back or its process ends. No process keeps any of this.
+A user's partition is the plane's partition of that name, and keeps its rows until they are cleared.
+The key of a row is the user's key, or the row's number if it was put without a key. One more
+partition, `REGISTRY`, has a row for each partition (its number, and the number of its next row),
+the configuration, and mutexes: a process holds a mutex while it leases the mutex's row. All this
+state is in the plane, and none of it in a process.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ _REMEMBERED = 1 << 20
 
 
 class StorageKeyNotFoundError(KeyError, ValueError):
-    """Rows that were asked for are not there."""
+    """Some of the requested rows do not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class Row:
-    """What the plane says of one row, without its values."""
+    """One row, without its values."""
 
     __slots__ = ("key", "tags", "told")
 
@@ -59,7 +60,7 @@ class Row:
 
     @property
     def number(self) -> int | None:
-        """Its number in its partition; a row with a key has none until somebody asks."""
+        """The row's number in its partition. A row with a key gets one on first use."""
         found: int | None = self.key if isinstance(self.key, int) else self.tags.get(_INDEX)
         return found
 
@@ -76,7 +77,7 @@ class Row:
 
 
 class Store:
-    """One process's view of the queue. For any number of threads."""
+    """One process's view of the queue. Any number of threads may share it."""
 
     def __init__(self, plane: dataplane.Plane, dedup: Sequence[str] = ()) -> None:
         self.plane = plane
@@ -85,7 +86,7 @@ class Store:
         self.begin()
 
     def begin(self) -> None:
-        """Look at the plane as one that is new to this process."""
+        """Attach to the registry, and discard what this process knows of the plane."""
         stages = {"alone": [_TOKEN]}
         # Two copies, because a sampler's state must survive the host of the process that fetched.
         self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop", replicas=2)
@@ -93,7 +94,7 @@ class Store:
         self._keys: dict[int, str] = {}
 
     def end(self) -> None:
-        """Free all rows of all partitions, and what is known of them."""
+        """Free all rows of all partitions, and the registry."""
         for name in self.partitions():
             self.clear_partition(name)
         self._registry.drop()
@@ -109,7 +110,7 @@ class Store:
             return call(self._registry)
 
     def told(self, name: str) -> Any:
-        """What was kept under a name for everybody; None where nothing was."""
+        """Return the object that was stored under a name, or None."""
         try:
             found = self._in_registry(lambda part: part.get([name], ["object"]))
             return found["object"][0]["value"]
@@ -117,13 +118,13 @@ class Store:
             return None
 
     def tell(self, name: str, value: Any) -> None:
-        """Keep an object (what the plane takes as one) for everybody."""
+        """Store an object under a name, for all processes."""
         self._in_registry(
             lambda part: part.put({"object": [{"value": value}]}, key=[name], replace=True)
         )
 
     def first(self, name: str, value: Any) -> bool:
-        """As `tell`, and false, with nothing changed, where somebody did so before."""
+        """Store an object under a name, unless the name is taken. Return whether it was stored."""
         with self.alone("registry"):
             if self.told(name) is not None:
                 return False
@@ -132,7 +133,7 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """In one process and thread at a time."""
+        """Hold a mutex: one process and thread at a time runs the body."""
         key = f"token:{name}"
         with contextlib.suppress(dataplane.FieldExists):  # everybody's but the first one's
             self._in_registry(lambda part: part.put({_TOKEN: [0]}, key=[key], tags={"name": [key]}))
@@ -156,7 +157,7 @@ class Store:
         self._in_registry(lambda part: part.tag([key], {tag: [value]}, expect=expected))
 
     def partitions(self) -> dict[str, int]:
-        """Names and numbers, in the order in which they came."""
+        """Return the partitions' numbers by name, oldest first."""
         rows = self._in_registry(lambda part: part.rows(where=dataplane.tag(_NUMBER).exists()))
         tags: dict[str, list[Any]] = dict(rows.tags)
         told = zip(rows.keys, tags.get(_NUMBER, ()), tags.get(_GONE, ()), strict=True)
@@ -208,13 +209,13 @@ class Store:
         return entry
 
     def number_of(self, name: str) -> int:
-        """The partition's number; it is made where there is none."""
+        """Return the partition's number. Creates the partition if it does not exist."""
         found = self._partition(name, create=True)
         assert found is not None
         return found[0]
 
     def numbers(self, name: str, count: int) -> list[int]:
-        """So many new row numbers of a partition, one after the other."""
+        """Return this many new, consecutive row numbers of a partition."""
         key = f"partition:{name}"
         self._partition(name, create=True)
         for _ in range(_ATTEMPTS):
@@ -247,7 +248,8 @@ class Store:
         raise dataplane.Unavailable(f"other processes kept clearing partition {name!r}: try again")
 
     def rows(self, name: str) -> list[Row]:
-        """All rows of a partition, as they stood at one moment; none where it is not there."""
+        """Return all rows of a partition as of one moment. A partition that does not exist is
+        empty."""
         try:
             found = self._on(name, lambda part: part.rows())
         except StorageKeyNotFoundError:
@@ -255,7 +257,7 @@ class Store:
         return _rows(found)
 
     def find(self, name: str, keys: Sequence[str | int]) -> list[Row | None]:
-        """What the plane says of these rows; None for one that is not there."""
+        """Return these rows, with None for each row that does not exist."""
         asked = list(dict.fromkeys(keys))
         try:
             found = _rows(self._on(name, lambda part: part.get(asked, ())))
@@ -273,9 +275,9 @@ class Store:
         columns: Mapping[str, Column],
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Write fields and tags of rows: each row's in one message, tags merged, values replaced.
+        """Write fields and tags of rows. A new value replaces an old one; tags are merged.
 
-        Rows with the same names of tags go together, in the order given.
+        Rows with the same tag names are written together, in the given order.
         """
         if clash := [field for field in columns if field.startswith(HIDDEN)]:
             raise ValueError(
@@ -310,7 +312,8 @@ class Store:
         self._on(name, write, create=True)
 
     def values(self, name: str, keys: Sequence[str | int], fields: Sequence[str]) -> TensorDict:
-        """The rows' values. StorageKeyNotFoundError where a row, or a row's field, is not there."""
+        """Return the rows' values. Raises StorageKeyNotFoundError if a row, or a field of a row,
+        does not exist."""
         if not keys or not fields:
             return TensorDict({}, batch_size=0 if not fields else len(keys))
         try:
@@ -337,14 +340,14 @@ class Store:
         return TensorDict(packed, batch_size=len(keys))
 
     def clear(self, name: str, keys: Sequence[str | int]) -> None:
-        """Free rows and their bytes. Absent ones are passed over."""
+        """Free rows and their bytes. Absent rows are skipped."""
         here = [row.key for row in self.find(name, keys) if row is not None]
         with contextlib.suppress(StorageKeyNotFoundError):  # all of it was cleared meanwhile
             if here:
                 self._on(name, lambda part: part.drop(keys=here))
 
     def clear_partition(self, name: str) -> None:
-        """Free all of it. Its number stays its own."""
+        """Free all rows of a partition. The partition keeps its number."""
         try:
             self._on(name, lambda part: part.drop())
         except (StorageKeyNotFoundError, dataplane.PartitionGone):
@@ -356,7 +359,7 @@ class Store:
     # numbers
 
     def numbered(self, name: str, rows: Sequence[Row]) -> list[int]:
-        """Global indexes of rows that are there; those that have no number get one."""
+        """Return the global indexes of existing rows. A row without a number gets one."""
         found = self._partition(name)
         assert found is not None
         number, part = found
@@ -385,7 +388,7 @@ class Store:
             self._keys.update(keys)
 
     def keys_of(self, name: str, indexes: Sequence[int]) -> list[str | int]:
-        """The keys of rows by number; the row's own number for one without a key."""
+        """Return the keys of rows by number. For a row without a key, return its number."""
         mask = (1 << INDEX_BITS) - 1
         with self._lock:  # others may forget them all meanwhile
             keys = {index: self._keys[index] for index in indexes if index in self._keys}
@@ -406,7 +409,7 @@ class Store:
         return [keys.get(index, index & mask) for index in indexes]
 
     def consume(self, name: str, keys: Sequence[str | int], task: str, done: bool = True) -> None:
-        """Say of rows that a task has, or has not, had them."""
+        """Mark rows as fetched, or as not fetched, by a task."""
         tags = {_TASK + task: [done] * len(keys)}
         self._on(name, lambda part: part.tag(keys, tags))
 
@@ -421,8 +424,8 @@ class Store:
         least: int,
         timeout: float | None,
     ) -> list[Row]:
-        """Rows that have the fields and that the task has not claimed yet; it has then. Waits at
-        the shard for `least` of them, ClaimTimeout; no value is read."""
+        """Claim rows that have the fields and that the task has not claimed, without reading
+        values. Waits at the shard until `least` rows are ready; raises ClaimTimeout."""
         where: dataplane.Where | None = None
         for field in fields:
             there = dataplane.tag(_FIELD + field).exists()
@@ -436,8 +439,8 @@ class Store:
         return self._on(name, claimed, create=True)
 
     def unclaimed(self, name: str, task: str) -> int | None:
-        """Rows that the task has not claimed, whatever fields they have; None where it is none, or
-        there are no rows."""
+        """Return the number of rows that the task has not claimed, whichever fields they have. None
+        if there is no such task, or no rows."""
         try:
             stats = self._on(name, lambda part: part.stats())
         except StorageKeyNotFoundError:
@@ -460,14 +463,14 @@ def _rows(found: dataplane.Rows | dataplane.Batch) -> list[Row]:
 
 
 def common_fields(rows: Sequence[Row]) -> list[str]:
-    """Fields that every one of the rows has, in the order of the first."""
+    """Return the fields that all rows have, in the order of the first row."""
     if not rows:
         return []
     return [field for field in rows[0].told if all(field in row.told for row in rows)]
 
 
 def schema_told(rows: Sequence[Row], fields: Sequence[str]) -> Schema:
-    """As the rows' hidden tags tell it."""
+    """Return the schema that the rows' hidden tags describe."""
     schema: Schema = {}
     for field in fields:
         kinds = [kind(str(row.told[field])) for row in rows if field in row.told]

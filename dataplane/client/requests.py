@@ -41,7 +41,7 @@ def definition_of(
         raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
     if isinstance(replicas, bool) or replicas not in (1, 2):
         raise InvalidCall(
-            f"replicas={replicas!r}: expected 1, or 2 for a second copy on another peer"
+            f"replicas={replicas!r}: expected 1, or 2 to keep a replica on another peer"
         )
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"

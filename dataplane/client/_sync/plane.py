@@ -105,7 +105,7 @@ class Plane:
         - `groups`: seal the partition after this many closed groups.
         - `free`: "acked" frees a row when every stage has acked it; "drop" keeps rows until they
           are dropped. Default: "acked" if there are stages.
-        - `replicas`: 2 keeps a second copy of all values on another peer.
+        - `replicas`: 2 keeps a replica of all values on another peer.
         - `fields`: types of fields, such as `{"tokens": "int64[*]"}`. A put of another dtype or
           rank raises InvalidValue. `float32` is one number, `float32[3,*]` is three vectors per
           row, `bfloat16[...]` is any shape, and `object` is a Python object.

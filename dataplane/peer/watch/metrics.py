@@ -104,7 +104,7 @@ GROUPS = {
         "arena_quarantined_bytes": "Bytes still mapped by processes that lost their connection.",
         "arena_room_bytes{class}": "Bytes that an admission class can still reserve.",
         "cached_bytes": "Bytes of cached copies of other hosts' values.",
-        "second_copies": "Second copies stored here for other peers (replicas=2).",
+        "second_copies": "Replicas of other peers' values stored here (replicas=2).",
     },
     "spill": {
         "spill_bytes": "Bytes of rows in the spill file.",

@@ -262,13 +262,22 @@ class Housekeeper:
         # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.
         due += self._undone(_CLOSE_S / 2)
         left_s = max(_LEAST_S, until - time.monotonic())
-        self.tell([*due, *self._parting(), *session.idle_grants(0)], left_s)
+        # Another thread may wait for an answer: if it waits in vain, so would this one.
+        if self._sending.acquire(timeout=left_s):
+            self._sending.release()
+            left_s = max(_LEAST_S, until - time.monotonic())
+            self.tell([*due, *self._parting(), *session.idle_grants(0)], left_s)
         for connection in session.orphans():
             connection.close()
 
     def _drop_anchor(self) -> None:
-        with self._sending:
-            anchor, self._anchor, self._ended = self._anchor, None, True
+        if not self._sending.acquire(timeout=_LEAST_S):
+            self._ended = True
+            if (awaited := self._anchor) is not None:
+                awaited.shut()  # ends the wait of another thread for a peer that is stopped
+            self._sending.acquire()
+        anchor, self._anchor, self._ended = self._anchor, None, True
+        self._sending.release()
         if anchor is not None:
             anchor.close()
         self.session.direct.close()

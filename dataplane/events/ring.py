@@ -1,6 +1,6 @@
 """The last MAX_RECORDS records of a peer, in the order in which they were added.
 
-Recording is always on, so adding a record must cost about a microsecond.
+Recording is always on, so adding a record must cost about a microsecond. To make one takes two.
 """
 
 from __future__ import annotations

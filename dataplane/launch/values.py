@@ -40,7 +40,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise InvalidConfig(
-            f"{text!r} is not a valid size: use a form such as 8GiB or 512MiB, or a number of bytes"
+            f"{text!r} is not a valid size: use a size such as 8GiB or 512MiB, or a number of bytes"
         )
     return int(float(match[1]) * unit)
 
@@ -374,10 +374,13 @@ def parse_device_arena(text: str) -> DeviceMemory:
             "GPUs, as in cuda@0,2:2GiB"
         )
     numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
-    if len(numbers) > MAX_DEVICES or len(set(numbers)) < len(numbers):
+    if len(numbers) > MAX_DEVICES:
         raise InvalidConfig(
-            f"{text!r} is not a valid device arena: list at most {MAX_DEVICES} devices, and each "
-            "device only once"
+            f"the device arena {text!r} lists {len(numbers)} devices: list at most {MAX_DEVICES}"
+        )
+    if len(set(numbers)) < len(numbers):
+        raise InvalidConfig(
+            f"the device arena {text!r} lists a device twice: list each device once"
         )
     memory = DeviceMemory(parse_size(size), devices["kind"], numbers)
     if memory.nbytes < MIN_BYTES:

@@ -150,8 +150,8 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"the name of a tag must be a str, not {name!r:.60}")
         if name.startswith(HIDDEN):
             raise ValueError(
-                f"{name!r} cannot be the name of a tag: names that start with {HIDDEN!r} are "
-                "reserved; choose another"
+                f"the tag name {name!r} starts with {HIDDEN!r}, which is reserved: choose another "
+                "name"
             )
     return {name: _tag(name, value) for name, value in row.items()}
 

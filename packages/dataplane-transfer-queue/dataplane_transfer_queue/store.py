@@ -281,8 +281,8 @@ class Store:
         """
         if clash := [field for field in columns if field.startswith(HIDDEN)]:
             raise ValueError(
-                f"{clash[0]!r} cannot be the name of a field: names that start with {HIDDEN!r} are "
-                "reserved; choose another"
+                f"the field name {clash[0]!r} starts with {HIDDEN!r}, which is reserved: choose "
+                "another name"
             )
         plain = [tags_of(row) for row in tags] if tags is not None else [{}] * len(keys)
         alike: dict[tuple[str, ...], list[int]] = {}

@@ -92,7 +92,8 @@ def _typed(array: Array) -> Array:
         return _times(array)
     if dtype.isbuiltin == 1 and dtype.kind in "biuf" and dtype.itemsize <= 8:
         return array
-    if dtype.isbuiltin == 1:
+    # A complex dtype of ml_dtypes would become a float without its imaginary part.
+    if dtype.isbuiltin == 1 or isinstance(np.zeros((), dtype).item(), complex):
         raise InvalidValue(f"Arrow has no type for {dtype}")
     try:
         limits: Any = ml_dtypes.iinfo

@@ -25,7 +25,7 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
     if step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
         raise InvalidCall(
-            f"--step {step!r}: no peer has events of this partition. Partitions with events: "
-            f"{shown}"
+            f"--step {step!r}: no peer has events for a partition of that name. Partitions with "
+            f"events: {shown}"
         )
     return events, [step]

@@ -295,7 +295,7 @@ class FieldExists(DataplaneError):
 
 
 class InvalidRows(DataplaneError, ValueError):
-    """The lengths, keys, groups or tags of a call's rows are inconsistent."""
+    """The lengths, keys, groups or tags of a call's rows are invalid or inconsistent."""
 
     next_step = "Correct the call. Nothing was stored."
 
@@ -377,7 +377,7 @@ class StreamEnd(DataplaneError):
 
 
 class LeaseExpired(DataplaneError):
-    """The lease timed out, finished, or ended with its partition or plan. Nothing was stored."""
+    """The lease timed out or was finished, or its partition or plan ended. Nothing was stored."""
 
     next_step = "Claim again."
 

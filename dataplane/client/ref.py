@@ -49,7 +49,8 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class Dropped(NamedTuple):
-    """The numbers of rows and bytes that a drop freed."""
+    """How many rows a drop removed, and about how many bytes their values took: rows that are
+    stored together count alike. Memory is free once all rows that are stored together are gone."""
 
     rows: int
     bytes: int

@@ -58,9 +58,9 @@ class Queue:
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Add an item. Wait while the queue is full, and raise `Full` after `timeout` seconds.
 
-        Equal arrays inside `mm_train_inputs` of one prompt's samples are stored once. Raises
-        InvalidValue, and stores nothing, if the item contains anything other than None, numbers,
-        text, bytes, lists, tuples, dicts, arrays, tensors and dataclasses.
+        Equal arrays of an item, such as the `mm_train_inputs` of one prompt's samples, are stored
+        once. Raises InvalidValue, and stores nothing, if the item contains anything other than
+        None, numbers, text, bytes, lists, tuples, dicts, arrays, tensors and dataclasses.
         """
         packed = _packed(item)
         if self.maxsize:

@@ -42,6 +42,11 @@ def padded(lengths: npt.NDArray[np.uint64]) -> Bytes:
     return result
 
 
+def room(nbytes: int) -> int:
+    """The same for one."""
+    return max(nbytes + -nbytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+
+
 def every(mask: Mask) -> bool:
     """`mask.all()`; for short columns, which most are, at a fifth of the cost."""
     return b"\0" not in mask.tobytes()

@@ -1,4 +1,4 @@
-"""The layout rule: where in granted extents each range of a put lies.
+"""The layout rule: where in granted extents each range of a write is.
 
 The peer grants extents by it and the client fills them by it, so both import this file. Ranges go
 in order; each is put into the current extent if it fits there, else into the next that holds it.
@@ -7,66 +7,69 @@ No range straddles two extents, each starts at a multiple of 64 bytes and owns i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.extents import Bytes, Records, padded
+from dataplane.memory.extents import Bytes, Records
+from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, U8
+
+Stretch = tuple[int, int]
+"""offset and length"""
+
+
+def assign(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
+    """The offset of each range in the arena, and what is left of the extents.
+
+    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. Where the
+    ranges do not all fit, there are fewer offsets than ranges.
+    """
+    offsets: list[int] = []
+    left: list[Stretch] = []
+    slots = iter(extents)
+    at = end = 0
+    for size in sizes:
+        room = size + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES or ALIGNMENT_BYTES
+        while at + room > end:
+            if at < end:
+                left.append((at, end - at))
+            at, length = next(slots, (-1, 0))
+            if at < 0:
+                return offsets, left
+            end = at + length
+        offsets.append(at)
+        at += room
+    if at < end:
+        left.append((at, end - at))
+    return offsets, [*left, *slots]
+
+
+def placed(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
+    """As `assign`; LimitExceeded where the ranges do not all fit."""
+    offsets, left = assign(sizes, extents)
+    if len(offsets) < len(sizes):
+        raise LimitExceeded(
+            f"only {len(offsets)} of {len(sizes)} ranges fit into the extents reserved for them",
+            ranges=len(sizes),
+            fitting=len(offsets),
+        )
+    return offsets, left
 
 
 def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
-    """The offset of each range in the arena, u8.
-
-    sizes: bytes of each range, unpadded. extents: EXTENT records, whose offsets are multiples of
-    64. LimitExceeded where the ranges do not all fit; see `fitting`.
-    """
-    room = padded(np.asarray(sizes, U8))
-    offsets, done = _lay(room, extents)
-    if done < len(room):
-        raise LimitExceeded(
-            f"only {done} of {len(room)} values fit into the {len(extents)} extents reserved for "
-            "them",
-            ranges=len(room),
-            fitting=done,
-        )
-    return offsets
+    """The offset of each range in the arena, u8. extents: EXTENT records. LimitExceeded where the
+    ranges do not all fit; see `fitting`."""
+    return np.array(placed(np.asarray(sizes, U8).tolist(), extents.tolist())[0], U8)
 
 
 def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
     """How many of the first ranges fit, so that a writer knows whether its extents suffice."""
-    return _lay(padded(np.asarray(sizes, U8)), extents)[1]
+    return len(assign(np.asarray(sizes, U8).tolist(), extents.tolist())[0])
 
 
-def remainder(sizes: npt.ArrayLike, offsets: Bytes, extents: Records) -> Records:
-    """What is left of the extents once these ranges lie at these offsets: EXTENT records."""
-    if len(extents) == 1 and len(offsets):  # as placed, the last range ends last
-        offset, length = extents.item()
-        used = offsets.item(-1) + padded(np.asarray(sizes, U8)[-1:]).item() - offset
-        left = np.array([(offset + used, length - used)], EXTENT)
-        return left if used < length else left[:0]
-    ends = offsets + padded(np.asarray(sizes, U8))
-    ends.sort()
-    starts, limits = extents["offset"], extents["offset"] + extents["length"]
-    at = np.searchsorted(ends, limits, "right")
-    last = ends[np.maximum(at, 1) - 1] if len(ends) else np.zeros(len(extents), U8)
-    begin = np.where((at > 0) & (last > starts), last, starts)
-    left = np.empty(len(extents), EXTENT)
-    left["offset"], left["length"] = begin, limits - begin
-    return left[left["length"] > 0]
-
-
-def _lay(room: Bytes, extents: Records) -> tuple[Bytes, int]:
-    """Offsets of the ranges that fit (the rest undefined), and their number."""
-    ends = np.cumsum(room, dtype=U8)
-    offsets = ends - room
-    done, before = 0, np.uint64(0)
-    for start, length in zip(extents["offset"], extents["length"], strict=True):
-        if done == len(room):
-            break
-        upto = int(np.searchsorted(ends, before + length, "right"))
-        if upto > done:
-            # unsigned columns wrap, so a start below `before` comes out right
-            offsets[done:upto] += np.uint64((int(start) - int(before)) % (1 << 64))
-            done, before = upto, ends[upto - 1]
-    return offsets, done
+def extents_of(stretches: Sequence[Stretch]) -> Records:
+    """As EXTENT records."""
+    return np.array(stretches, EXTENT)

@@ -114,16 +114,6 @@ class Ranges:
         column["length"] = self._length[ids]
         return column
 
-    def offsets(self, ranges: Records, hold: bool = False) -> Bytes:
-        """Where these ranges start; hold: with one more reference each time one is named.
-        RowsGone, and nothing changes, if any is dead."""
-        ids = self._living(ranges)
-        if hold and len(ids) == 1:
-            self._refs[ids] += 1
-        elif hold:
-            np.add.at(self._refs, ids, 1)
-        return self._offset[ids]
-
     def refs(self, ranges: Records) -> npt.NDArray[np.int64]:
         """References of each. RowsGone if any is dead."""
         return self._refs[self._living(ranges)]

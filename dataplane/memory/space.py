@@ -32,6 +32,7 @@ from dataplane.memory.extents import (
     padded,
     page_down,
     records,
+    room,
     some,
     subtract,
 )
@@ -67,7 +68,7 @@ class Space:
         self.copies = PulledCopies(self.ranges, self.release)
         self.digests = Digests(self.ranges)
         self.waste_bytes: Callable[[], int] = lambda: 0
-        """Bytes of packs whose values are dead already; only the metadata knows."""
+        """Bytes of chunks that no row has any more; only the metadata knows."""
         self.spill: Spilled | None = None
         """Where ranges go that have no place here, if anywhere."""
         self._allocator = Allocator(size_bytes)
@@ -196,7 +197,7 @@ class Space:
         was done, where it is not at the start of a grant, or there is something wrong with it."""
         start, length = extents.item()
         many = refs if isinstance(refs, int) else refs.item() if len(refs) == 1 else 0
-        end = start + max(length + -length % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+        end = start + room(length)
         if start % ALIGNMENT_BYTES or many < 1:
             return None
         taken = self._holder(holder).carve_start(start, end, admission)
@@ -271,11 +272,6 @@ class Space:
             self.shares.discharge(admission, nbytes)
         return sum(nbytes for _, nbytes in by_class)
 
-    def locate(self, ranges: Records) -> Bytes:
-        """Where ranges start, u8, none of them spilled. RowsGone if any is dead."""
-        assert not self.any_away(ranges)
-        return self.ranges.offsets(ranges)
-
     @property
     def all_here(self) -> bool:
         """Whether no range is anywhere but in the arena."""
@@ -314,19 +310,10 @@ class Space:
     # readers
 
     def pin(self, holder: int, ranges: Records) -> int:
-        """Hold ranges for a reader until `unpin`: the pin's id, never used again. 0 for none."""
-        return self.pin_places(holder, ranges)[0]
-
-    def pin_places(self, holder: int, ranges: Records) -> tuple[int, Bytes]:
-        """`pin`, and where the ranges start (u8). RowsGone, and nothing changes, if any is dead.
-        The column stays with the pin."""
-        if not len(ranges):
-            return 0, np.zeros(0, U8)
+        """Hold ranges for a reader until `unpin`: the pin's id, never used again. 0 for none.
+        RowsGone, and nothing changes, if any is dead. The column stays with the pin."""
         assert not self.any_away(ranges, holder)
-        places = self.ranges.offsets(ranges, hold=True)
-        self._last_pin += 1
-        self._holder(holder).pins[self._last_pin] = ranges
-        return self._last_pin, places
+        return self.keep(holder, ranges)
 
     def keep(self, holder: int, ranges: Records) -> int:
         """As `pin`, wherever their bytes are: held for somebody who does not read them."""
@@ -389,7 +376,7 @@ class Space:
 
     def stats(self) -> dict[str, Any]:
         """`figures`, and the waste, a part of used and spilled: whoever knows it looks at every
-        block of packs."""
+        chunk."""
         return {**self.figures(), "waste_bytes": self.waste_bytes()}
 
     @property

@@ -310,9 +310,6 @@ class Peer:
             self.calls.producers_wait()
 
     def _waste(self) -> int:
-        """Bytes of dead values in blocks that others keep alive: a block of packs dies whole."""
-        wasted = 0
-        for entry in self.host.entries.values():
-            blocks, alive = entry.store.packs(self.host.owner)
-            wasted += int(self.host.space.ranges.extents(blocks)["length"].sum()) - alive
-        return max(0, wasted)
+        """Bytes of dead values in chunks that other rows keep alive: a chunk dies whole."""
+        stores = [entry.store for entry in self.host.entries.values()]
+        return sum([store.dead_bytes(self.host.owner) for store in stores])

@@ -236,8 +236,8 @@ class RangeServer:
         expected = proof(self._key, "reader", challenge, join.challenge)
         if not hmac.compare_digest(expected, join.proof):
             raise TicketRefused(
-                "the reader does not belong to the plane of this owner: start all peers with the "
-                "same --run, --seeds and --token-file"
+                "the reader and the owner of the values belong to different planes: start all "
+                "peers with the same --run, --seeds and --token-file"
             )
         self._enter(inbound, deadline)
         stream.send(encode(Joined(proof(self._key, "owner", challenge, join.challenge))), deadline)

@@ -7,10 +7,8 @@ structured, text and object arrays are refused: their bytes do not say what they
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +17,6 @@ import numpy.typing as npt
 
 from dataplane.errors import InvalidValue, ProtocolError
 from dataplane.wire.limits import MAX_RANK
-from dataplane.wire.tables import Spec
 
 Array = npt.NDArray[Any]
 
@@ -73,44 +70,6 @@ def dtype_of(name: str) -> np.dtype[Any]:
         except (TypeError, ValueError):
             pass
     raise ProtocolError(f"dtype {name[:64]!r} is not part of this protocol")
-
-
-@lru_cache(maxsize=4096)
-def spec_of(
-    dtype: np.dtype[Any], shape: tuple[int, ...], loose: bool = False, ragged: int = 0
-) -> Spec:
-    """The spec of a plain array: -1 at the axis `ragged`, where the value's bytes decide it."""
-    name = dtype_name(dtype)
-    assert name is not None, dtype
-    others = (*shape[:ragged], *shape[ragged + 1 :])
-    if ragged < len(shape) and 0 not in others:
-        shape = (*shape[:ragged], -1, *shape[ragged + 1 :])
-    return Spec("array", name, shape, loose)
-
-
-def shape_of(spec: Spec, itemsize: int, nbytes: int) -> tuple[int, ...]:
-    """The shape of a value of this spec; ProtocolError where the bytes do not fit it."""
-    shape = spec.shape
-    ragged = ragged_axis(shape)
-    if len(shape) > MAX_RANK or any(n < 0 and at != ragged for at, n in enumerate(shape)):
-        raise ProtocolError(
-            f"invalid array shape {shape}: expected at most {MAX_RANK} dimensions of 0 or more, of "
-            "which one may be -1 (ragged)"
-        )
-    if ragged is not None:
-        row = itemsize * -math.prod(shape)
-        if row and nbytes % row == 0:
-            return (*shape[:ragged], nbytes // row, *shape[ragged + 1 :])
-    elif itemsize * math.prod(shape) == nbytes:
-        return shape
-    raise ProtocolError(
-        f"a value of {nbytes} bytes does not match its dtype {spec.dtype} and shape {shape}"
-    )
-
-
-def ragged_axis(shape: tuple[int, ...]) -> int | None:
-    """Where the shape of a spec has its -1."""
-    return shape.index(-1) if -1 in shape else None
 
 
 def is_ready(value: object) -> bool:
@@ -282,7 +241,9 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
             "of tensors"
         )
     if tensor.is_meta:
-        raise InvalidValue("a meta tensor has no values to store: pass a tensor on a device")
+        raise InvalidValue(
+            "a meta tensor has no values to store: pass a tensor on the CPU or a GPU"
+        )
     if tensor.is_quantized:
         raise InvalidValue("a quantized tensor cannot be stored: pass tensor.dequantize()")
     if tensor.layout is not torch.strided:

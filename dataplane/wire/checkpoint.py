@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dataplane.wire.tables import Body, Change, Column, Owner, Rows, Scalar, Specs, Table
+from dataplane.wire.tables import Body, Change, Rows, Scalar, Table, Values
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -84,21 +84,17 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
 
-    closed_groups: that closed and went before. ranges, inline, change: as in `Put`; between peers
-    `owners` instead of ranges.
+    closed_groups: that closed and went before. ranges, change: as in `Put`.
     """
 
     partition: str
     generation: int
     rows: Rows
-    columns: list[Column]
-    specs: Specs
+    values: Values
     tags: dict[str, list[Scalar]]
     progress: Progress
     closed_groups: int = 0
     ranges: bytes = b""
-    owners: list[Owner] = []
-    inline: bytes = b""
     change: Change | None = None
 
 

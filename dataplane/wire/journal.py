@@ -31,13 +31,12 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.tables import (
     Change,
-    Column,
     Definition,
     Laid,
     Name,
     Owner,
     Shape,
-    Specs,
+    Values,
 )
 
 Unit = Literal["rows", "groups"]
@@ -94,15 +93,12 @@ class Lost(Body, tag=205):
 
 
 class Relocated(Body, tag=206):
-    """Values moved: what lay in ranges[i] of `owner` lies in to_ranges[i] of `to_owner` (RANGE).
-
-    reach: u8 per range; values that end behind so many bytes of it did not. Empty: all did."""
+    """Chunks moved: what was ranges[i] of `owner` is to_ranges[i] of `to_owner` (RANGE)."""
 
     owner: Owner
     ranges: bytes
     to_owner: Owner
     to_ranges: bytes
-    reach: bytes = b""
 
 
 class Declared(Body, tag=219):
@@ -171,7 +167,7 @@ class OneGroup(msgspec.Struct, array_like=True):
 class OneBlock(msgspec.Struct, array_like=True):
     """Sets of rows are bits, little-endian. keys, names: of all the rows it came with. group: the
     key of theirs, empty: none. live: those that are there. acked: by the number of the stage.
-    added: stage → field → rows that have it from that stage. returned: as acked, rows that came
+    returned: as acked, rows that came
     back from a lease of the stage, which has not acked them since; empty: no rows."""
 
     number: int
@@ -180,7 +176,6 @@ class OneBlock(msgspec.Struct, array_like=True):
     names: list[Name] | None
     live: bytes
     acked: list[bytes]
-    added: dict[str, dict[str, bytes]] = {}
     returned: list[bytes] = []
 
 
@@ -197,15 +192,12 @@ class Blocks(Body, tag=211):
 
 
 class Given(Body, tag=212):
-    """Values of all rows of some blocks (numbers: u8), ABSENT where a row has none. stage: who gave
-    them back as its progress; empty: they are the rows' own."""
+    """Values of all rows of some blocks (numbers: u8). by: per piece, the stage that added it; ""
+    where none did. Empty: none of them was added."""
 
     numbers: bytes
-    stage: str
-    columns: list[Column]
-    specs: Specs
-    owners: list[Owner]
-    inline: bytes = b""
+    values: Values
+    by: list[str] = []
 
 
 class Ready(Body, tag=213):

@@ -29,9 +29,10 @@ MAX_PLAN_PARTS = 262_144
 """Ranks times mini-batches of a plan: each process lays out all of them."""
 MAX_RANK = 16
 MAX_LEAVES_PER_ROW = 4_096
+MAX_HEAD_BYTES = (1 << 32) - 1
+"""Of an object, without its arrays."""
 MAX_NESTING = 64
 MAX_WHERE_NODES = 256
-MAX_SPECS_PER_MESSAGE = 65_536
 MAX_CONNECTIONS = 4_096
 MAX_HELLO_BYTES = 65_536
 """A frame of a client that has no session yet."""
@@ -39,22 +40,18 @@ MAX_REQUESTS_PER_CONNECTION = 64
 MAX_BYTES_UNDER_WAY = 256 << 20
 """At one door: of larger messages that are coming in, or (between peers) are being answered."""
 
-PACK_LIMIT_BYTES = 4_096
-"""Values of at least this many bytes are ranges of their own; smaller ones are packed."""
-PACK_BLOCK_BYTES = 65_536
-"""The largest block of packed values; it dies whole."""
 ALIGNMENT_BYTES = 64
-"""Every range and every packed value starts at a multiple of this."""
+"""Every range starts at a multiple of this."""
 
-INLINE_LIMIT_BYTES = 1_024
-"""Values of up to so many bytes may live in the shard, with their row."""
 INLINE_ROW_BYTES = 4_096
-"""Of them, what one put or finish brings for a row; the others go to the arena."""
-INLINE_ALIGNMENT_BYTES = 8
-"""Where they start in what a message brings."""
+"""What one put or finish brings for a row with the message, to live in the shard; its other values
+go to the arena."""
+MAX_CHUNKS_PER_MESSAGE = 4_096
+MAX_PIECES_PER_MESSAGE = 65_536
+MAX_CHUNKS_PER_RESTORE = MAX_PIECES_PER_MESSAGE
+"""A group comes back whole, also where many puts and adds have brought it."""
+MAX_LAYOUT_BYTES = 4_096
 
 NO_GROUP = 0xFFFF_FFFF
-ABSENT = 0xFFFF
-"""`owner` of a value record of a row that lacks the field."""
 MAX_PULLED_BYTES = 262_144
 """Of values that a peer sends in one answer; more go through bulk transfer."""

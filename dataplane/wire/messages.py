@@ -19,17 +19,15 @@ from dataplane.wire.tables import (
 )
 from dataplane.wire.tables import (
     Change,
-    Column,
     Definition,
     Laid,
     Name,
-    Owner,
     PoolHandle,
     Rows,
     Scalar,
     Shape,
-    Specs,
     Table,
+    Values,
     Where,
 )
 
@@ -43,7 +41,9 @@ class Welcome(Body, tag=1):
     """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it.
 
     pools: its device arenas. Their addresses follow the arena's, in this order. log: the path of
-    the peer's log, "" where that is no file. alone: the run has no other peers and gets none."""
+    the peer's log, "" where that is no file. alone: the run has no other peers and gets none.
+    address: by which other peers reach it, "" where there are none. With the incarnation it is the
+    owner of the client's chunks."""
 
     versions: tuple[int, int]
     plane: str
@@ -58,6 +58,7 @@ class Welcome(Body, tag=1):
     pools: list[PoolHandle] = []
     log: str = ""
     alone: bool = False
+    address: str = ""
 
 
 class Hello(Body, tag=2):
@@ -146,7 +147,7 @@ class Reset(Body, tag=14):
 class Reserve(Body, tag=20):
     """Room for units (one row's or one group's part), each whole or not at all.
 
-    units: per unit the u8 column of the sizes of its ranges (packs of small values count as one).
+    units: per unit the u8 column of the sizes of its ranges.
     continuing: to groups or keys that this client put or leased before, or fields added to them.
     digests: a DIGEST record per candidate for dedup. device: in which device arena, 0: the host's;
     in that too where the device has no room now."""
@@ -189,12 +190,11 @@ class Unpin(Body, tag=23):
 
 
 class Put(Body, tag=30):
-    """Rows, new or known, with columns whose bytes are already in place, or come along.
+    """Rows, new or known, with values whose bytes are already in place, or come along.
 
     ranges: EXTENT records, written by this client inside its grants. shared: RANGE records of
-    known ranges (dedup). A value's `range` is an index into ranges, then shared.
-    inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
-    that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
+    known ranges (dedup). The number of a chunk from a client is its place, from 1 on, among ranges,
+    then shared. ShardFull, and nothing is done, where the shard has no room for inline chunks.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
     change: between peers, as in `Tag`. holder: as a backup is told, the session that put the rows,
     whose permits its new groups use.
@@ -205,8 +205,7 @@ class Put(Body, tag=30):
     partition: str
     generation: int
     rows: Rows
-    columns: list[Column]
-    specs: Specs
+    values: Values = Values()
     tags: dict[str, list[Scalar]] = {}
     ranges: bytes = b""
     shared: bytes = b""
@@ -215,9 +214,7 @@ class Put(Body, tag=30):
     digests: bytes = b""
     digest_index: bytes = b""
     want_bytes: int = 0
-    owners: list[Owner] = []
     change: Change | None = None
-    inline: bytes = b""
     continuing: bool = False
     reuse: bool = False
     want_on_devices: list[int] = []
@@ -228,12 +225,14 @@ class PutDone(Body, tag=31):
     """extents: granted for the next put, at most what it wants. kept: fields of rows that were
     there already and stayed (redelivered adds). gone: rows of a put that were passed over, because
     they were there before and have been freed. there: rows of a put that were passed over, because
-    they are there with all of its fields."""
+    they are there with all of its fields. ranges: RANGE records of what an ack has written, where
+    it says `again`."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
     gone: int = 0
     there: int = 0
+    ranges: bytes = b""
 
 
 class Tag(Body, tag=32):
@@ -286,8 +285,8 @@ class Read(Body, tag=35):
 
 class ReadDone(Body, tag=36):
     """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
-    Between peers columns hold VALUE records. unknown_tags: as in Dropped, on the first page. has,
-    by field, and states, by stage: a byte per row."""
+    unknown_tags: as in Dropped, on the first page. has, by field, and states, by stage: a byte per
+    row."""
 
     table: Table
     pin: int
@@ -341,9 +340,8 @@ class Claim(Body, tag=40):
 
 
 class Claimed(Body, tag=41):
-    """Leased rows; columns hold PLACE records. plan: what was asked for is a part in a plan, which
-    `lease` names; the table is empty. Between peers without a pin, and columns hold VALUE records.
-    """
+    """Leased rows. plan: what was asked for is a part in a plan, which `lease` names; the table is
+    empty. Between peers without a pin."""
 
     lease: int
     pin: int
@@ -373,29 +371,28 @@ class Fetched(Body, tag=43):
 class Finish(Body, tag=44):
     """The end of a lease, for all its rows or for those at `index` (u4), with what was added.
 
-    The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
+    The rows of `values` are the leased rows in order (or those at `index`). On `release` they are
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
     goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
     the plan for all, and `leave` ends nothing: the client had given up its call. `abandon`: a
     release because the client ends, or has ended, while it holds the lease; its peer logs that.
     `expire`, between peers: a release because `lease=` seconds are over.
-    change: between peers, as in Tag. inline: as in Put."""
+    change: between peers, as in Tag. ranges, shared: as in Put. again: a later ack may name chunks
+    of this one again, so the peer holds them until the lease ends."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon", "expire"]
     index: bytes | None = None
-    columns: list[Column] = []
-    specs: Specs = []
+    values: Values = Values()
     tags: dict[str, list[Scalar]] = {}
     ranges: bytes = b""
     shared: bytes = b""
     pin: int = 0
     want_bytes: int = 0
-    owners: list[Owner] = []
     partition: str = ""
     generation: int = 0
     change: Change | None = None
-    inline: bytes = b""
+    again: bool = False
 
 
 class Wait(Body, tag=45):

@@ -1,4 +1,9 @@
-"""Object values: one self-describing MessagePack value each, with array leaves beside it.
+"""Object values: a row of an object column is one self-contained byte string.
+
+    size of the head (u4) | head: a MessagePack value | pad to 16 | array | pad to 16 | array …
+
+An array in the head is an ext value that says its dtype, its shape and where its bytes start,
+counted from the first multiple of 16 behind the head.
 
 What comes back has exactly the types that went in: None, bool, int of any size, float, str, bytes,
 list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays, torch tensors,
@@ -11,15 +16,19 @@ TensorDicts as dicts.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
+from struct import Struct
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
+from xxhash import xxh3_128_digest
 
 from dataplane.errors import DataplaneError, InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.arrays import (
@@ -31,12 +40,13 @@ from dataplane.wire.arrays import (
     is_torch,
     jagged_parts,
     kind_of,
+    raw,
     tensor_over,
 )
-from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
+from dataplane.wire.limits import MAX_HEAD_BYTES, MAX_LEAVES_PER_ROW, MAX_NESTING, MAX_RANK
 
 EXT_ARRAY = 1
-"""u32 little-endian: index of the array among the leaves of its row."""
+"""A MessagePack array: the fields of `Leaf`."""
 EXT_TUPLE = 2
 """One MessagePack array: the items of a tuple."""
 EXT_INT = 3
@@ -46,8 +56,12 @@ EXT_SCALAR = 4
 EXT_TENSOR = 5
 """As EXT_ARRAY, of an array that went in as a torch tensor."""
 EXT_JAGGED = 6
-"""A nested jagged tensor of torch: three u32, the leaves of its values and its int64 offsets, and
-the axis of a row that is ragged."""
+"""A nested jagged tensor of torch. A MessagePack array: the fields of `Jagged`."""
+LEAF_ALIGNMENT_BYTES = 16
+ONCE_BYTES = 64 << 10
+"""Arrays of at least this size with the same bytes are in a row once."""
+Buffer = Any
+"""bytes, or a contiguous array whose dtype the buffer protocol knows."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
@@ -55,23 +69,47 @@ _TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(value: object, path: str = "value") -> tuple[bytes, list[Array]]:
-    """The MessagePack head of a value and its array leaves, contiguous and native.
+class Leaf(msgspec.Struct, array_like=True, frozen=True):
+    """An array of an object row. offset: in bytes, from the first multiple of 16 behind the
+    head."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Jagged(msgspec.Struct, array_like=True, frozen=True):
+    """A nested tensor: its values, the int64 offsets of its rows and one more, and the axis of a
+    row that is ragged."""
+
+    values: Leaf
+    offsets: Leaf
+    axis: int
+
+
+_leaf_decoder = msgspec.msgpack.Decoder(Leaf)
+_jagged_decoder = msgspec.msgpack.Decoder(Jagged)
+_SIZE = Struct("<I")
+_PADDING = [bytes(length) for length in range(LEAF_ALIGNMENT_BYTES)]
+
+
+def encode(value: object, path: str = "value") -> list[Buffer]:
+    """The bytes of a row, in order. Arrays are not copied.
 
     `path` names the value in errors (`prompt[3]`). InvalidValue for what cannot travel,
-    LimitExceeded for too deep nesting or too many leaves.
+    LimitExceeded for too deep nesting, too many arrays or a head of 4 GiB.
     """
     try:
         if type(value) in _PLAIN:
-            return _encoder.encode(value), []
+            return [_row(_encoder.encode(value), path)]
         walk = _Walk(path)
-        return _encoder.encode(walk.lower(value)), walk.leaves
+        return _buffers(_encoder.encode(walk.lower(value)), walk.leaves, path)
     except (OverflowError, UnicodeEncodeError):
         pass
     # an int beyond 64 bits or a text that is no unicode: look at every item, so as to name it
     walk = _Walk(path, shortcuts=False)
     try:
-        return _encoder.encode(walk.lower(value)), walk.leaves
+        return _buffers(_encoder.encode(walk.lower(value)), walk.leaves, path)
     except ValueError as exc:
         if isinstance(exc, LimitExceeded):
             raise
@@ -79,85 +117,112 @@ def encode(value: object, path: str = "value") -> tuple[bytes, list[Array]]:
 
 
 def encode_many(values: Sequence[object]) -> list[bytes] | None:
-    """The heads of a column of plain scalars and texts; None where one of them is not plain."""
+    """The rows of a column of plain scalars and texts; None where one of them is not plain."""
     if not _PLAIN.issuperset(map(type, values)):
         return None
     try:
-        return list(map(_encoder.encode, values))
+        return [_row(_encoder.encode(value), "value") for value in values]
     except (OverflowError, ValueError):
         return None
 
 
-def decode(head: bytes | memoryview, leaves: Sequence[Array] = ()) -> Any:
-    """The value of a head; ProtocolError where it is none of ours."""
-    decoder = Decoder() if leaves else _leafless
-    return decoder.decode(head, leaves)
-
-
-def decode_many(heads: Iterable[bytes | memoryview]) -> Iterator[Any]:
-    """The values of heads without leaves, as `decode` reads them one by one."""
-    return map(_leafless.decode_leafless, heads)
-
-
-class Decoder:
-    """Reads heads; one at a time, so that threads need one each."""
-
-    def __init__(self) -> None:
-        self._leaves: Sequence[Array] = ()
-        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._ext)
-
-    def decode(self, head: bytes | memoryview, leaves: Sequence[Array]) -> Any:
-        self._leaves = leaves
-        try:
-            return self.decode_leafless(head)
-        finally:
-            self._leaves = ()
-
-    def decode_leafless(self, head: bytes | memoryview) -> Any:
-        """The value of a head that names no leaves."""
-        try:
-            value = self._decoder.decode(head)
-            if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
-                raise ProtocolError(
-                    "received a MessagePack timestamp (ext code -1), which is not part of this "
-                    "protocol"
-                )
-            return value
-        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
-            raise ProtocolError(f"received a value that cannot be decoded: {exc}") from exc
-
-    def _ext(self, code: int, data: memoryview) -> Any:
-        if code == EXT_ARRAY:
-            return self._leaf(data)
-        if code == EXT_TENSOR:
-            return _tensor(self._leaf(data))
-        if code == EXT_JAGGED and len(data) == 12:
-            axis = int.from_bytes(data[8:], "little")
-            return _jagged(self._leaf(data[:4]), self._leaf(data[4:8]), axis)
-        if code == EXT_TUPLE:
-            items = self._decoder.decode(data)
-            if type(items) is list:
-                return tuple(items)
-        elif code == EXT_INT:
-            return int.from_bytes(data, "little", signed=True)
-        elif code == EXT_SCALAR:
-            return _scalar(data)
-        raise ProtocolError(
-            f"received ext code {code} with {len(data)} bytes, which is not part of this protocol"
+def _row(head: bytes, path: str) -> bytes:
+    """A row without arrays, or the begin of one."""
+    if len(head) >= MAX_HEAD_BYTES:
+        raise LimitExceeded(
+            f"{path}: the value takes {len(head)} bytes without its arrays, over the limit of "
+            f"{MAX_HEAD_BYTES}: spread it over several fields",
+            limit=MAX_HEAD_BYTES,
         )
+    return _SIZE.pack(len(head)) + head
 
-    def _leaf(self, data: memoryview) -> Array:
-        index = int.from_bytes(data, "little")
-        if index < len(self._leaves):
-            return self._leaves[index]
+
+def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
+    row = _row(head, path)
+    buffers: list[Buffer] = [row]
+    end = len(row)
+    for leaf in leaves:
+        buffers += (_PADDING[-end % LEAF_ALIGNMENT_BYTES], raw(leaf))
+        end = leaf.nbytes
+    return buffers
+
+
+def decode(row: bytes | memoryview) -> Any:
+    """The value of a row. Its arrays are read-only views of the row's memory. ProtocolError where
+    it is no row of ours."""
+    memory = memoryview(row)
+    begin = _SIZE.size + _SIZE.unpack_from(memory)[0] if len(memory) >= _SIZE.size else -1
+    if not 0 < begin <= len(memory):
         raise ProtocolError(
-            f"a value refers to its array {index}, but the message has only {len(self._leaves)} "
-            "arrays for it"
+            f"received a truncated object: expected a head of {max(begin, _SIZE.size)} bytes, got "
+            f"{len(memory)} bytes in all"
         )
+    head = memory[_SIZE.size : begin]
+    begin += -begin % LEAF_ALIGNMENT_BYTES
+    return _value(head, memory[begin:].toreadonly())
 
 
-# it never holds leaves, so threads may share it
-_leafless = Decoder()
+def _value(head: memoryview, arrays: memoryview) -> Any:
+    try:
+        value = _decoder_of(arrays).decode(head)
+        if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
+            raise ProtocolError(
+                "received a MessagePack timestamp (ext code -1), which is not part of this protocol"
+            )
+        return value
+    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
+        raise ProtocolError(f"received a value that cannot be decoded: {exc}") from exc
+
+
+def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
+    """arrays: the bytes behind the head."""
+    if not arrays:
+        return _WITHOUT_ARRAYS
+    return msgspec.msgpack.Decoder(ext_hook=partial(_ext, arrays))
+
+
+def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
+    if code == EXT_ARRAY:
+        return _array(arrays, _leaf_decoder.decode(data))
+    if code == EXT_TENSOR:
+        return _tensor(_array(arrays, _leaf_decoder.decode(data)))
+    if code == EXT_JAGGED:
+        jagged = _jagged_decoder.decode(data)
+        values, offsets = _array(arrays, jagged.values), _array(arrays, jagged.offsets)
+        return _jagged(values, offsets, jagged.axis)
+    if code == EXT_TUPLE:
+        items = _decoder_of(arrays).decode(data)
+        if type(items) is list:
+            return tuple(items)
+    elif code == EXT_INT:
+        return int.from_bytes(data, "little", signed=True)
+    elif code == EXT_SCALAR:
+        return _scalar(data)
+    raise ProtocolError(
+        f"received ext code {code} with {len(data)} bytes, which is not part of this protocol"
+    )
+
+
+def _array(arrays: memoryview, leaf: Leaf) -> Array:
+    dtype, shape, offset = dtype_of(leaf.dtype), leaf.shape, leaf.offset
+    nbytes = dtype.itemsize * math.prod(shape)
+    if (
+        len(shape) > MAX_RANK
+        or any([length < 0 for length in shape])
+        or offset < 0
+        or offset % LEAF_ALIGNMENT_BYTES
+        or offset + nbytes > max(len(arrays), offset)
+    ):
+        raise ProtocolError(
+            f"an array of dtype {dtype} and shape {shape} at byte {offset} is outside its object "
+            f"of {len(arrays)} bytes"
+        )
+    return np.ndarray(shape, dtype, arrays, offset if nbytes else 0)
+
+
+_WITHOUT_ARRAYS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    ext_hook=partial(_ext, memoryview(b""))
+)
 
 
 class _Walk:
@@ -169,6 +234,10 @@ class _Walk:
 
     def __init__(self, path: str, shortcuts: bool = True) -> None:
         self.leaves: list[Array] = []
+        self._end = 0
+        """of the last leaf"""
+        self._large: dict[bytes, tuple[Array, int]] = {}
+        """by digest, the bytes of large leaves and where they start"""
         self._path = path
         self._trail: list[object] = []
         self._shortcuts = shortcuts
@@ -222,8 +291,8 @@ class _Walk:
                 return self.lower(plain)
             if is_jagged(value):
                 values, offsets, axis = jagged_parts(value)
-                parts = (self._numbered(values), self._numbered(offsets), axis)
-                return Ext(EXT_JAGGED, b"".join(part.to_bytes(4, "little") for part in parts))
+                jagged = Jagged(self._placed(values), self._placed(offsets), axis)
+                return Ext(EXT_JAGGED, _encoder.encode(jagged))
             array = as_array(value)
         except InvalidValue as exc:
             if "path" in exc.details:
@@ -238,11 +307,25 @@ class _Walk:
             ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))
-        number = self._numbered(array).to_bytes(4, "little")
-        return Ext(EXT_TENSOR if is_torch(value) else EXT_ARRAY, number)
+        leaf = _encoder.encode(self._placed(array))
+        return Ext(EXT_TENSOR if is_torch(value) else EXT_ARRAY, leaf)
 
-    def _numbered(self, array: Array) -> int:
-        """The number of one more leaf."""
+    def _placed(self, array: Array) -> Leaf:
+        """Where the array is in the row. A large one that the row has already is there once."""
+        name = dtype_name(array.dtype)
+        assert name is not None, array.dtype
+        if array.nbytes < ONCE_BYTES:
+            return Leaf(name, array.shape, self._added(array))
+        memory = raw(array).reshape(-1).view(np.uint8)
+        digest = xxh3_128_digest(memory.data)
+        known, offset = self._large.get(digest, (None, 0))
+        if known is None or not np.array_equal(known, memory):
+            offset = self._added(array)
+            self._large[digest] = memory, offset
+        return Leaf(name, array.shape, offset)
+
+    def _added(self, array: Array) -> int:
+        """Where one more leaf starts, behind the others."""
         if len(self.leaves) >= MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
                 f"{self._path} contains more than {MAX_LEAVES_PER_ROW} arrays: stack them, or "
@@ -250,7 +333,9 @@ class _Walk:
                 limit=MAX_LEAVES_PER_ROW,
             )
         self.leaves.append(array)
-        return len(self.leaves) - 1
+        offset = self._end + -self._end % LEAF_ALIGNMENT_BYTES
+        self._end = offset + array.nbytes
+        return offset
 
     def _checked(self, value: Any) -> Any:
         if type(value) is int and not -(1 << 63) <= value < 1 << 64:

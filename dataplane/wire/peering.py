@@ -2,7 +2,7 @@
 
 One envelope a message.
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
-VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
+chunks named as their owner knows them. What is only between peers is here: the handshake,
 what becomes of claims, and of bytes; what keeps a plane whole (life signs, rosters, operations for
 backups, what was not answered, whether anybody still moves); and samples to try the ways between
 two peers on.
@@ -163,14 +163,12 @@ class Append(Body, tag=143):
 
 
 class Duplicate(Body, tag=145):
-    """To the sender's backup, with replicas=2: second copies of values of the sender's, which rows
-    are about to name. Answered when they are there. RANGE records; u4 how many values name each; u8
-    how many bytes of it they reach."""
+    """To the sender's backup, with replicas=2: second copies of chunks of the sender's, which rows
+    are about to use. Answered when they are there. RANGE records; u8 how many bytes each has."""
 
     partition: str
     generation: int
     ranges: bytes
-    counts: bytes
     sizes: bytes
 
 
@@ -342,8 +340,8 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
             f"a message of type {what} between peers would have {len(message)} bytes, over the "
-            f"limit of {MAX_FRAME_BYTES}: use fewer rows per call, or select fewer fields with "
-            "fields=",
+            f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. Small values of a row go "
+            "together, so fewer fields may not help",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

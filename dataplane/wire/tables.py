@@ -1,17 +1,15 @@
-"""The parts that messages share: definitions, specs, columns and tables of rows.
+"""The parts that messages share: definitions, chunks, pieces and tables of rows.
 
-Everything that is per row is a raw column (see `records`), so that neither side loops over values.
+Keys, groups and places are raw columns (see `records`). Values are told by chunk, never by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 
-from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_SPECS_PER_MESSAGE
+from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 
 Scalar = bool | int | float | str | None
 """A tag."""
@@ -38,25 +36,6 @@ class Definition(msgspec.Struct, array_like=True, frozen=True):
     free: Literal["acked", "drop"] = "drop"
     replicas: Literal[1, 2] = 1
     fields: Annotated[dict[str, Form], msgspec.Meta(max_length=MAX_FIELDS)] = {}
-
-
-class Spec(msgspec.Struct, array_like=True, frozen=True):
-    """How the bytes of a value are read.
-
-    `array`: `dtype` is numpy's or ml_dtypes' name; `shape` may have one -1, which the value's bytes
-    decide. `object`: one MessagePack value, whose array leaves are ext values that index the row's
-    leaves; `dtype` and `shape` are empty. loose: rows were given one by one, so that a TensorDict
-    has them as a nested tensor, ragged where the -1 is; objects, as data that are no tensor.
-    """
-
-    kind: Literal["array", "object"]
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    loose: bool = False
-
-
-Specs = Annotated[list[Spec], msgspec.Meta(max_length=MAX_SPECS_PER_MESSAGE)]
-"""As they come in with values."""
 
 
 class Shape(msgspec.Struct, array_like=True, frozen=True):
@@ -127,8 +106,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
 
 INLINE = Owner("", 0)
-"""The shard itself: values that live in it lie in the message, from the byte `range` of what is
-called `inline` there."""
+"""The shard itself: chunks that live in it have their bytes in the message."""
 
 
 class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
@@ -181,32 +159,57 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     ancestors: list[tuple[int, int]] = []
 
 
-class Column(msgspec.Struct, array_like=True):
-    """One field of the rows of a message.
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """A chunk that a message names: the values of some rows, column after column.
 
-    values: VALUE (between peers, and in a put) or PLACE (to a client) records, one a row.
-    leaf_counts: u4 a row, or empty when no row has array leaves.
-    leaves: records of the array leaves, row by row.
+    owner: index into the owners of the message. number: its name at the owner; 0 for a chunk whose
+    bytes are in the message (`inline`), whose owner is INLINE. layout: index into the layouts of
+    the message; see `layouts`. inline: of a chunk in device memory, the lengths of its rows.
     """
 
-    field: str
-    values: bytes
-    leaf_counts: bytes = b""
-    leaves: bytes = b""
+    owner: int
+    number: int
+    rows: int
+    nbytes: int
+    layout: int
+    inline: bytes = b""
 
 
-_WORD, _RECORD_WORDS = np.dtype("<u8"), 3
-"""of records of both kinds, VALUE and PLACE: the second are the bytes"""
-_FEW_BYTES = 24 * 64
-"""below which numpy costs more than it saves"""
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """Which rows of a message have their values in a chunk.
+
+    fields: per column of the chunk, an index into the fields of the message, or -1 for a column
+    that these rows do not use. given: bits of rows, little-endian, counted from the row `base`. The
+    values of the n-th of these rows are in the chunk row `first` + n, or in the n-th row of `at`
+    (u4), where there is one.
+    """
+
+    chunk: int
+    fields: list[int]
+    base: int
+    given: bytes
+    first: int = 0
+    at: bytes = b""
 
 
-def volume(columns: Iterable[Column]) -> int:
-    """Bytes of all values of these columns, objects and their leaves."""
-    raw = b"".join([part for column in columns for part in (column.values, column.leaves)])
-    if len(raw) < _FEW_BYTES:
-        return sum(memoryview(raw).cast("Q")[1::_RECORD_WORDS])
-    return int(np.add.reduce(np.frombuffer(raw, _WORD)[1::_RECORD_WORDS]))
+class Values(msgspec.Struct, array_like=True, frozen=True):
+    """The values that a message brings. Only clients read layouts and the bytes of chunks."""
+
+    fields: list[str] = []
+    owners: list[Owner] = []
+    layouts: list[bytes] = []
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of its chunks."""
+        return sum([chunk.nbytes for chunk in self.chunks])
+
+    @property
+    def inline_bytes(self) -> int:
+        """Of its inline chunks. They have no number."""
+        return sum([len(chunk.inline) for chunk in self.chunks if not chunk.number])
 
 
 class Rows(msgspec.Struct, array_like=True):
@@ -225,13 +228,11 @@ class Rows(msgspec.Struct, array_like=True):
 
 
 class Table(msgspec.Struct, array_like=True):
-    """Rows with their columns and tags, as grants and reads return them.
+    """Rows with their values and tags, as grants and reads return them.
 
-    inline: the bytes of values that live in the shard."""
+    places: to a client, EXTENT of each chunk in the host's arenas; zeros for an inline one."""
 
     rows: Rows
-    columns: list[Column] = []
-    specs: list[Spec] = []
-    owners: list[Owner] = []
+    values: Values = Values()
     tags: dict[str, list[Scalar]] = {}
-    inline: bytes = b""
+    places: bytes = b""

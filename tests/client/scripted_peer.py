@@ -9,13 +9,16 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from dataplane.client.read.column_view import ColumnView
+from dataplane.client.read.table import TableReader
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import join
+from dataplane.metadata.tables.bits import in_bytes
 from dataplane.wire import limits
 from dataplane.wire.frames import FrameReader, decode_request, encode
 from dataplane.wire.messages import (
@@ -36,8 +39,8 @@ from dataplane.wire.messages import (
     Reserved,
     Welcome,
 )
-from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE, U8, VALUE, column
-from dataplane.wire.tables import Column, Definition, Table
+from dataplane.wire.records import EXTENT, KEY, U8, column
+from dataplane.wire.tables import INLINE, Definition, Piece, Rows, Table, Values
 
 ARENA_BYTES = 4 << 20
 SILENCE = b""
@@ -169,36 +172,62 @@ class ScriptedPeer:
         self.pins += 1
         return self.pins
 
-    def places(self, body: Put | Finish) -> list[Column]:
-        """The columns of a put as a client would read them."""
-        ranges = column(body.ranges, EXTENT)
-        return [
-            Column(c.field, _places(c.values, ranges), c.leaf_counts, _places(c.leaves, ranges))
-            for c in body.columns
-        ]
-
     def serve_put(self, put: Put, lease: int = 11) -> None:
         """Claims from now on get the rows of this put."""
-        fields = {c.field: c for c in self.places(put)}
 
         def claimed(request: Request, body: Claim) -> Claimed:
             wanted = body.fields or self.definition.stages[body.stage]
-            columns = [fields[name] for name in wanted]
-            table = Table(put.rows, columns, put.specs, tags=put.tags, inline=put.inline)
-            return Claimed(lease, self.new_pin(), table)
+            return Claimed(lease, self.new_pin(), self.table(put, wanted))
 
         self.scripts[Claim] = claimed
 
+    def view(
+        self, body: Put | Finish, field: str, shared: Sequence[tuple[int, int]] = ()
+    ) -> ColumnView:
+        """The values of a message, from where it says they are. shared: extents of its chunks that
+        were written before."""
+        values = body.values
+        extents = [*column(body.ranges, EXTENT).tolist(), *shared]
+        spots = [extents[c.number - 1] if c.number else (0, 0) for c in values.chunks]
+        places = np.array(spots, EXTENT)
+        ends = [one.base + in_bytes(one.given).bit_length() for one in values.pieces]
+        rows = Rows(bytes(KEY.itemsize * max(ends)))
+        table = Table(rows, values, {}, places.tobytes())
+        reader = TableReader(table, np.frombuffer(os.pread(self.fd, ARENA_BYTES, 0), np.uint8))
+        return reader.view(field, reader.runs(field))
+
     def table(self, put: Put, fields: list[str]) -> Table:
-        columns = [c for c in self.places(put) if c.field in fields]
-        return Table(put.rows, columns, put.specs, tags=put.tags, inline=put.inline)
+        """The rows of a put as a client would read them."""
+        places = np.zeros(len(put.values.chunks), EXTENT)
+        ranges = column(put.ranges, EXTENT)
+        for at, chunk in enumerate(put.values.chunks):
+            if chunk.number:
+                places[at] = ranges[chunk.number - 1]
+        return Table(put.rows, values_with(put.values, fields), put.tags, places.tobytes())
 
 
-def _places(raw: bytes, ranges: np.ndarray) -> bytes:
-    values = column(raw, VALUE)
-    places, inline = np.zeros(len(values), PLACE), values["owner"] == 1
-    arena = values[~inline]
-    places["offset"][~inline] = ranges["offset"][arena["range"]] + arena["delta"]
-    places["offset"][inline], places["flags"][inline] = values["range"][inline], PLACE_INLINE
-    places["nbytes"], places["spec"] = values["nbytes"], values["spec"]
-    return places.tobytes()
+def inline_fields(body: Put | Finish) -> set[str]:
+    """The fields that have a value in a chunk that goes with the message."""
+    values = body.values
+    found = set()
+    for piece in values.pieces:
+        if values.owners[values.chunks[piece.chunk].owner] == INLINE:
+            found |= {values.fields[field] for field in piece.fields if field >= 0}
+    return found
+
+
+def inline_bytes(body: Put | Finish) -> int:
+    """What goes with the message."""
+    return sum(len(chunk.inline) for chunk in body.values.chunks)
+
+
+def values_with(values: Values, fields: list[str]) -> Values:
+    """Of these fields alone."""
+    numbers = [fields.index(field) if field in fields else -1 for field in values.fields]
+    pieces = []
+    for piece in values.pieces:
+        mine = [-1 if field < 0 else numbers[field] for field in piece.fields]
+        if max(mine) >= 0:
+            where = (piece.base, piece.given, piece.first, piece.at)
+            pieces.append(Piece(piece.chunk, mine, *where))
+    return Values(fields, values.owners, values.layouts, values.chunks, pieces)

@@ -48,7 +48,7 @@ async def test_a_batch_is_claimed_read_added_to_and_acked(
         assert [x.tolist() for x in batch["a"]] == [[0, 1, 2, 3]] * 2
         await batch.add(reward=[1.0, 2.0])
     (finish,) = peer.bodies(Finish)
-    assert finish.outcome == "ack" and [c.field for c in finish.columns] == ["reward"]
+    assert finish.outcome == "ack" and finish.values.fields == ["reward"]
 
 
 async def test_a_field_that_is_not_here_is_not_fetched_by_subscription(

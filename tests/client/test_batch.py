@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,8 +29,9 @@ from dataplane.wire.messages import (
     ReadDone,
     Reply,
     Request,
+    Reserve,
 )
-from dataplane.wire.records import EXTENT, RANGE, U4, VALUE, column
+from dataplane.wire.records import EXTENT, RANGE, U4, column
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
@@ -81,20 +83,30 @@ def test_groups_come_whole_with_their_own_columns(batch: Batch) -> None:
 
 def test_adds_travel_with_the_ack_in_one_message(peer: ScriptedPeer, batch: Batch) -> None:
     batch.add(reward=[0.5, 1.5, 2.5, 3.5])
-    batch.add(logp=np.ones((4, 800), np.float32))
+    batch.add(logp=np.ones((4, 1800), np.float32))
     assert not peer.bodies(Finish)
     a = "a: int64[4], first [0, 1, 2, 3]"
     assert repr(batch) == f"<Batch 4 rows of 'x' for 's', leased: {a}, added reward, logp>"
     batch.ack()
     (finish,) = peer.bodies(Finish)
     assert (finish.lease, finish.outcome, finish.index) == (11, "ack", None)
-    assert [c.field for c in finish.columns] == ["reward", "logp"]
-    specs = [finish.specs[column(c.values, VALUE)["spec"][0]].kind for c in finish.columns]
-    assert specs == ["object", "array"]
-    owners = [column(c.values, VALUE)["owner"].tolist() for c in finish.columns]
-    assert owners == [[1] * 4, [0] * 4] and len(finish.inline) == 4 * 16
-    assert len(column(finish.ranges, EXTENT)) == 1
+    assert finish.values.fields == ["reward", "logp"]
+    inline = [chunk.rows for chunk in finish.values.chunks if not chunk.number]
+    assert inline == [4] and len(finish.values.chunks) == 3  # small groups share the inline one
+    assert len(column(finish.ranges, EXTENT)) == 2  # a chunk for each group
     assert repr(batch) == f"<Batch 4 rows of 'x' for 's', acked: {a}>"
+
+
+def test_an_add_that_no_ack_can_tell_is_refused_before_it_is_written(
+    peer: ScriptedPeer, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.client._sync.lease.MAX_CHUNKS_PER_MESSAGE", 1)
+    reserved = len(peer.bodies(Reserve))
+    with pytest.raises(dataplane.InvalidRows, match="Nothing was added; claim fewer rows"):
+        batch.add({"x": np.zeros((len(batch), 20_000)), "y": np.zeros((len(batch), 20_000))})
+    assert len(peer.bodies(Reserve)) == reserved
+    batch.add({"x": np.zeros(len(batch))})
+    batch.ack()
 
 
 def test_a_field_is_added_once(batch: Batch) -> None:
@@ -143,14 +155,14 @@ def test_a_dropped_group_leaves_the_lease_with_what_was_added_for_it(
 ) -> None:
     h = sorted(batch.keys.index(k) for k in ("k1", "k3"))
     g = sorted({0, 1, 2, 3} - set(h))
-    batch.add(big=np.arange(4 * 1024).reshape(4, -1))
+    batch.add(big=np.arange(4 * 2048).reshape(4, -1))
     batch.drop(groups=["h"])
     assert "leased, 2 left" in repr(batch)
     batch.ack()
     assert finishes(peer) == [("drop", h), ("ack", g)]
     ack = peer.bodies(Finish)[1]
-    assert len(column(ack.ranges, EXTENT)) == 2
-    assert column(ack.columns[0].values, VALUE)["range"].tolist() == [0, 1]
+    assert column(ack.ranges, EXTENT)["length"].tolist() == [2 * 2048 * 8]  # of this group alone
+    assert [(piece.first, piece.given) for piece in ack.values.pieces] == [(0, b"\x03")]
 
 
 def test_dropping_every_row_ends_the_lease(peer: ScriptedPeer, batch: Batch) -> None:
@@ -173,7 +185,7 @@ def test_a_context_acks_at_its_end_and_releases_on_an_exception(
         raise RuntimeError("mine")
     peer.await_body(Finish, 2)
     assert finishes(peer) == [("ack", None), ("release", None)]
-    assert not peer.bodies(Finish)[1].columns
+    assert not peer.bodies(Finish)[1].values.pieces
 
 
 def test_a_release_with_tags_is_answered(peer: ScriptedPeer, batch: Batch) -> None:
@@ -222,15 +234,20 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
     del peer.scripts[Finish]
     batch.add(reward=[1, 2, 3, 4])
     batch.ack()
-    assert [c.field for c in peer.bodies(Finish)[-1].columns] == ["reward"]
+    assert peer.bodies(Finish)[-1].values.fields == ["reward"]
+
+
+def kept_ranges(body: Finish) -> bytes:
+    """What a peer calls the ranges that a message wrote."""
+    count = len(column(body.ranges, EXTENT))
+    return np.array([(7 + n, 1) for n in range(count)], RANGE).tobytes()
 
 
 def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
     peer: ScriptedPeer, batch: Batch
 ) -> None:
-    kept = np.array([(7, 1), (8, 1), (9, 1), (10, 1)], RANGE)
     batch.add(reward=[np.zeros(5000)] * 4)
-    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "hm", {"ranges": kept.tobytes()})
+    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "hm", {"ranges": kept_ranges(b)})
     with pytest.raises(dataplane.Unavailable) as told:
         batch.ack()
     assert not told.value.details
@@ -238,9 +255,9 @@ def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
     batch.ack()
     first, second = peer.requests_of(Finish)
     assert first.op != second.op
-    assert len(column(first.body.ranges, EXTENT)) == 4 and not second.body.ranges
-    assert column(second.body.shared, RANGE).tolist() == kept.tolist()
-    assert second.body.columns == first.body.columns
+    assert first.body.ranges and not second.body.ranges
+    assert second.body.shared == kept_ranges(first.body)
+    assert second.body.values == first.body.values
     assert batch.state == "acked"
 
 
@@ -344,7 +361,7 @@ def test_what_the_peer_did_not_look_at_is_still_the_batchs(
     del peer.scripts[Finish]
     batch.ack()
     first, second = peer.bodies(Finish)
-    assert (first.ranges, first.columns) == (second.ranges, second.columns)
+    assert (first.ranges, first.values) == (second.ranges, second.values)
 
 
 def test_a_claim_carries_its_demand(peer: ScriptedPeer, put: Put, part: Partition) -> None:
@@ -545,6 +562,30 @@ def test_reads_come_page_by_page_as_one(peer: ScriptedPeer, put: Put, part: Part
     assert list(found["b"])[:4] == list(found["b"])[4:]
     assert found.tags["v"][:4] == found.tags["v"][4:]
     assert {g.id: len(g) for g in found.groups()} == {"g": 4, "h": 4}
+
+
+@pytest.mark.parametrize("wrong", ["chunk", "layout", "field", "base"])
+def test_a_page_that_refers_to_what_it_does_not_have_is_refused(
+    peer: ScriptedPeer, put: Put, part: Partition, wrong: str
+) -> None:
+    def page(request: Request, body: Read) -> ReadDone:
+        table = peer.table(put, ["a", "b"])
+        values = table.values
+        if body.after and wrong == "layout":
+            first = msgspec.structs.replace(values.chunks[0], layout=-1)
+            values = msgspec.structs.replace(values, chunks=[first, *values.chunks[1:]])
+        elif body.after:
+            bad = [-2] * len(values.pieces[0].fields) if wrong == "field" else -1
+            first = msgspec.structs.replace(
+                values.pieces[0], **{"fields" if wrong == "field" else wrong: bad}
+            )
+            values = msgspec.structs.replace(values, pieces=[first, *values.pieces[1:]])
+        table = msgspec.structs.replace(table, values=values)
+        return ReadDone(table, peer.new_pin(), b"" if body.after else b"on")
+
+    peer.scripts[Read] = page
+    with pytest.raises(dataplane.ProtocolError):
+        part.get()
 
 
 def test_rows_lists_without_bytes(peer: ScriptedPeer, put: Put, part: Partition) -> None:

@@ -25,4 +25,4 @@ def test_what_a_device_that_fails_may_still_read_stays_held_and_is_asked_for_aga
     assert devices.finished() == [] == devices.finished() and devices.ending
     assert caplog.text.count("an illegal memory access") == 1
     driver.finish = lambda timeout_s: True
-    assert devices.finished() == [([7], None)] and not devices.ending
+    assert devices.finished() == [([7], ())] and not devices.ending

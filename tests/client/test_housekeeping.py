@@ -16,10 +16,10 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.client.session import extents, handshake, housekeeping
-from dataplane.client.session.extents import Leftovers
+from dataplane.client.session import handshake, housekeeping, slabs
 from dataplane.client.session.housekeeping import undo
 from dataplane.client.session.session import Bell
+from dataplane.client.session.slabs import Slabs
 from dataplane.errors import ShardFull
 from dataplane.peer.failures import failed
 from dataplane.wire.frames import encode
@@ -45,7 +45,7 @@ from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 @pytest.fixture
 def put(peer: ScriptedPeer, part: Partition) -> Iterator[Put]:
-    part.put({"a": [np.arange(400)] * 2})
+    part.put({"a": [np.arange(2000)] * 2})
     body: Put = peer.bodies(Put)[0]
     peer.serve_put(body)
     yield body
@@ -71,7 +71,7 @@ def test_pins_of_a_lazy_fetch_are_their_own(peer: ScriptedPeer, put: Put, part: 
     del first, second
     gc.collect()
     assert peer.await_body(Unpin).pins == [1]
-    assert kept.tolist() == list(range(400))
+    assert kept.tolist() == list(range(2000))
 
 
 def test_released_pins_go_with_the_next_call(peer: ScriptedPeer, plane: Plane) -> None:
@@ -147,15 +147,14 @@ def test_a_client_without_file_descriptors_keeps_its_session(
         part.claim("s", rows=2)
     full.clear()
     batch = part.claim("s", rows=2)
-    assert batch["a"][1].tolist() == list(range(400))
+    assert batch["a"][1].tolist() == list(range(2000))
 
 
 def test_grants_that_nobody_uses_go_back(
     peer: ScriptedPeer, part: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "IDLE_S", 0.05)
-    monkeypatch.setattr(extents, "IDLE_S", 0.05)
-    peer.scripts[Put] = lambda r, b: PutDone(peer.grant(b.want_bytes))
+    peer.scripts[Put] = lambda r, b: PutDone(peer.grant(b.want_bytes or 16_000))
     part.put({"a": [np.zeros(2000)]})
     given_back = column(peer.await_body(GiveBack).extents, EXTENT)
     assert given_back["length"].sum() >= 16_000
@@ -178,7 +177,7 @@ def test_closing_releases_leases_and_gives_grants_back(peer: ScriptedPeer) -> No
 def test_views_stay_readable_after_close_and_their_pin_goes_with_them(peer: ScriptedPeer) -> None:
     plane = Plane(peer.keeper())
     part = plane.partition("x", stages={"s": ["a"]})
-    part.put({"a": [np.arange(400)]})
+    part.put({"a": [np.arange(2000)]})
     peer.serve_put(peer.bodies(Put)[0])
     batch = part.claim("s", rows=1)
     batch.ack()
@@ -186,7 +185,7 @@ def test_views_stay_readable_after_close_and_their_pin_goes_with_them(peer: Scri
     plane.close()
     del batch, part, plane
     gc.collect()
-    assert view.tolist() == list(range(400))
+    assert view.tolist() == list(range(2000))
     assert not peer.bodies(Unpin)
     del view
     assert peer.await_body(Unpin).pins == [1]
@@ -290,67 +289,52 @@ def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Part
     assert rows == [2, 2, 2, 2]
 
 
-def test_leftovers_give_the_smallest_that_fits_and_merge_neighbours() -> None:
-    leftovers = Leftovers()
-    leftovers.keep(np.array([(0, 4096), (8192, 4096), (65_536, 65_536)], EXTENT))
-    taken = leftovers.take(4000)
-    assert taken is not None and taken["length"].tolist() == [4096]
-    leftovers.keep(np.array([(4096, 4096)], EXTENT))
-    assert leftovers.take(1 << 20) is None
-    taken = leftovers.take(8192)
-    assert taken is not None and taken.tolist() == [(4096, 8192)]
+def test_slabs_give_from_the_front_of_the_first_that_has_room_and_join_neighbours() -> None:
+    held = Slabs(0)
+    assert held.keep([(65_536, 8192), (0, 4096)]) == []
+    assert [held.take(n) for n in (1024, 4096, 3072, 8192)] == [0, 65_536, 1024, None]
+    held.keep([(73_728, 4096)])
+    assert held.take(8192) == 69_632 and not len(held)
 
 
-def test_leftovers_give_several_where_ranges_may_lie_apart() -> None:
-    leftovers = Leftovers()
-    leftovers.keep(np.array([(0, 4096), (8192, 8192), (65_536, 4096)], EXTENT))
-    assert leftovers.take(12_288) is None
-    assert leftovers.take(12_288, [8192, 8192]) is None and len(leftovers) == 3
-    taken = leftovers.take(12_288, [4096, 4096, 4096])
-    assert taken is not None and taken["length"].tolist() == [8192, 4096, 4096]
-    assert not len(leftovers)
+def test_who_writes_often_asks_for_room_for_several_writes_at_once() -> None:
+    held, least = Slabs(1 << 40), slabs.LEAST_AHEAD_BYTES
+    assert [held.ahead(n) for n in (0, 64, least, 64)] == [0, least, 4 * least, 4 * least]
+    held.keep([(0, 4 * least)])
+    for _ in range(3):
+        held.take(least)
+        assert held.ahead(least) == 0  # the next one finds room
+    held.take(64)
+    assert held.ahead(64) == 4 * least  # one as large as the largest of late would not
+    assert held.ahead(slabs.AHEAD_BYTES) == slabs.AHEAD_BYTES
+    assert held.ahead(slabs.AHEAD_BYTES + 64) == 0
+    for _ in range(slabs.WRITES_LOOKED_BACK):
+        held.take(64)
+        held.ahead(64)
+    assert held.ahead(64) == 0
 
 
-def test_small_ends_of_many_grants_go_back_together() -> None:
+def test_a_client_asks_for_a_fair_part_of_the_quota_or_for_one_write() -> None:
+    held = Slabs(64 << 20)
+    assert [held.ahead(n << 20) for n in (0, 1, 2)] == [0, 1 << 20, 2 << 20]
+    assert Slabs(64 << 20).ahead(512 << 10) == 1 << 20
+
+
+def test_who_writes_rarely_asks_for_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Slabs(1 << 40)
+    monkeypatch.setattr(slabs, "IDLE_S", 0.0)
+    assert not held.ahead(4096) and not held.ahead(4096)
+
+
+def test_slabs_are_bounded_and_small_ends_go_back_together() -> None:
     """One with each put would be a message with each."""
-    leftovers, most = Leftovers(), extents.MAX_LEFTOVERS
+    held, most = Slabs(0), slabs.MAX_SLABS
     ends = [(n << 20, (n + 1) * 4096) for n in range(most + 1)]
-    excess = [leftovers.keep(np.array([end], EXTENT)).tolist() for end in ends]
+    excess = [held.keep([end]) for end in ends]
     assert excess[:-1] == [[]] * most
-    kept = extents.KEPT_LEFTOVERS
-    assert sorted(excess[-1]) == ends[:-kept] and len(leftovers) == kept
-
-
-def test_room_is_asked_for_ahead_as_the_largest_of_late_takes_it() -> None:
-    leftovers, size = Leftovers(), extents.LEAST_AHEAD_BYTES
-    asked = [leftovers.ahead(n) for n in (0, size, 2 * size, size)]
-    assert asked == [0, size, 2 * size, 2 * size]
-    leftovers.keep(np.array([(0, 2 * size)], EXTENT))
-    assert leftovers.ahead(size) == 0
-    assert leftovers.ahead(extents.AHEAD_BYTES + 1) == 0
-    for _ in range(extents.PUTS_LOOKED_BACK):
-        leftovers.ahead(64)
-    leftovers.take(2 * size)
-    assert leftovers.ahead(64) == size  # of small ones for many at once
-
-
-def test_room_is_asked_for_ahead_unless_the_next_put_would_find_some() -> None:
-    """Pieces that a value does not fit into are no room, however many there are."""
-    leftovers, size = Leftovers(), extents.LEAST_AHEAD_BYTES
-    leftovers.keep(np.array([(n * 2 * size, size // 2) for n in range(12)], EXTENT))
-    larger, smaller = size * 5 // 8, size * 3 // 8
-    assert leftovers.take(size, [larger, smaller]) is None
-    assert leftovers.ahead(size, [larger, smaller]) == size
-    assert leftovers.ahead(size, [size // 2, size // 2]) == 0
-    assert leftovers.ahead(size) == size
-
-
-def test_leftovers_are_bounded() -> None:
-    leftovers = Leftovers()
-    many = np.zeros(40, EXTENT)
-    many["offset"], many["length"] = np.arange(40) * 8192, 4096
-    excess = leftovers.keep(many)
-    assert len(leftovers) == extents.KEPT_LEFTOVERS and len(excess) == 40 - len(leftovers)
+    assert sorted(excess[-1]) == ends[: -slabs.KEPT_SLABS] and len(held) == slabs.KEPT_SLABS
+    many = [(1 << 30, 2 * slabs.AHEAD_BYTES)]
+    assert held.keep(many) and held.nbytes == 2 * slabs.AHEAD_BYTES
 
 
 def test_a_bell_wakes_once_for_all_that_happens_until_it_is_heard() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,14 @@ import pytest
 
 import dataplane
 from dataplane import Partition
+from dataplane.client.read.column_view import ColumnView, same
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
-from dataplane.wire.records import EXTENT, VALUE, column
+from dataplane.wire.records import EXTENT, RANGE, column
 from tests.client.conftest import part, plane
-from tests.client.scripted_peer import ScriptedPeer
+from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields
 
 __all__ = ["part", "plane"]
 
-FULL = Failed("ShardFull", "no room for small values", {"values": True})
 LARGE = np.arange(9000, dtype=np.uint8)
 
 
@@ -28,27 +27,14 @@ def peer() -> Any:
     scripted.close()
 
 
-def records(body: Put | Finish, field: str) -> Any:
-    return next(column(c.values, VALUE) for c in body.columns if c.field == field)
-
-
-def bytes_of(peer: ScriptedPeer, body: Put | Finish, field: str, row: int) -> bytes:
-    """A value, from where its message says it lies."""
-    value = records(body, field)[row]
-    start, size = int(value["delta"]), int(value["nbytes"])
-    if value["owner"] == 1:
-        return body.inline[value["range"] :][:size]
-    offset, length = column(body.ranges, EXTENT)[value["range"]].tolist()
-    assert start + size <= length
-    return os.pread(peer.fd, size, offset + start)
-
-
-def is_inline(body: Put | Finish, field: str) -> list[bool]:
-    return (records(body, field)["owner"] == 1).tolist()
-
-
 def refusing(request: Request, body: Any) -> Failed | PutDone:
-    return FULL if body.inline else PutDone()
+    """The shard has no room for small values: what was written stays, as these ranges."""
+    if not inline_bytes(body):
+        return PutDone()
+    count = len(column(body.ranges, EXTENT))
+    ranges = np.array([(n, 1) for n in range(count)], RANGE).tobytes()
+    details = {"values": True, "ranges": ranges} if isinstance(body, Finish) else {"values": True}
+    return Failed("ShardFull", "no room for small values", details)
 
 
 def test_a_put_of_small_values_is_one_message_and_needs_no_room(
@@ -58,44 +44,40 @@ def test_a_put_of_small_values_is_one_message_and_needs_no_room(
     many = [np.full(3, i, np.int64) for i in range(400)]
     part.put({"a": many})  # laid out in columns
     few, columns = peer.bodies(Put)
-    assert bytes_of(peer, few, "a", 1) == b"\x02"
-    assert bytes_of(peer, few, "e", 0) == b"" and is_inline(few, "e") == [True, True]
-    assert [bytes_of(peer, columns, "a", i) for i in range(400)] == [m.tobytes() for m in many]
-    assert not few.ranges and not columns.ranges and all(is_inline(columns, "a"))
+    assert list(peer.view(few, "a")) == [1, 2] and inline_fields(few) == {"a", "c", "e"}
+    assert peer.view(few, "e").equals([np.zeros(0), np.zeros(1)])
+    assert peer.view(columns, "a").equals(many)
+    assert not few.ranges and not columns.ranges and inline_fields(columns) == {"a"}
+    assert [len(body.values.chunks) for body in (few, columns)] == [1, 2]
     assert (few.want_bytes, columns.want_bytes) == (0, 0)
     assert not peer.bodies(Reserve)
 
 
-@pytest.mark.parametrize("rows", [2, 300])
-def test_values_of_more_than_a_kibibyte_go_to_the_arena(
+@pytest.mark.parametrize("rows", [1, 2, 300])
+def test_the_smallest_columns_go_inline_up_to_eight_kibibytes_a_block(
     peer: ScriptedPeer, part: Partition, rows: int
 ) -> None:
-    values = [np.full(1024 + i % 2, i % 251, np.uint8) for i in range(rows)]
-    part.put({"x": values, "large": [LARGE[: 2000 + i] for i in range(rows)]})
-    (body,) = peer.bodies(Put)
-    assert is_inline(body, "x") == [i % 2 == 0 for i in range(rows)]
-    assert not any(is_inline(body, "large"))
-    for row, value in enumerate(values):
-        assert bytes_of(peer, body, "x", row) == value.tobytes()
-        assert bytes_of(peer, body, "large", row) == LARGE[: 2000 + row].tobytes()
-
-
-@pytest.mark.parametrize("rows", [3, 300])
-def test_a_row_brings_four_kibibytes_of_them_at_most(
-    peer: ScriptedPeer, part: Partition, rows: int
-) -> None:
-    fields = {f"f{i}": [np.full(1000, i, np.uint8)] * rows for i in range(6)}
-    fields["images"] = [{"small": [np.zeros(10, np.uint8)] * 9, "n": i} for i in range(rows)]
+    block = min(rows, 256)
+    fields = {f"f{k}": np.full((rows, k * 1024 // block), k, np.uint8) for k in range(1, 7)}
     part.put(fields)
-    body = peer.bodies(Put)[0]
-    rows = len(body.rows.keys) // 16
-    inline = [all(is_inline(body, f"f{i}")) for i in range(6)]
-    assert inline == [True] * 4 + [False] * 2
-    leaves = column(next(c for c in body.columns if c.field == "images").leaves, VALUE)
-    assert not (leaves["owner"] == 1).any()  # all of a row, or none
-    assert len(body.inline) <= rows * 4096
-    assert bytes_of(peer, body, "f3", rows - 1) == bytes([3]) * 1000
-    assert bytes_of(peer, body, "f5", rows - 1) == bytes([5]) * 1000
+    bodies = peer.bodies(Put)
+    body = bodies[0]
+    expected = 3 if rows > 1 else 2  # 1, 2 and 3 KiB; 4 KiB a row
+    assert inline_fields(body) >= {f"f{k + 1}" for k in range(expected)}
+    nbytes = inline_bytes(body)
+    assert nbytes <= -(-rows // 256) * 8192 and nbytes <= rows * 4096
+    last = len(body.rows.keys) // 16 - 1
+    for k in range(1, 7):
+        assert peer.view(body, f"f{k}")[last].tobytes() == bytes([k]) * (k * 1024 // block)
+
+
+def test_arrays_inside_of_a_value_go_where_it_goes(peer: ScriptedPeer, part: Partition) -> None:
+    small = [{"small": [np.full(10, i, np.uint8)] * 9, "n": i} for i in range(3)]
+    large = [[LARGE], [LARGE, 1], []]
+    part.put({"x": small, "large": large})
+    (body,) = peer.bodies(Put)
+    assert inline_fields(body) == {"x"}
+    assert peer.view(body, "x").equals(small) and peer.view(body, "large").equals(large)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 400])
@@ -103,21 +85,18 @@ def test_what_a_full_shard_refuses_goes_to_the_arena(
     peer: ScriptedPeer, part: Partition, rows: int
 ) -> None:
     peer.scripts[Put] = refusing
-    values = [np.full(1 + i, i % 250, np.uint8) for i in range(rows)]
+    values = [np.full(1 + i % 20, i % 250, np.uint8) for i in range(rows)]
     part.put({"a": values, "large": [LARGE] * rows})
     puts = peer.bodies(Put)
     assert len({r.op for r in peer.requests if isinstance(r.body, Put)}) == len(puts)
-    taken = [put for put in puts if not put.inline]
+    taken = [put for put in puts if not inline_bytes(put)]
     assert len(puts) == 2 * len(taken)
-    found = [
-        (bytes_of(peer, put, "a", row), bytes_of(peer, put, "large", row))
-        for put in taken
-        for row in range(len(put.rows.keys) // 16)
-    ]
-    assert found == [(value.tobytes(), LARGE.tobytes()) for value in values]
+    for field, given in (("a", values), ("large", [LARGE] * rows)):
+        found = [value for put in taken for value in peer.view(put, field)]
+        assert all(map(np.array_equal, found, given)) and len(found) == rows
     part.put({"a": [7]})  # for a while nothing is inline any more
     last = peer.bodies(Put)[-1]
-    assert not last.inline and bytes_of(peer, last, "a", 0) == b"\x07"
+    assert not inline_bytes(last) and list(peer.view(last, "a")) == [7]
     assert len(peer.bodies(Put)) == len(puts) + 1
 
 
@@ -143,9 +122,14 @@ def test_adds_go_with_the_ack(peer: ScriptedPeer, part: Partition, full: bool) -
     batch.add(big=[np.full(9000, i) for i in range(3)], note=["x", "y", "z"])
     batch.ack()
     last = peer.bodies(Finish)[-1]
-    assert bytes_of(peer, last, "reward", 2) == np.float64(2.5).tobytes()
-    assert bytes_of(peer, last, "big", 1) == np.full(9000, 1).tobytes()
-    assert is_inline(last, "note") == [not full] * 3
+    assert inline_fields(last) == (set() if full else {"reward", "note"})
+    shared: list[tuple[int, int]] = []
+    if full:  # what was written before is a range of the peer's by now
+        shared = column(peer.bodies(Finish)[0].ranges, EXTENT).tolist()
+        assert column(last.shared, RANGE).tolist() == [(0, 1)]
+    assert peer.view(last, "big", shared).equals([np.full(9000, i) for i in range(3)])
+    assert [float(one) for one in peer.view(last, "reward", shared)] == [0.5, 1.5, 2.5]
+    assert list(peer.view(last, "note", shared)) == ["x", "y", "z"]
     assert len(peer.bodies(Finish)) == 1 + full
 
 
@@ -157,26 +141,70 @@ def test_adds_to_some_rows_take_along_what_those_need(peer: ScriptedPeer, part: 
     batch.drop(rows=[0])
     batch.ack()
     ack = peer.bodies(Finish)[-1]
-    assert len(ack.inline) == 2 * 56
-    assert bytes_of(peer, ack, "score", 1) == bytes([2]) * 50
+    assert inline_bytes(ack) == 64 + 2 * 50
+    assert [one[0] for one in peer.view(ack, "score")] == [1, 2]
 
 
-def test_rows_that_share_a_block_are_acked_apart(peer: ScriptedPeer, part: Partition) -> None:
-    part.put({"a": [1, 2, 3]})
+class Holding:
+    """Answers acks as a peer does: ranges that the next ack names again are held."""
+
+    def __init__(self) -> None:
+        self.extents: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def __call__(self, request: Request, body: Finish) -> PutDone:
+        written = []
+        for extent in column(body.ranges, EXTENT).tolist():
+            assert extent not in self.extents.values(), "an extent is written by one message"
+            written.append((len(self.extents), 1))
+            self.extents[written[-1]] = extent
+        return PutDone(ranges=np.array(written, RANGE).tobytes() if body.again else b"")
+
+    def view(self, peer: ScriptedPeer, body: Finish, field: str) -> ColumnView:
+        shared = [self.extents[one] for one in column(body.shared, RANGE).tolist()]
+        return peer.view(body, field, shared)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3, 4]], [[4, 1], [0], [3], [2]], [[2], [3, 1, 0]]])
+def test_rows_that_share_a_chunk_are_acked_apart(
+    peer: ScriptedPeer, part: Partition, parts: list[list[int]], full: bool
+) -> None:
+    part.put({"a": [1, 2, 3, 4, 5]})
     peer.serve_put(peer.bodies(Put)[0])
-    batch = part.claim("s", rows=3)
-    batch.add(mid=[np.full(2000, i, np.uint8) for i in range(3)], tiny=[7, 8, 9])
-    batch[:2].ack()
-    batch[2:].ack()
-    first, second = (body for body in peer.bodies(Finish) if body.columns)
-    found = {}
-    for body in (first, second):
+    holding = Holding()
+    batch = part.claim("s", rows=5)
+    batch.add(mid=[np.full(5000, i, np.uint8) for i in range(5)], tiny=[7, 8, 9, 10, 11])
+    big = [[np.full(9000 + i, i, np.uint8)] for i in range(5)]
+    batch.rows([3, 1]).add(some=[big[3], big[1]])
+
+    def answer(request: Request, body: Finish) -> Failed | PutDone:
+        done = holding(request, body)
+        if not (full and inline_bytes(body)):
+            return done
+        kept = [(n, 1) for n in range(len(holding.extents))]
+        kept = kept[len(kept) - len(column(body.ranges, EXTENT)) :]
+        ranges = np.array(kept, RANGE).tobytes()
+        return Failed("ShardFull", "no room", {"values": True, "ranges": ranges})
+
+    peer.scripts[Finish] = answer
+    for rows in parts:
+        batch.rows(rows).ack()
+    found: dict[str, dict[int, Any]] = {"mid": {}, "tiny": {}, "some": {}}
+    for body in peer.bodies(Finish):
+        if full and inline_bytes(body):
+            continue
         index = np.frombuffer(body.index, "<u4").tolist()
-        for at, row in enumerate(index):
-            found[row] = (bytes_of(peer, body, "mid", at), bytes_of(peer, body, "tiny", at))
-    assert found == {i: (bytes([i]) * 2000, bytes([7 + i])) for i in range(3)}
-    ranges = [offset for body in (first, second) for offset, _ in column(body.ranges, EXTENT)]
-    assert len(set(ranges)) == len(ranges)
+        for field in body.values.fields:
+            view = holding.view(peer, body, field)
+            found[field] |= {row: view[at] for at, row in enumerate(index)}
+    wanted = sorted(row for rows in parts for row in rows)
+    assert {i: one.tobytes() for i, one in found["mid"].items()} == {
+        i: bytes([i]) * 5000 for i in wanted
+    }
+    assert found["tiny"] == {i: 7 + i for i in wanted}
+    assert sorted(found["some"]) == sorted({3, 1} & {*wanted})
+    assert all(same(one, big[i]) for i, one in found["some"].items())
+    assert not peer.bodies(Finish)[-1].again or len(wanted) < 5
 
 
 def test_nothing_goes_back_of_adds_that_nobody_acked(

@@ -51,7 +51,7 @@ class Filler:
         self.full = False
 
     def fill(self) -> None:
-        sizes = [MIB, MIB // 8, MIB // 64, 4096]
+        sizes = [MIB, MIB // 8, MIB // 64, 4160]  # none that fits a message
         while sizes:
             try:
                 self.part.put({"x": [np.zeros(sizes[0], np.uint8)]}, timeout=FULL_S)

@@ -109,7 +109,7 @@ def test_one_transfer_serves_every_reader_of_a_host(
         reader.stdin.flush()
     readers[0].kill()  # perhaps the one for which the pull was begun
     assert [line(r) for r in readers[1:]] == ["7"] * 4
-    assert pulled(b) - before == 16 * MIB
+    assert 0 <= pulled(b) - before - 16 * MIB < 4096  # one chunk
     for reader in readers[1:]:
         reader.communicate("\n")
 

@@ -85,7 +85,7 @@ def test_other_engines_are_left_out_and_that_is_said(
         paths = bulk(b)["paths"]
         assert (paths["runs"], paths["tls"]) == ("tcp", True)
         assert paths["missing"] == "--bulk-tls is set, and shelf cannot encrypt values"
-    assert "using only tcp with TLS" in cluster.log("b")
+    assert "using only tcp, because --bulk-tls is set" in cluster.log("b")
 
 
 def test_a_required_engine_and_tls_exclude_each_other(cluster: Cluster) -> None:

@@ -13,9 +13,9 @@ from dataplane.client._sync.calls import send
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.metadata.roster.roster import Roster
+from dataplane.wire import layouts
 from dataplane.wire.messages import Body, Put
-from dataplane.wire.records import KEY, VALUE
-from dataplane.wire.tables import Column, Rows, Spec
+from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Rows, Values
 from tests.end_to_end.conftest import Cluster, until
 
 MIB = 1 << 20
@@ -101,10 +101,11 @@ def test_they_outlive_the_host_that_wrote_them(cluster: Cluster) -> None:
     backup = str(roster.backup_of(primary)[0])
     seed = next(iter(members))
     writer, reader = (n for a, n in members.items() if a not in (primary, backup, seed))
-    until(
-        lambda: all(not plane.stats()["roster"]["unprotected"] for plane in planes.values()),
-        "every backup is in sync",
-    )
+
+    def protected() -> bool:
+        return all(not plane.stats()["roster"]["unprotected"] for plane in planes.values())
+
+    until(protected, "every backup is in sync")
     part = planes[writer].partition("p", {"s": ["x"]})
     part.put({"x": [1, 2, 3]}, key=[1, 2, 3])
     part.put({"x": [np.zeros(5000)]}, key=[4])
@@ -112,6 +113,7 @@ def test_they_outlive_the_host_that_wrote_them(cluster: Cluster) -> None:
     cluster.peers[writer].kill()
     far = planes[reader].partition("p")
     until(lambda: len(far.rows()) == 3, "the row whose bytes were at the lost host is lost")
+    until(protected, "every backup is in sync again")
     planes.pop(members[primary]).close()
     cluster.peers[members[primary]].kill()  # and the backup has them too
     batch = far.claim("s", rows=3, timeout=40)
@@ -129,8 +131,8 @@ def test_where_the_shard_is_full_they_stay_at_the_writer_and_then_rows_wait(
         part = plane.partition("p", {"s": ["x"]}, free="acked")
         part.put({"f": [0]}, key=["one"])
         size = metadata(plane)["size_bytes"]
-        each = [np.full(1000, i, np.uint8) for i in range(200)]
-        for _ in range(size // 4 // 200_000 + 1):  # a quarter of it is for them
+        each = [np.full(1000, i, np.uint8) for i in range(8)]
+        for _ in range(size // 4 // 8_000 + 1):  # a quarter of it is for them
             part.put({"x": each})
         told = metadata(plane)
         assert told["values_bytes"] <= size // 4 and told["refused_values"] > 0
@@ -185,18 +187,16 @@ def test_what_a_shard_refuses_takes_no_room(plane: dataplane.Plane) -> None:
 # messages that lie
 
 
-def put_of(generation: int, inline: bytes, start: int = 0, nbytes: int = 8, owner: int = 1) -> Put:
-    key = np.frombuffer(b"\0\0" + b"k" * 14, KEY)
-    value = np.zeros(1, VALUE)
-    value["range"], value["nbytes"], value["owner"] = start, nbytes, owner
-    return Put(
-        "p",
-        generation,
-        Rows(key.tobytes()),
-        [Column("x", value.tobytes())],
-        [Spec("array", "int64")],
-        inline=inline,
-    )
+LAYOUT = layouts.encode([layouts.ColumnSpec("array", "int64")])
+SOUND = Chunk(0, 0, 1, 8, 0, bytes(8))
+ALONE = Piece(0, [0], 0, b"\1")
+
+
+def put_of(generation: int, chunk: Chunk = SOUND, piece: Piece = ALONE) -> Put:
+    key = b"\0\0" + b"k" * 14
+    owners = [INLINE, Owner("tcp://elsewhere", 7)][: max(chunk.owner, 0) + 1]
+    values = Values(["x"], owners, [LAYOUT], [chunk], [piece])
+    return Put("p", generation, Rows(key), values)
 
 
 def tell(plane: dataplane.Plane, body: Body) -> None:
@@ -206,19 +206,29 @@ def tell(plane: dataplane.Plane, body: Body) -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"inline": b""},
-        {"inline": bytes(7)},
-        {"inline": bytes(16), "start": 12},
-        {"inline": bytes(16), "start": 16},
-        {"inline": bytes(16), "start": (1 << 32) - 8},
-        {"inline": bytes(4096), "nbytes": 2048},
-        {"inline": bytes(4096), "nbytes": (1 << 64) - 1},
-        {"inline": bytes(8), "owner": 2},
-        {"inline": bytes(8), "owner": 0},
-        {"inline": bytes(8), "owner": 0xFFFF},
+        {"chunk": Chunk(0, 0, 1, 8, 0)},
+        {"chunk": Chunk(0, 0, 1, 8, 0, bytes(7))},
+        {"chunk": Chunk(0, 0, 1, 8, 0, bytes(16))},
+        {"chunk": Chunk(0, 0, 1, (1 << 64) - 1, 0, bytes(8))},
+        {"chunk": Chunk(0, 0, 1, -8, 0, bytes(8))},
+        {"chunk": Chunk(0, 1, 1, 8, 0, bytes(8))},
+        {"chunk": Chunk(0, 0, -1, 8, 0, bytes(8))},
+        {"chunk": Chunk(0, 0, 0, 8, 0, bytes(8))},
+        {"chunk": Chunk(0, 0, 1, 8, 1, bytes(8))},
+        {"chunk": Chunk(1, 1, 1, 8, 0)},
+        {"chunk": Chunk(2, 0, 1, 8, 0, bytes(8))},
+        {"chunk": Chunk(-1, 0, 1, 8, 0, bytes(8))},
+        {"piece": Piece(1, [0], 0, b"\1")},
+        {"piece": Piece(0, [1], 0, b"\1")},
+        {"piece": Piece(0, [0], 1, b"\1")},
+        {"piece": Piece(0, [0], 0, b"\2")},
+        {"piece": Piece(0, [0], 0, b"\1", 1)},
+        {"piece": Piece(0, [0], 0, b"\1", 0, bytes(8))},
+        {"piece": Piece(0, [0], 0, b"\1", 0, b"\1\0\0\0")},
     ],
+    ids=str,
 )
-def test_bytes_that_are_not_as_they_are_told_are_refused(
+def test_chunks_that_are_not_as_they_are_told_are_refused(
     plane: dataplane.Plane, lie: dict[str, Any]
 ) -> None:
     part = plane.partition("p", {"s": ["x"]})
@@ -227,6 +237,25 @@ def test_bytes_that_are_not_as_they_are_told_are_refused(
         tell(plane, put_of(generation, **lie))
     part.put({"x": [5]})
     assert part.claim("s", rows=1, timeout=20)["x"][0] == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "inline"),
+    [([0], bytes(7)), ([0], bytes(64)), ([0, -1], bytes(8))],
+    ids=["too short", "too long", "columns"],
+)
+def test_a_reader_is_told_of_a_chunk_that_is_not_as_its_layout_says(
+    plane: dataplane.Plane, fields: list[int], inline: bytes
+) -> None:
+    """Peers do not look into chunks."""
+    part = plane.partition("p", {"s": ["x"]})
+    generation: int = part.stats()["generation"]
+    tell(
+        plane,
+        put_of(generation, Chunk(0, 0, 1, len(inline), 0, inline), Piece(0, fields, 0, b"\1")),
+    )
+    with pytest.raises(dataplane.DataplaneError, match="corrupt|chunk"):
+        part.claim("s", rows=1, timeout=20)["x"][0]
 
 
 def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_page_by_page(
@@ -238,12 +267,13 @@ def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_pag
     fields = {name: np.zeros((rows, 120)) + at for at, name in enumerate("abcd")}
     with cluster.connect("a") as one, cluster.connect("b") as other:
         part, there = one.partition("p", stages={"s": list(fields)}), other.partition("p")
-        keys = part.put(fields, key=range(rows)).keys
+        pairs = [row // 2 for row in range(rows)]  # of which each may bring 8 KiB
+        keys = part.put(fields, key=range(rows), group=pairs).keys
         for mine in (part, there):
             with pytest.raises(dataplane.FrameTooLarge, match="fewer rows at a time"):
                 mine.claim("s", rows=rows, timeout=20)
-            with mine.claim("s", rows=rows, fields=["a"], timeout=20) as batch:
-                assert len(batch) == rows
+            with mine.claim("s", rows=rows // 2, timeout=20) as batch:
+                assert len(batch) == rows // 2
                 batch.release()
             everything = mine.get()
             assert len(everything) == rows
@@ -268,7 +298,7 @@ def test_a_message_that_a_full_shard_refuses_brings_its_large_values_all_the_sam
     def refused() -> int:
         return sum(int(metadata(plane)["refused_values"]) for plane in planes.values())
 
-    small = [np.full(900, 7, np.uint8)] * 20
+    small = [np.full(400, 7, np.uint8)] * 20
     large = [np.arange(2000) + i for i in range(20)]
     part = planes[writer].partition("p", {"s": ["x"]}, free="drop")
     while not refused():
@@ -294,6 +324,6 @@ def test_a_message_that_a_full_shard_refuses_brings_its_large_values_all_the_sam
         found = part.get(keys=among, fields=[field, "x"])
         for i, row in enumerate(large):
             np.testing.assert_array_equal(found[field][i], row)
-            assert found["x"][i].tolist() == [7] * 900
+            assert found["x"][i].tolist() == [7] * 400
     for plane in planes.values():
         plane.close()

@@ -48,7 +48,7 @@ def test_rows_and_bytes_of_a_peer_that_leaves_are_at_others(
     put(part, "b")
     there = four["c"].partition("p")
     put(there, "c")
-    # Rows of one host with values at another, small ones in packs, leaves of objects, a shared one.
+    # Rows of one host with values at another: small ones, arrays in objects, a shared one.
     mixed = [f"c{number}" for number in range(10)]
     leaf = np.arange(4000)
     part.put({"y": [{"n": 7, "leaf": leaf}] * 10, "z": list(range(10))}, key=mixed, dedup=["y"])

@@ -51,7 +51,7 @@ def test_lost_rows_are_named_at_every_peer_and_can_be_put_again(three: Any) -> N
     for subscriber in (part, near):
         assert set(next(subscriber.lost(NOTICED_S))) == {"k0", "k1", 2, *minted}
     assert part.stats()["lost_rows"] == 4
-    with pytest.raises(dataplane.RowsGone, match=r"lost with a peer \(part\.lost\(\) lists"):
+    with pytest.raises(dataplane.RowsGone, match=r"lost with a peer\. part\.lost\(\) lists"):
         near.get(keys=["k0", "stays"])
     near.put(values(2), key=["k0", "k1"])
     part.seal()

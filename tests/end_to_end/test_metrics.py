@@ -28,7 +28,7 @@ def test_bytes_rows_and_calls_are_counted_by_stage(cluster: Cluster) -> None:
     cluster.start("a", metrics={"a": address})
     with cluster.connect("a") as plane:
         part = plane.partition("p", stages={"reward": ["x"], "train": ["x"]})
-        part.put({"x": np.zeros((4, 2000), np.uint8)})
+        part.put({"x": np.zeros((4, 3000), np.uint8)})
         part.put({"x": np.zeros((1, 500), np.uint8)})
         before = scrape(address)
         with part.claim("reward", rows=3):
@@ -37,19 +37,19 @@ def test_bytes_rows_and_calls_are_counted_by_stage(cluster: Cluster) -> None:
             part.claim("train", rows=100, timeout=0.01)
         after = scrape(address)
     assert before.value("dataplane_put_rows_total") == 5
-    assert before.value("dataplane_put_bytes_total") == 8500
+    assert before.value("dataplane_put_bytes_total") == 12_500
     assert before.value("dataplane_rows_by_stage", stage="reward", state="ready") == 5
     assert during.value("dataplane_rows_by_stage", stage="reward", state="leased") == 3
     assert during.value("dataplane_stage_rows_total", stage="reward") == 3
-    assert during.value("dataplane_stage_bytes_total", stage="reward") == 6000
-    assert during.value("dataplane_arena_pinned_bytes") >= 6000
+    assert during.value("dataplane_stage_bytes_total", stage="reward") == 9000
+    assert during.value("dataplane_arena_pinned_bytes") >= 9000
     (client,) = (
         labels
         for name, labels in during.values
         if name.endswith("client_held_bytes")
         if labels[1] == ("how", "pinned")
     )
-    assert during.values["dataplane_client_held_bytes", client] >= 6000
+    assert during.values["dataplane_client_held_bytes", client] >= 9000
     assert after.value("dataplane_rows_by_stage", stage="reward", state="acked") == 3
     assert after.value("dataplane_rows_by_stage", stage="train", state="ready") == 5
     assert after.value("dataplane_call_seconds_count", call="put") == 2

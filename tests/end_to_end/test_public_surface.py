@@ -462,12 +462,12 @@ def test_drops_by_key_group_and_filter_free_their_bytes(hosts: Hosts) -> None:
         group=["g", "g", "h", "h", None, None, None, None],
         tags={"n": list(range(8))},
     )
-    each = (hosts.used_bytes() - before) // 8
+    each = (hosts.used_bytes() - before) // 8  # a group shares a chunk, and so do the others
     assert there.drop(groups=["g"]) == (2, 2 * BIG * 8)
     assert there.drop(keys=[4, "unheard"]).rows == 1
     assert here.drop(where=tag("n") > 5).rows == 2
     assert sorted(there.rows().keys) == [2, 3, 5]  # type: ignore[type-var]
-    until(lambda: hosts.used_bytes() - before == 3 * each, "the owner was told what is free")
+    until(lambda: hosts.used_bytes() - before == 6 * each, "the owner was told what is free")
     with pytest.raises(dataplane.RowsDropped):
         fill(there, 1, group="g")
 

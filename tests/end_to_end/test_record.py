@@ -69,7 +69,8 @@ def test_steps_of_before_and_of_now_are_recorded(plane: dataplane.Plane, tmp_pat
     assert [step["partition"] for step in found["steps"]] == ["step-0", "step-1"]
     assert (found["ended"], found["left_out"], found["lost_events"]) == ("--steps 2", [], 0)
     groups = pyarrow.parquet.read_table(folder / "step-000001.parquet").to_pylist()
-    assert [(g["rows"], g["nbytes"], g["trained"]) for g in groups] == [(2, 16_000, True)] * 2
+    nbytes = 16_000 + 64  # the values, and the lengths in front of them
+    assert [(g["rows"], g["nbytes"], g["trained"]) for g in groups] == [(2, nbytes, True)] * 2
     assert {one["stage"] for one in groups[0]["stages"]} == {"reward", "train"}
 
 
@@ -81,7 +82,7 @@ def test_a_recorder_that_is_ended_leaves_what_is_complete(
     with recorder_of(plane, folder) as recorder:
         assert recorder.stdout is not None
         work(plane, "step-0")
-        assert recorder.stdout.readline().startswith("step-0: 2 groups, 4 rows, 31.2 KiB, ")
+        assert recorder.stdout.readline().startswith("step-0: 2 groups, 4 rows, 31.4 KiB, ")
         plane.partition("step-1", stages={"train": ["x"]}).put({"x": [1]})
         if how is signal.SIGKILL:  # the line is printed before the index is written
             until(lambda: bool(index(folder)["steps"]), "the index lists the step")

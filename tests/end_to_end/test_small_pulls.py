@@ -1,12 +1,12 @@
 """Few bytes of another host come on the link between the peers, in one exchange with each owner.
-Those of up to 1 KiB came with the claim."""
+The smallest columns came with the claim."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from dataplane.wire.limits import INLINE_LIMIT_BYTES
+from dataplane.wire.limits import INLINE_ROW_BYTES
 from tests.end_to_end.conftest import Cluster, until
 
 
@@ -21,7 +21,7 @@ def test_rows_of_short_texts_and_numbers_need_no_bulk_read(cluster: Cluster) -> 
         batch = far.claim("s", rows=64, fields=["text", "reward", "meta"], timeout=20)
         assert there.stats()["pulled_bytes"] == 0
         assert there.stats()["carried_bytes"] >= sum(
-            len(one.encode()) for one in text if len(one.encode()) > INLINE_LIMIT_BYTES
+            len(one.encode()) for one in text if len(one.encode()) > INLINE_ROW_BYTES
         )
         assert list(batch["text"]) == text
         assert np.array_equal(batch.numpy("reward"), np.arange(64.0))
@@ -49,7 +49,7 @@ def test_small_and_large_values_of_one_row_and_more_than_a_grant_carries(cluster
             del batch
 
 
-@pytest.mark.parametrize("nbytes", [4096, 1 << 20], ids=["on the link", "in bulk"])
+@pytest.mark.parametrize("nbytes", [8192, 1 << 20], ids=["on the link", "in bulk"])
 def test_copies_of_what_was_freed_make_room_before_anybody_needs_it(
     cluster: Cluster, nbytes: int
 ) -> None:
@@ -62,12 +62,13 @@ def test_copies_of_what_was_freed_make_room_before_anybody_needs_it(
         def cached() -> int:
             return int(there.stats()["arena"]["cached_bytes"])
 
-        part.put({"x": [np.full(nbytes, i, np.uint8) for i in range(4)]})
+        values = np.repeat(np.arange(4, dtype=np.uint8), nbytes).reshape(4, nbytes)
+        part.put({"x": values}, group=[*"abcd"])
         with far.claim("s", rows=4, timeout=20) as batch:
             assert [int(one[0]) for one in batch["x"]] == [0, 1, 2, 3]
         with here.partition("p").claim("late", rows=3, timeout=20):
             assert cached() == 4 * nbytes
-        part.put({"x": [np.full(nbytes, 4, np.uint8)]})
+        part.put({"x": np.full((1, nbytes), 4, np.uint8)})
         with far.claim("s", rows=1, timeout=20) as batch:
             assert int(batch["x"][0][0]) == 4
         until(lambda: cached() == 2 * nbytes, "copies of three rows went")

@@ -27,7 +27,7 @@ STEPS = 20
 CALL_S = 30.0
 NEEDS = {"s": {"x"}, "t": {"x", "y"}}
 SIZES = st.sampled_from([1, 3, 700, 5000])
-"""Values in packs, and of their own."""
+"""Values that go inline, that share a chunk, and that have a chunk of their own."""
 _numbers = itertools.count()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane.client.read.views import same
+from dataplane.client.read.column_view import same
 from tests.end_to_end.conftest import Cluster, line, until
 from tests.end_to_end.hosts import held
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import bench.traces.load
 from bench.traces import TASKS, generate, parquet
 from bench.traces.parquet import TraceError
 from dataplane.client.checkpoint import archive
+from dataplane.client.read.chunk_columns import columns_of
 from dataplane.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
@@ -29,12 +31,15 @@ from dataplane.errors import (
     ProtocolError,
 )
 from dataplane.metadata.tables import where
+from dataplane.metadata.tables.bits import all_of
+from dataplane.metadata.tables.pieces import divided
+from dataplane.metadata.tables.values_on_wire import Outgoing, pieces_in
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
-from dataplane.wire import frames, journal, objects, peering, records
+from dataplane.wire import frames, journal, layouts, objects, peering, records
+from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 VECTORS = Path(__file__).resolve().parents[2] / "protocol" / "vectors"
-LEAVES = [np.arange(3), np.zeros((2, 2), np.float32)]
 SPLIT = 7
 """Streams arrive in pieces: of this many bytes, then the rest."""
 
@@ -74,11 +79,37 @@ _BULK: list[Callable[[bytes], Any]] = [
 
 
 def _objects(data: bytes) -> None:
-    _each([functools.partial(objects.decode, leaves=LEAVES), objects.decode], data)
+    _each([objects.decode], data)
+
+
+def _chunks(data: bytes) -> None:
+    """A layout behind its size, and the bytes of a chunk."""
+    if len(data) > 1:
+        rows, size = data[0], data[1]
+        memory = np.frombuffer(data[2 + size :], np.uint8)
+        with contextlib.suppress(DataplaneError):
+            for column in columns_of(layouts.decode(data[2 : 2 + size]), rows, memory):
+                if column.is_array:
+                    list(column.arrays(0, rows))
+                else:
+                    column.cells(0, rows)
+
+
+_values_decoder = msgspec.msgpack.Decoder(Values)
+
+
+def _values(data: bytes) -> None:
+    """What a shard makes of a message's values, and tells of them again."""
+    with contextlib.suppress(DataplaneError, msgspec.DecodeError, UnicodeDecodeError):
+        values = _values_decoder.decode(data)
+        placed, _ = pieces_in(values, 9, lambda owner, number: None)
+        parts = divided(placed, [range(4), range(4, 9)])
+        told = Outgoing([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
+        pieces_in(told, 9, lambda owner, number: None)
 
 
 def _columns(data: bytes) -> None:
-    dtypes = (records.EXTENT, records.RANGE, records.VALUE, records.PLACE, records.U4)
+    dtypes = (records.EXTENT, records.RANGE, records.U4)
     _each([functools.partial(records.column, dtype=dtype) for dtype in dtypes], data)
 
 
@@ -120,6 +151,26 @@ def _vectors(*names: str) -> list[bytes]:
     return found
 
 
+def _chunk_vectors() -> list[bytes]:
+    found = []
+    for vector in json.loads((VECTORS / "chunks.json").read_text()):
+        layout = bytes.fromhex(vector["layout"])
+        sizes = bytes([len(vector["rows"][0]), len(layout)])
+        found.append(sizes + layout + bytes.fromhex(vector["hex"]))
+    return found
+
+
+def _some_values() -> list[bytes]:
+    chunks = [Chunk(0, 7, 9, 80, 0), Chunk(1, 0, 6, 4, 1, b"1234")]
+    pieces = [
+        Piece(0, [0, 1], 0, b"\xff\x01"),
+        Piece(1, [2], 1, b"\x05", 3),
+        Piece(1, [2, -1], 4, b"\x03", 0, bytes([5, 0, 0, 0, 2, 0, 0, 0])),
+    ]
+    made = Values(["a", "b", "c"], [Owner("a", 1), INLINE], [b"x", b"y"], chunks, pieces)
+    return [msgspec.msgpack.encode(made)]
+
+
 def _manifests() -> list[bytes]:
     note = archive.PartitionNote("p", {"s": ["x"]}, 8, None, "acked", 1, False, 0)
     made = archive.Manifest(archive.FORMAT, archive.VERSION, "u1", "2026", [note], {})
@@ -145,6 +196,8 @@ TARGETS = {
     "bulk": Target(functools.partial(_each, _BULK), lambda: _vectors("bulk", "worker")),
     "journal": Target(functools.partial(_each, [journal.decode]), lambda: _vectors("journal")),
     "objects": Target(_objects, lambda: _vectors("objects")),
+    "chunks": Target(_chunks, _chunk_vectors),
+    "values": Target(_values, _some_values),
     "columns": Target(_columns, lambda: [b"", bytes(8), bytes(96)]),
     "filters": Target(_filters, lambda: [objects.encode(w)[0] for w in _FILTERS]),
     "manifest": Target(_manifest, _manifests),

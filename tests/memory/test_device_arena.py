@@ -56,7 +56,7 @@ def free_bytes(memory: HostMemory) -> list[int]:
 
 
 def test_addresses_of_the_devices_follow_the_arena_s(memory: HostMemory) -> None:
-    places = [int(memory.ranges.offsets(put(memory, n, MIB))[0]) for n in (0, 1, 2)]
+    places = [int(memory.ranges.extents(put(memory, n, MIB))["offset"][0]) for n in (0, 1, 2)]
     assert places == [0, HOST, HOST + SIZE]
     assert free_bytes(memory) == [HOST - MIB, SIZE - MIB, SIZE - MIB]
 

@@ -46,7 +46,7 @@ def test_an_id_is_used_again_under_the_next_generation() -> None:
     assert not table.alive(old).any()
     assert table.alive(new).all()
     with pytest.raises(RowsGone, match="2 of 2"):
-        table.offsets(old)
+        table.extents(old)
 
 
 def test_releasing_what_is_dead_already_does_nothing() -> None:

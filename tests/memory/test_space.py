@@ -44,7 +44,7 @@ def test_a_whole_round_returns_every_byte() -> None:
     assert stats["granted_bytes"] == 0
     assert stats["free_bytes"] == 64 * PAGE - stats["used_bytes"]
     assert stats["ranges"] == 3
-    assert space.locate(ranges).tolist() == [0, 5056, 5184]
+    assert space.ranges.extents(ranges)["offset"].tolist() == [0, 5056, 5184]
     assert space.release(ranges) == stats["used_bytes"]
     assert space.stats()["largest_free_bytes"] == 64 * PAGE
     assert space.release(ranges) == 0
@@ -191,7 +191,7 @@ def test_a_range_that_nobody_references_is_refused() -> None:
 def test_an_empty_value_still_has_a_place_of_its_own() -> None:
     space = Space(64 * PAGE)
     ranges = write(space, ALICE, 0, 0)
-    assert space.locate(ranges).tolist() == [0, 64]
+    assert space.ranges.extents(ranges)["offset"].tolist() == [0, 64]
     assert space.stats()["used_bytes"] == 128
 
 

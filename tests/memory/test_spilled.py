@@ -129,7 +129,9 @@ class SpillMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=5))
     def put(self, sizes: list[int]) -> None:
         ranges = put(self.space, *sizes)
-        for name, start in zip(ranges.tolist(), self.space.locate(ranges).tolist(), strict=True):
+        for name, start in zip(
+            ranges.tolist(), self.space.ranges.extents(ranges)["offset"].tolist(), strict=True
+        ):
             self.count += 1
             size = sizes[ranges.tolist().index(name)]
             self.content[name] = bytes([self.count % 255 + 1]) * size

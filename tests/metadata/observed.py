@@ -13,14 +13,13 @@ from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.leases import Plan
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.journal import Op, decode, encode
-from dataplane.wire.limits import ABSENT
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import INLINE, Table
+from dataplane.wire.tables import Values
 
-SIZES = ("metadata_bytes", "bytes_per_row")
+SIZES = ("metadata_bytes", "bytes_per_row", "bytes", "inline_bytes")
+"""A dump describes an inline chunk of several blocks once for each operation that needs it."""
 
 
 def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
@@ -61,15 +60,19 @@ def accounts(store: Store) -> list[str]:
     state, wrong = store, []
     blocks = list(state.blocks.values())
     used = sum(b.nbytes for b in blocks) + sum(g.nbytes_each for g in state.groups.values())
-    inline = sum(block.inline_bytes for block in blocks)
+    uses = Counter(one for block in blocks for one in block.values.chunks)
+    inline = sum(len(one.inline) for one in uses)
+    if any(one.uses != many for one, many in uses.items()):
+        wrong.append("chunks miscount the blocks that use them")
+    if {*state.chunks.values()} != {one for one in uses if one.number}:
+        wrong.append("the chunks that rows use are not those that the store knows")
+    if any((one.owner, one.number) != name for name, one in state.chunks.items()):
+        wrong.append("a chunk is known under another name")
     if (used, inline) != (state.used_bytes, state.inline_bytes):
         wrong.append(f"{used} and {inline} bytes, not {state.used_bytes}, {state.inline_bytes}")
     there = {block.key(row): block for block in blocks for row in rows_of(block.live)}
     if there != state.index:
         wrong.append(f"{len(there)} rows are there, {len(state.index)} in the index")
-    gave = Counter((s, f) for b in blocks for s, v in (b.progress or {}).items() for f in v.fields)
-    if gave != state.progress:
-        wrong.append(f"there is progress of {gave}, not of {state.progress}")
     for stage in state.stages.values():
         leased: Counter[int] = Counter()
         for lease in state.leases:
@@ -103,16 +106,10 @@ def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
         block.key(row): (block.name(row), block.group, {}, {}) for block, row in rows
     }
     keys = list(result)
-    for one in table.columns:
-        values, leaves = (np.frombuffer(c, VALUE).tolist() for c in (one.values, one.leaves))
-        counts = np.frombuffer(one.leaf_counts, "<u4").tolist() or [0] * len(values)
-        for key, value, count in zip(keys, values, counts, strict=True):
-            records = [value, *leaves[:count]]
-            leaves = leaves[count:]
-            if value[5] != ABSENT:
-                result[key][2][one.field] = [
-                    (*_place(table, r), table.specs[r[3]], table.owners[r[5]]) for r in records
-                ]
+    for field, found in cells(table.values, len(keys)).items():
+        for key, cell in zip(keys, found, strict=True):
+            if cell is not None:
+                result[key][2][field] = cell
     for name, held in tags_held(rows).items():
         for key, value in zip(keys, held, strict=True):
             if value is not MISSING:
@@ -120,12 +117,20 @@ def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
     return result
 
 
-def _place(table: Table, record: tuple[int, ...]) -> tuple[Any, ...]:
-    """Range, generation, length and delta of a value; of one that lives in the store, its bytes."""
-    at, generation, nbytes, _, delta, owner = record
-    if table.owners[owner] == INLINE:
-        return (table.inline[at : at + nbytes],)
-    return at, generation, nbytes, delta
+def cells(values: Values, rows: int) -> dict[str, list[Any]]:
+    """Of each field, per row where its value is: in which chunk, row and column of it."""
+    found: dict[str, list[Any]] = {field: [None] * rows for field in values.fields}
+    for piece in values.pieces:
+        chunk = values.chunks[piece.chunk]
+        about = values.owners[chunk.owner], chunk.number, chunk.nbytes, chunk.inline
+        places = np.frombuffer(piece.at, "<u4").tolist()
+        for n, row in enumerate(rows_of(in_bytes(piece.given))):
+            at = places[n] if places else piece.first + n
+            for column, field in enumerate(piece.fields):
+                if field >= 0:
+                    assert found[values.fields[field]][piece.base + row] is None
+                    found[values.fields[field]][piece.base + row] = *about, at, column
+    return found
 
 
 def _stage(store: Store, name: str) -> dict[str, Any]:
@@ -141,7 +146,9 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
         "counts": (stage.rows.counts, stage.groups.counts),
         "groups": {one.key: one.states[stage.number] for one in state.groups.values()},
         "added": {
-            block.key(row): sorted(f for f in state.fields if block.added(name, f) >> row & 1)
+            block.key(row): sorted(
+                f for f in state.fields if block.values.added(name, f) >> row & 1
+            )
             for block, row in state.rows
         },
         "progress": {key: row[2] for key, row in _rows(store, name).items()},

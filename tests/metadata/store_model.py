@@ -23,13 +23,12 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
-from dataplane.wire.limits import ABSENT, NO_GROUP
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec, Table
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.tables import Definition, Owner, Rows, Shape, Table
+from tests.metadata.stores import INLINE_AT, Column, Value, numbers
 
 STAGES = {"s1": ["a"], "s2": ["a", "b"]}
 OWNERS = [Owner("near", 1), Owner("far", 2)]
-SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
 WHERE = ["ge", "v", 2]
 
 
@@ -42,7 +41,7 @@ def group_key(number: int) -> bytes:
 
 
 def is_inline(number: int) -> bool:
-    """Whether the value with this number lives in the store; its bytes say the number."""
+    """Whether the value with this number is inline; its bytes say the number."""
     return number % 5 == 0
 
 
@@ -124,8 +123,6 @@ class Model:
         self.clock = itertools.count(1)
         self.ranges = itertools.count(1)
         self.references: set[int] = set()
-        self.brought = bytearray()
-        """the inline bytes of the message that is being made"""
 
     # the model's own bookkeeping
 
@@ -187,38 +184,17 @@ class Model:
 
     # what goes in
 
-    def column(self, name: str, here: list[bool], leaves: bool) -> tuple[Column, list[list[int]]]:
-        """A column whose every record is a range of its own, and the ranges of each row."""
-        values = np.zeros(len(here), VALUE)
-        values["generation"] = 1
-        values["nbytes"] = 10
-        counts, leaf_records, ranges = [], [], []
-        for i, present in enumerate(here):
-            mine = [next(self.ranges)] if present else []
-            values[i]["range"], values[i]["owner"] = self.place(mine[0]) if present else (0, ABSENT)
-            extra = [next(self.ranges) for _ in range(i % 3)] if leaves and present else []
-            counts.append(len(extra))
-            for one in extra:
-                at, owner = self.place(one)
-                leaf_records.append((at, 1, 5, 1, 0, owner))
-            ranges.append(mine + extra)
-        if leaves:
-            records = np.array(leaf_records, VALUE).tobytes()
-            column = Column(name, values.tobytes(), np.array(counts, "<u4").tobytes(), records)
-        else:
-            column = Column(name, values.tobytes())
-        return column, ranges
+    def column(self, name: str, here: list[bool]) -> tuple[Column, list[list[int]]]:
+        """A column in which every value has a chunk of its own, and the number of each row's."""
+        numbers = [[next(self.ranges)] if present else [] for present in here]
+        return Column(name, [self.value(*one) if one else None for one in numbers]), numbers
 
-    def place(self, number: int) -> tuple[int, int]:
-        """The range of a value and its owner; or where it is among the inline bytes, and that."""
-        if not is_inline(number):
-            return number, number % 2
-        self.brought += number.to_bytes(8, "little") + bytes(8)
-        return len(self.brought) - 16, len(OWNERS)
-
-    @property
-    def owners(self) -> list[Owner]:
-        return [*OWNERS, INLINE] if self.brought else OWNERS
+    @staticmethod
+    def value(number: int) -> Value:
+        """The value with this number: its chunk's, or what its inline bytes say."""
+        if is_inline(number):
+            return Value(number, 8, INLINE_AT, number.to_bytes(8, "little"))
+        return Value(number, 10, number % 2)
 
     def rows_message(self, keys: list[int], groups: list[int | None] | None = None) -> Rows:
         column = b"".join(map(row_key, keys))
@@ -386,23 +362,16 @@ class Model:
         return int.from_bytes(rows.group_keys[16 * index + 8 : 16 * index + 16], "big")
 
     def values_in(self, table: Table, count: int) -> dict[str, list[list[int]]]:
-        def number(value: Any) -> int:
-            at = int(value["range"])
-            if table.owners[value["owner"]] != INLINE:
-                return at
-            found = int.from_bytes(table.inline[at : at + 8], "little")
-            assert is_inline(found)
-            return found
+        """Of each field, per row the number of its value."""
+        return {
+            field: [[] if one is None else [_number(one)] for one in found]
+            for field, found in numbers(table.values, count).items()
+        }
 
-        result = {}
-        for column in table.columns:
-            values = np.frombuffer(column.values, VALUE)
-            leaves = list(map(number, np.frombuffer(column.leaves, VALUE)))
-            counts = np.frombuffer(column.leaf_counts, "<u4").tolist() or [0] * count
-            rows, at = [], 0
-            for value, many in zip(values, counts, strict=True):
-                own = [] if value["owner"] == ABSENT else [number(value)]
-                rows.append(own + leaves[at : at + many])
-                at += many
-            result[column.field] = rows
-        return result
+
+def _number(found: int | bytes) -> int:
+    if isinstance(found, int):
+        return found
+    number = int.from_bytes(found, "little")
+    assert is_inline(number)
+    return number

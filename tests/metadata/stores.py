@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,13 +12,24 @@ from dataplane.metadata.shard.claim_queue import WaitingClaim
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
+from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claim, Claimed, Finish, Put, Want
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Change, Column, Definition, Name, Owner, Rows, Spec
+from dataplane.wire.tables import (
+    INLINE,
+    Change,
+    Chunk,
+    Definition,
+    Name,
+    Owner,
+    Piece,
+    Rows,
+    Values,
+)
 
-SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
 OWNERS = [Owner("a", 7)]
+INLINE_AT = -1
+"""In `Value.owner`: its bytes come with the message."""
 STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
 
 
@@ -30,23 +42,76 @@ def store(**definition: Any) -> Store:
     return Store("step-1", Definition(**{"stages": STAGES, **definition}), 1)
 
 
+class Value(NamedTuple):
+    """One value, in a chunk of its own. number: its chunk's. owner: a place among the owners."""
+
+    number: int
+    nbytes: int
+    owner: int = 0
+    inline: bytes = b""
+
+
+class Column(NamedTuple):
+    """A field, and the value of each row; None where a row lacks it."""
+
+    field: str
+    values: Sequence[Value | None]
+
+
+def brought(columns: Sequence[Column], owners: Sequence[Owner] = OWNERS) -> Values:
+    """What a message says of these columns."""
+    fields = [column.field for column in columns]
+    chunks: dict[Value, int] = {}
+    found: list[Chunk] = []
+    pieces = []
+    for number, column in enumerate(columns):
+        for row, value in enumerate(column.values):
+            if value is None:
+                continue
+            if value not in chunks or value.owner == INLINE_AT:
+                chunks[value] = len(found)
+                inline = value.owner == INLINE_AT
+                at = len(owners) if inline else value.owner
+                name = 0 if inline else value.number
+                found.append(Chunk(at, name, 1, value.nbytes, 0, value.inline))
+            pieces.append(Piece(chunks[value], [number], row, b"\x01"))
+    return Values(fields, [*owners, INLINE], [b"layout"], found, pieces)
+
+
+def whole(fields: Sequence[str], rows: int, number: int, nbytes: int, **more: Any) -> Values:
+    """What a message says of one chunk that has these fields of all its rows. number 0: inline."""
+    at, inline = ([OWNERS[0]], b"") if number else ([INLINE], bytes(nbytes))
+    chunk = Chunk(0, number, rows, nbytes, 0, inline)
+    piece = Piece(0, list(range(len(fields))), 0, bytes_of(all_of(rows)))
+    return Values(list(fields), more.get("owners", at), [b"layout"], [chunk], [piece])
+
+
 def wrote(
     rows: Rows,
-    columns: list[Column],
-    specs: list[Spec] = SPECS,
-    owners: list[Owner] = OWNERS,
+    columns: Sequence[Column],
+    owners: Sequence[Owner] = OWNERS,
     tags: dict[str, list[Any]] | None = None,
     **how: Any,
 ) -> Put:
     """A put as it comes to a shard, and as its backup is told of it."""
-    return Put("p", 1, rows, columns, specs, tags or {}, owners=owners, **how)
+    return Put("p", 1, rows, brought(columns, owners), tags or {}, **how)
 
 
-def values(count: int, nbytes: int = 8_192, first: int = 0) -> bytes:
-    records = np.zeros(count, VALUE)
-    records["range"] = np.arange(first, first + count)
-    records["nbytes"] = nbytes
-    return records.tobytes()
+def values(count: int, nbytes: int = 8_192, first: int = 0) -> list[Value]:
+    """Values whose chunks are numbered from `first` + 1 on."""
+    return [Value(first + at + 1, nbytes) for at in range(count)]
+
+
+def numbers(values: Values, rows: int) -> dict[str, list[int | bytes | None]]:
+    """Of each field, per row the number of the chunk that has its value, or its inline bytes."""
+    found: dict[str, list[int | bytes | None]] = {f: [None] * rows for f in values.fields}
+    for piece in values.pieces:
+        chunk = values.chunks[piece.chunk]
+        for field in piece.fields:
+            for row in rows_of(in_bytes(piece.given)) if field >= 0 else ():
+                assert found[values.fields[field]][piece.base + row] is None
+                found[values.fields[field]][piece.base + row] = chunk.number or chunk.inline
+    return found
 
 
 def named(keys: list[Name], groups: list[Name | None] | None = None) -> Rows:
@@ -72,7 +137,7 @@ def put(
     **tags: Any,
 ) -> None:
     columns = [Column(name, values(len(keys), nbytes)) for name in fields]
-    to.put(wrote(named(keys, groups), columns, SPECS, OWNERS, tags))
+    to.put(wrote(named(keys, groups), columns, OWNERS, tags))
 
 
 def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:
@@ -86,10 +151,16 @@ def keys_of(from_: Store, taken: Taken | Claimed) -> list[Name]:
     return found
 
 
-def finish(at: Store, taken: Taken | Claimed, outcome: str = "ack", **options: Any) -> Any:
+def finish(
+    at: Store,
+    taken: Taken | Claimed,
+    outcome: Any = "ack",
+    columns: Sequence[Column] = (),
+    owners: Sequence[Owner] = OWNERS,
+    **options: Any,
+) -> Any:
     assert taken.lease is not None
-    given = {"specs": SPECS, "owners": OWNERS} | options
-    return at.finish(Finish(taken.lease, outcome, **given))
+    return at.finish(Finish(taken.lease, outcome, values=brought(columns, owners), **options))
 
 
 def fill(store: Store) -> None:

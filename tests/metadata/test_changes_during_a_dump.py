@@ -15,9 +15,10 @@ from dataplane.metadata.tables.remembered import PART_KEYS, Tombstones
 from dataplane.wire.journal import Remembered, encode
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import RANGE
-from dataplane.wire.tables import Column, Definition, Owner, Shape
+from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import (
     OWNERS,
+    Column,
     change,
     fill,
     finish,

@@ -16,7 +16,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
 from dataplane.wire.journal import Op, decode, encode
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Definition, Rows
+from dataplane.wire.tables import Definition, Rows, Values
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
 from tests.metadata.stores import fill, keys_of, named, put, take
@@ -41,10 +41,8 @@ def saved(store: Store, nbytes: int) -> tuple[list[SaveDone], int]:
 def message(one: SaveDone, closed: int = 0) -> Restore:
     table = one.table
     made = Restore(
-        *("step-1", 1, table.rows, table.columns, table.specs, table.tags),
+        *("step-1", 1, table.rows, table.values, table.tags),
         *(one.progress, closed),
-        owners=table.owners,
-        inline=table.inline,
     )
     carried = decode(encode(made))
     assert isinstance(carried, Restore)
@@ -58,7 +56,7 @@ def restored(store: Store, nbytes: int = ALL, ops: list[Op] | None = None) -> St
     for one in answers:
         made.restore(message(one))
     if closed:
-        made.restore(Restore("step-1", 1, Rows(b""), [], [], {}, Progress(), closed))
+        made.restore(Restore("step-1", 1, Rows(b""), Values(), {}, Progress(), closed))
     return made
 
 
@@ -196,7 +194,7 @@ def test_what_contradicts_itself_is_refused_and_changes_nothing(what: str) -> No
     op = message(answer)
     changes = BAD[what]
     if "rows" in changes:
-        op.rows, op.columns, op.tags = changes["rows"], [], {}
+        op.rows, op.values, op.tags = changes["rows"], Values(), {}
     told = {name: value for name, value in changes.items() if name != "rows"}
     op.progress = msgspec.structs.replace(op.progress, **told)
     fresh = stores.store()
@@ -208,7 +206,7 @@ def test_what_contradicts_itself_is_refused_and_changes_nothing(what: str) -> No
 
 def test_columns_without_rows_are_refused() -> None:
     store = stores.store()
-    op = Restore("step-1", 1, Rows(b""), [stores.Column("tokens", b"")], [], {}, Progress())
+    op = Restore("step-1", 1, Rows(b""), Values(["tokens"]), {}, Progress())
     with pytest.raises(ProtocolError):
         store.restore(op)
 

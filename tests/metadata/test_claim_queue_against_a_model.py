@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dataplane.errors import StreamEnd
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.wire.messages import Claimed, Finish, Want
-from dataplane.wire.tables import Column, Owner
-from tests.metadata.stores import SPECS, keys_of, named, store, values, waiting, wrote
+from dataplane.wire.tables import Owner
+from tests.metadata.stores import Column, keys_of, named, store, values, waiting, wrote
 
 FILTERS: dict[str, list[object] | None] = {
     "all": None,
@@ -133,7 +133,7 @@ class Queue(RuleBasedStateMachine):
             "length": [length_of(row) for row in rows],
         }
         columns = [Column("tokens", values(count, first=rows[0]))]
-        self.store.put(wrote(named(list(rows)), columns, SPECS, [Owner("a", 7)], tags))
+        self.store.put(wrote(named(list(rows)), columns, [Owner("a", 7)], tags))
         self.naive.ready += rows
         self.naive.lengths |= {row: length_of(row) for row in rows}
         self.serve()

@@ -31,14 +31,36 @@ from dataplane.wire.journal import (
     encode,
     encoded,
 )
-from dataplane.wire.limits import MAX_OPS_PER_MESSAGE
-from dataplane.wire.messages import Body, Done, Drop, Dropped, Finish, PutDone, Reset, Tag, Want
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_OPS_PER_MESSAGE
+from dataplane.wire.messages import (
+    Body,
+    Done,
+    Drop,
+    Dropped,
+    Finish,
+    Put,
+    PutDone,
+    Reset,
+    Tag,
+    Want,
+)
 from dataplane.wire.peering import Append, PeerRequest, Shipment
 from dataplane.wire.records import RANGE
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Definition, Owner, Values
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import OWNERS, STAGES, change, finish, keys_of, named, put, take, wrote
+from tests.metadata.stores import (
+    OWNERS,
+    STAGES,
+    change,
+    finish,
+    keys_of,
+    named,
+    put,
+    take,
+    whole,
+    wrote,
+)
 
 ROWS, GROUPS = Want("rows", 2, 1), Want("groups", 1, 1)
 
@@ -141,7 +163,7 @@ def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it(
     asked(store, Reset("step-1", 1, "reward", change(7)), drop)
     finish(store, take(store, "reward", ROWS))
     columns = [stores.Column("reward", stores.values(1))]
-    store.put(wrote(rows, columns, stores.SPECS, OWNERS, change=change(9)))
+    store.put(wrote(rows, columns, OWNERS, change=change(9)))
     carried_over(follower, list(ops), 0.0)
     for one in (store, follower, copy_of(store)):
         assert one.answers.to(change(9)) == PutDone() and change(8) not in one.answers
@@ -169,7 +191,7 @@ def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
 def test_a_long_lease_of_which_every_other_row_is_finished_is_soon_at_a_copy() -> None:
     s, _ = journaled()
     many = 20_000
-    put(s, list(range(many)))
+    s.put(Put("p", 1, named(list(range(many))), whole(["tokens"], many, 1, 8)))
     taken = take(s, "reward", Want("rows", many, many))
     finish(s, taken, index=np.arange(0, many, 2, dtype="<u4").tobytes())
     other = copy_of(s)
@@ -285,11 +307,13 @@ def broken() -> list[Op]:
         Blocks([OneBlock(8, b"", new, ["n", "m"], b"\1", [b"", b""])]),
         Blocks([OneBlock(8, b"", new, None, b"\1", [b""])]),
         Blocks([OneBlock(8, b"", new, None, b"\1", [b"", b"\2"])]),
-        Blocks([OneBlock(8, b"", new, None, b"\1", [b"", b""], {"nowhere": {}})]),
+        Blocks([OneBlock(8, b"", new, None, b"\1", [b"", b""], [b"\2", b""])]),
         Blocks([OneBlock(8, b"", new + new, None, b"\3", [b"", b""])]),
-        Given(bytes([5, *bytes(7)]), "", [], [], []),
-        Given(bytes([2, *bytes(7)]) * 2, "", [], [], []),
-        Given(bytes([2, *bytes(7)]), "nowhere", [], [], []),
+        Given(bytes([5, *bytes(7)]), Values()),
+        Given(bytes([2, *bytes(7)]) * 2, Values()),
+        Given(bytes([2, *bytes(7)]), whole(["x"], 3, 9, 10)),
+        Given(bytes([2, *bytes(7)]), whole(["nowhere~x"], 2, 9, 10)),
+        Given(bytes([2, *bytes(7)]), whole(["x"], 2, 9, 10), ["train", "train"]),
         Ready("reward", one),
         Ready("train", one + one),
         Ready("train", groups=h),
@@ -312,7 +336,7 @@ def test_an_operation_that_does_not_fit_the_copy_is_refused(number: int) -> None
     s, _ = journaled()
     put(s, ["a", "b"], ["g", "g"])
     s.emit = None
-    with pytest.raises(ProtocolError, match="copied again"):
+    with pytest.raises(ProtocolError, match="must resync from a snapshot"):
         apply(s, broken()[number])
 
 
@@ -324,7 +348,7 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
     s.release_holder(1)
     s.reset("train")
     s.drop(where=["ge", "v", 7])
-    s.relocate(OWNERS[0], ranges(0, 2), Owner("b", 9), ranges(5, 6))
+    s.relocate(OWNERS[0], ranges(1, 2), Owner("b", 9), ranges(5, 6))
     chance = random.Random(0)
     for ops in (told, list(dump(s))):
         for at, op in enumerate(ops):
@@ -369,55 +393,67 @@ def test_operations_stand_in_a_message_as_they_were_encoded_and_are_bounded_in_n
 def test_values_that_move_are_found_at_their_new_place_and_let_go_at_the_old_one() -> None:
     s, ops = journaled()
     put(s, ["a", "b", "c"])
-    put(s, ["d"])  # its value lies in the range of a's
+    put(s, ["d"])  # its value lies in the chunk of a's
+    s.freed()
     new = Owner("b", 9)
-    counts = s.relocate(OWNERS[0], ranges(2, 0, 77), new, ranges(5, 6, 7))
-    assert counts.tolist() == [1, 2, 0]
+    counts = s.relocate(OWNERS[0], ranges(3, 1, 77), new, ranges(5, 6, 7))
+    assert counts.tolist() == [1, 1, 0]
     found = {owner: (r["range"].tolist(), c.tolist()) for owner, r, c in s.holdings()}
-    assert found == {OWNERS[0]: ([1], [1]), new: ([5, 6], [1, 2])}
+    assert {owner: (sorted(r), c) for owner, (r, c) in found.items()} == {
+        OWNERS[0]: ([2], [1]),
+        new: ([5, 6], [1, 1]),
+    }
     freed = [(owner, r["range"].tolist(), c.tolist()) for owner, r, c in s.freed()]
-    assert freed == [(OWNERS[0], [0, 2], [2, 1])]
+    assert freed == [(OWNERS[0], [3, 1], [1, 1])]
     other = Store("step-1", s.definition, 1)
     carried_over(other, ops)
     assert observed(other) == observed(s)
     assert s.lost(OWNERS[0]) == 1
 
 
-def test_values_behind_the_end_of_a_copy_stay_where_they_were() -> None:
-    s, ops = journaled()
-    pack = np.frombuffer(stores.values(2), stores.VALUE).copy()
-    pack["range"], pack["nbytes"], pack["delta"] = 0, 16, [0, 16]
-    s.put(
-        wrote(
-            named(["a", "b"]), [stores.Column("tokens", pack.tobytes())], stores.SPECS, OWNERS, {}
-        )
-    )
-    new = Owner("b", 9)
-    counts = s.relocate(OWNERS[0], ranges(0), new, ranges(5), np.array([31], np.uint64))
-    assert counts.tolist() == [1]
-    other = Store("step-1", s.definition, 1)
-    carried_over(other, ops)
-    for one in (s, other):
-        assert one.lost(OWNERS[0]) == 1 and one.losses.latest() == ["b"]
-        assert len(one) == 1
-
-
-def test_arrays_inside_of_objects_move_too() -> None:
+def test_a_chunk_does_not_move_to_where_another_is() -> None:
     s, _ = journaled()
-    columns = [stores.Column("tokens", stores.values(3), np.array([2, 0, 1], "<u4").tobytes())]
-    columns[0].leaves = stores.values(3, first=1)
-    s.put(wrote(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {}))
-    counts = s.relocate(OWNERS[0], ranges(0, 1, 2, 3), Owner("b", 9), ranges(10, 11, 12, 13))
-    assert counts.tolist() == [1, 2, 2, 1]
-    table = rows_out.table(s, rows_out.read(s)[0])
-    assert np.frombuffer(table.columns[0].leaves, stores.VALUE)["range"].tolist() == [11, 12, 13]
-    assert s.lost(OWNERS[0]) == 0 and len(s) == 3
+    put(s, ["a", "b"])
+    before = observed(s)
+    for there in (ranges(5, 2), ranges(5, 0)):
+        with pytest.raises(ProtocolError, match="unexpected chunk 2|invalid chunk number 0"):
+            s.relocate(OWNERS[0], ranges(2, 1), OWNERS[0], there)
+    assert observed(s) == before and s.freed() == []
+
+
+def test_a_chunk_that_two_blocks_use_moves_while_a_dump_tells_them() -> None:
+    s, _ = journaled(free="drop")
+    for key in ("a", "b"):
+        s.put(wrote(named([key]), [stores.Column("tokens", [stores.Value(7, 9)])]))
+    s.freed()
+    ops: list[Op] = []
+    s.emit = ops.append
+    pieces = dump(s, 1)
+    told = next(op for op in pieces if isinstance(op, Given))
+    assert told.values.chunks[0].number == 7
+    s.relocate(OWNERS[0], ranges(7), Owner("b", 9), ranges(5))
+    rest = [op for op in pieces if isinstance(op, Given)]
+    assert [(one.values.owners, one.values.chunks[0].number) for one in rest] == [(OWNERS, 7)]
+
+
+def test_a_copy_has_all_chunks_however_many_a_block_uses() -> None:
+    s, _ = journaled(free="drop")
+    rows = 200
+    for first in range(0, 40, 10):
+        columns = [
+            stores.Column(f"f{at}", stores.values(rows, first=at * rows))
+            for at in range(first, first + 10)
+        ]
+        s.put(wrote(named(list(range(rows))), columns))
+    told = [op for op in dump(s, 5) if isinstance(op, Given)]
+    assert max(len(op.values.chunks) for op in told) <= MAX_CHUNKS_PER_MESSAGE < len(s.chunks)
+    assert observed(copy_of(s, 5)) == observed(s)
 
 
 def test_a_move_names_each_range_once_and_as_many_new_ones() -> None:
     s, _ = journaled()
     put(s, ["a"])
-    for old, new in ((ranges(0, 0), ranges(1, 2)), (ranges(0), ranges(1, 2))):
+    for old, new in ((ranges(1, 1), ranges(3, 2)), (ranges(1), ranges(3, 2))):
         with pytest.raises(ProtocolError):
             s.relocate(OWNERS[0], old, Owner("b", 9), new)
-    assert s.relocate(Owner("nobody", 1), ranges(0), OWNERS[0], ranges(1)).tolist() == [0]
+    assert s.relocate(Owner("nobody", 1), ranges(1), OWNERS[0], ranges(3)).tolist() == [0]

@@ -20,21 +20,31 @@ from dataplane.errors import DataplaneError
 from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.leases import Numbers
+from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
-from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.bits import bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
+from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Op, encode
-from dataplane.wire.limits import ABSENT, NO_GROUP
-from dataplane.wire.messages import Finish, Want
-from dataplane.wire.records import RANGE, VALUE
-from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec
+from dataplane.wire.journal import Lost, Op, Relocated, encode
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.messages import Finish, Put, Want
+from dataplane.wire.records import RANGE
+from dataplane.wire.tables import (
+    INLINE,
+    Chunk,
+    Definition,
+    Owner,
+    Piece,
+    Rows,
+    Shape,
+    Values,
+)
 from tests.metadata.observed import accounts, carried_over, observed
-from tests.metadata.stores import wrote
 
 OWNERS = [Owner("near", 1), Owner("far", 2), Owner("third", 3)]
-SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
+LAYOUTS = [b"of arrays", b"of objects"]
 STAGES = {"s1": ["a"], "s2": ["a", "b"]}
 FIELDS = ["a", "a", "b", "c"]
 SHAPES = [Shape(1), Shape(2), Shape(2, balance="v"), Shape(1, unit="groups")]
@@ -53,6 +63,10 @@ class Story:
         self.numbers, self.ranges = Numbers(), itertools.count(1)
         self.permits, self.claims = itertools.count(1), itertools.count(1)
         self.minted, self.other = itertools.count(1), itertools.count(1)
+        self.described: list[Chunk] = []
+        """chunks that messages named"""
+        self.kept = set[tuple[Owner, int]]()
+        """chunks to which the store has a reference"""
         self.ops: list[Op] = []
         self.told: Counter[str] = Counter()
         self.store, self.copy = self.empty(), self.empty()
@@ -81,10 +95,28 @@ class Story:
     def ship(self) -> None:
         self.told.update(type(op).__name__ for op in self.ops)
         carried_over(self.copy, self.ops, self.now)
+        self.count_references()
         self.ops.clear()
-        self.store.freed()
         assert whole(self.store) == whole(self.copy)
         assert accounts(self.copy) == []
+
+    def count_references(self) -> None:
+        """Each message brings one to each chunk that it names; of those the store keeps one."""
+        held = Counter(dict.fromkeys(self.kept, 1))
+        for op in self.ops:
+            for owner, ranges, _ in named_by(op):
+                held.update([(owner, number) for number in ids_of(ranges).tolist()])
+            if isinstance(op, Relocated):
+                columns = [ids_of(np.frombuffer(r, RANGE)) for r in (op.ranges, op.to_ranges)]
+                for number, there in zip(*[one.tolist() for one in columns], strict=True):
+                    held[op.to_owner, there] += (op.owner, number) in held
+            if isinstance(op, Lost):
+                held = Counter({name: many for name, many in held.items() if name[0] != op.owner})
+        for owner, ranges, counts in self.store.freed():
+            numbers = ids_of(ranges).tolist()
+            held.subtract(dict(zip([(owner, n) for n in numbers], counts.tolist(), strict=True)))
+        self.kept = set(self.store.chunks)
+        assert +held == dict.fromkeys(self.kept, 1) and min(held.values(), default=0) >= 0
 
     # what there is
 
@@ -100,36 +132,45 @@ class Story:
     def stage(self) -> str:
         return self.any.choice(list(self.store.stages) or ["s1"])
 
-    def columns(self, count: int) -> tuple[list[Column], bytes]:
-        inline = bytearray()
-        made = {}
-        for field in self.some(FIELDS, 3):
-            values, leaves, counts = [], [], []
-            for _ in range(count):
-                if self.any.random() < 0.15:
-                    values.append((0, 0, 0, 0, 0, ABSENT))
-                    counts.append(0)
-                    continue
-                values.append(self.value(inline))
-                many = self.any.choice([0, 0, 0, 2])
-                leaves += [self.value(inline) for _ in range(many)]
-                counts.append(many)
-            column = Column(field, np.array(values, VALUE).tobytes())
-            if leaves:
-                column.leaf_counts = np.array(counts, "<u4").tobytes()
-                column.leaves = np.array(leaves, VALUE).tobytes()
-            made[field] = column
-        return list(made.values()), bytes(inline)
+    def values(self, count: int, fields: list[str] | None = None) -> Values:
+        """Of some fields, in chunks of one or several of them, for some or all rows; some are named
+        again that rows have already, or had."""
+        fields = fields or list(dict.fromkeys(self.some(FIELDS, 3)))
+        chunks, pieces = list[Chunk](), list[Piece]()
+        start = 0
+        while start < len(fields):
+            columns = list(range(start, min(len(fields), start + self.any.randint(1, 2))))
+            start += len(columns)
+            left = [row for row in range(count) if fields == ["a", "b"] or self.any.random() < 0.85]
+            while left:
+                many = self.any.randint(1, len(left))
+                rows, left = left[:many], left[many:]
+                pieces.append(self.piece(chunks, columns, rows))
+        return Values(fields, [*OWNERS, INLINE], LAYOUTS, chunks, pieces)
 
-    def value(self, inline: bytearray) -> tuple[int, ...]:
-        number = next(self.ranges)
-        spec = self.any.randrange(2)
+    def piece(self, chunks: list[Chunk], columns: list[int], rows: list[int]) -> Piece:
+        """Rows that lie in a chunk one behind the other, or anyhow."""
+        again = self.any.choice(self.described) if self.described else None
+        more = self.any.choice([0, 0, 1, 3])
         if self.any.random() < 0.25:
-            inline += number.to_bytes(8, "little") + bytes(8)
-            return len(inline) - 16, 0, 8, spec, 0, len(OWNERS)
-        shared = self.any.random() < 0.3 and number > 5
-        at = number - self.any.randint(1, 4) if shared else number
-        return at, 1, 10, spec, 64 * (number % 3), self.any.choice([0, 0, 0, 1, 2])
+            chunk = Chunk(len(OWNERS), 0, len(rows) + more, 16, 0, next(self.ranges).to_bytes(16))
+        elif again and self.any.random() < 0.4 and again.rows >= len(rows):
+            chunk = again
+        else:
+            owner = self.any.choice([0, 0, 0, 1, 2])
+            number = 1 << 32 | next(self.ranges)
+            chunk = Chunk(owner, number, len(rows) + more, 10, self.any.randrange(2))
+            self.described = [*self.described[-20:], chunk]
+        if not chunk.number or chunk not in chunks:
+            chunks.append(chunk)
+        at = chunks.index(chunk)
+        given = bytes_of(bits_of(row - rows[0] for row in rows))
+        fields = [*columns, -1] if self.any.random() < 0.3 else columns
+        if self.any.random() < 0.5:
+            first = self.any.randint(0, chunk.rows - len(rows))
+            return Piece(at, fields, rows[0], given, first)
+        places = [self.any.randrange(chunk.rows) for _ in rows]
+        return Piece(at, fields, rows[0], given, 0, np.array(places, "<u4").tobytes())
 
     def tags(self, count: int) -> dict[str, Any]:
         if self.any.random() < 0.4:
@@ -162,11 +203,10 @@ class Story:
                 b"".join(keys), given, np.array(index, "<u4").tobytes(),
                 b"".join(map(names.hash_name, table)), table,
             )  # fmt: skip
-        columns, inline = self.columns(len(keys))
-        op = wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
+        op = Put("p", 1, rows, self.values(len(keys)), self.tags(len(keys)))
         op.replace = self.any.random() < 0.33
         op.reuse = self.any.random() < 0.2
-        op.inline, op.holder = inline, self.any.randint(1, 3)
+        op.holder = self.any.randint(1, 3)
         self.store.put(op)
 
     def do_close(self) -> None:
@@ -190,8 +230,7 @@ class Story:
         saved = checkpoint.save(other.store, survey.groups, survey.rows, 1 << 40)
         table = saved.table
         closed = survey.closed_groups
-        op = Restore("p", 1, table.rows, table.columns, table.specs, table.tags, saved.progress)
-        op.closed_groups, op.owners, op.inline = closed, table.owners, table.inline
+        op = Restore("p", 1, table.rows, table.values, table.tags, saved.progress, closed)
         self.store.restore(op if len(table.rows.keys) else restored_nothing(closed))
 
     # rows out and back
@@ -227,8 +266,7 @@ class Story:
         outcome = self.any.choice(["ack", "ack", "ack", "release", "release", "drop", "keep"])
         op = Finish(lease.number, outcome, index)
         if self.any.random() < 0.5 and outcome != "drop":
-            op.columns, op.inline = self.columns(len(left))
-            op.specs, op.owners = SPECS, [*OWNERS, INLINE]
+            op.values = self.values(len(left))
         op.tags = self.tags(len(left))
         self.store.finish(op)
 
@@ -241,12 +279,8 @@ class Story:
                 if lease.holder:
                     self.store.finish(Finish(lease.number, "release"))
             for key in list(self.store.index):
-                columns, inline = [], bytearray()
-                for field in ("a", "b"):
-                    raw = np.array([self.value(inline)], VALUE).tobytes()
-                    columns.append(Column(field, raw))
-                op = wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, replace=True)
-                op.inline = bytes(inline)
+                values = self.values(1, ["a", "b"])
+                op = Put("p", 1, Rows(key), values, {"v": [1]}, replace=True)
                 self.store.put(op)
             self.store.seal(True)
         shape, holder = self.any.choice(SHAPES), self.any.randint(1, 3)
@@ -293,10 +327,7 @@ class Story:
         owner, ranges, _ = self.any.choice(held)
         ranges = ranges[sorted(self.some(range(len(ranges)), 5))]
         there = np.array([(next(self.ranges), 1) for _ in ranges], RANGE)
-        reach = None
-        if self.any.random() < 0.3:
-            reach = np.array([self.any.choice([5, 100, 1000]) for _ in ranges], "<u8")
-        self.store.relocate(owner, ranges, self.any.choice(OWNERS), there, reach)
+        self.store.relocate(owner, ranges, self.any.choice(OWNERS), there)
 
     # how far producers run ahead
 
@@ -358,7 +389,7 @@ WEIGHTS |= {"relocate": 4, "drop": 2, "end_of_a_holder": 2, "admit": 3, "join": 
 
 
 def restored_nothing(closed: int) -> Restore:
-    return Restore("p", 1, Rows(b""), [], [], {}, Progress(), closed)
+    return Restore("p", 1, Rows(b""), Values(), {}, Progress(), closed)
 
 
 def whole(store: Store) -> dict[str, Any]:

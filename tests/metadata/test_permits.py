@@ -13,9 +13,9 @@ from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Column, Definition, Name, Owner
+from dataplane.wire.tables import Definition, Name, Owner
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import OWNERS, SPECS, finish, keys_of, named, put, take, values, wrote
+from tests.metadata.stores import OWNERS, Column, finish, keys_of, named, put, take, values, wrote
 
 STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
 ONE = Want("groups", 1, 1)
@@ -34,7 +34,7 @@ def admit(
 def begin(s: Store, group: Name, rows: int = 2, holder: int = 7, fields: Any = ("tokens",)) -> None:
     keys: list[Name] = [f"{group}-{i}" for i in range(rows)]
     columns = [Column(name, values(rows)) for name in fields]
-    s.put(wrote(named(keys, [group] * rows), columns, SPECS, OWNERS, {}, holder=holder))
+    s.put(wrote(named(keys, [group] * rows), columns, OWNERS, {}, holder=holder))
 
 
 def row(s: Store, group: str, at: int, holder: int) -> None:
@@ -44,7 +44,6 @@ def row(s: Store, group: str, at: int, holder: int) -> None:
         wrote(
             named([f"{group}-{at}"], [group]),
             columns,
-            SPECS,
             OWNERS,
             {},
             replace=True,
@@ -165,7 +164,7 @@ def test_what_is_not_all_there_holds_the_places_of_what_overtook_it() -> None:
     told = inspection.stats(s)["admission"]
     assert (told["lag"], told["held_groups"], told["slowest"]) == (3, 3, ["slow"])
     columns = [Column("tokens", values(1))]
-    s.put(wrote(named(["slow-1"], ["slow"]), columns, SPECS, OWNERS, {}))
+    s.put(wrote(named(["slow-1"], ["slow"]), columns, OWNERS, {}))
     finish(s, take(s, "reward", ONE), columns=[Column("reward", values(2))])
     assert admit(s, 3, 2)
 

@@ -9,13 +9,15 @@ import pytest
 
 from dataplane.errors import FieldExists, InvalidRows, LeaseExpired, LimitExceeded
 from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import PullCredit
-from dataplane.wire.limits import ABSENT, MAX_FIELDS
+from dataplane.metadata.tables.names import KEY_BYTES
+from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.records import RANGE, VALUE
-from dataplane.wire.tables import Column, Owner
-from tests.metadata.stores import finish, put, store, take, values
+from dataplane.wire.records import RANGE
+from dataplane.wire.tables import Owner, Table
+from tests.metadata.stores import Column, finish, numbers, put, store, take, values
 
 STAGES = {"rollout": ["prompt"], "train": ["tokens"], "other": ["prompt"]}
 
@@ -31,17 +33,18 @@ def claim(s: Store, count: int, stage: str = "rollout") -> Any:
 
 
 def so_far(count: int, first: int, field: str = "so_far") -> list[Column]:
-    return [Column(field, values(count, first=first))]
+    """Values in the chunks from `first` on."""
+    return [Column(field, values(count, first=first - 1))]
 
 
 def seen(s: Store, taken: Any, stage: str = "rollout", field: str = "so_far") -> list[int | None]:
-    """The range of each row's value, as a claim of the stage gets it."""
+    """The chunk of each row's value, as a claim of the stage gets it."""
     table = rows_out.table(s, taken.lease, ["prompt"], stage=stage)
-    found = [one for one in table.columns if one.field == field]
-    if not found:
-        return []
-    records = np.frombuffer(found[0].values, VALUE)
-    return [None if r["owner"] == ABSENT else int(r["range"]) for r in records]
+    return chunks_of(table).get(field, [])
+
+
+def chunks_of(table: Table) -> dict[str, list[Any]]:
+    return numbers(table.values, len(table.rows.keys) // KEY_BYTES)
 
 
 def freed(s: Store) -> list[int]:
@@ -53,7 +56,7 @@ def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:
     finish(s, claim(s, 2), "release", columns=so_far(2, 70))
     assert seen(s, claim(s, 2)) == [70, 71]
     assert seen(s, claim(s, 2, "other"), "other") == []
-    assert [one.field for one in rows_out.table(s, rows_out.read(s)[0]).columns] == ["prompt"]
+    assert list(chunks_of(rows_out.table(s, rows_out.read(s)[0]))) == ["prompt"]
 
 
 def test_nothing_is_ready_by_it() -> None:
@@ -94,6 +97,17 @@ def test_it_ends_with_the_ack_and_with_the_row(how: str) -> None:
     assert how == "drop" or seen(s, claim(s, 1)) == []
 
 
+def test_a_copy_gets_it_under_the_longest_names() -> None:
+    stage, field = "s" * MAX_NAME_BYTES, "f" * MAX_NAME_BYTES
+    s, copy = (store(stages={stage: ["prompt"]}) for _ in range(2))
+    put(s, ["a"], fields=("prompt",))
+    finish(s, claim(s, 1, stage), "release", columns=so_far(1, 70, field))
+    for op in dump(s):
+        apply(copy, op)
+    copy.emit = lambda op: None
+    assert seen(copy, claim(copy, 1, stage), stage, field) == [70]
+
+
 def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> None:
     s = holding("a")
     taken = claim(s, 1)
@@ -107,7 +121,7 @@ def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> N
     put(s, ["a"], fields=("tokens",))  # by another writer: that is the row's own
     assert seen(s, claim(s, 1), field="tokens") == []
     table = rows_out.table(s, rows_out.read(s)[0], ["tokens"], stage="rollout")
-    assert np.frombuffer(table.columns[0].values, VALUE)["range"].tolist() == [0]
+    assert chunks_of(table)["tokens"] == [1]
 
 
 def test_whoever_has_lost_the_lease_stores_none() -> None:
@@ -134,7 +148,7 @@ def test_it_moves_and_is_pulled_and_held_as_values_are() -> None:
     assert take(s, "rollout", want, credit=credit).needed_bytes >= 8_192
     old, new = np.array([(70, 0)], RANGE), np.array([(5, 1)], RANGE)
     assert s.relocate(far, old, Owner("near", 1), new).tolist() == [1]
-    assert seen(s, claim(s, 1)) == [5]
+    assert seen(s, claim(s, 1)) == [1 << 32 | 5]
 
 
 def test_names_of_progress_take_room_while_a_row_has_it_and_one_too_many_changes_nothing() -> None:

@@ -31,7 +31,6 @@ from dataplane.wire.tables import Shape
 from tests.metadata.observed import accounts
 from tests.metadata.store_model import (
     OWNERS,
-    SPECS,
     STAGES,
     WHERE,
     Group,
@@ -43,7 +42,7 @@ from tests.metadata.store_model import (
     is_inline,
     row_key,
 )
-from tests.metadata.stores import wrote
+from tests.metadata.stores import brought, wrote
 
 KEYS = st.integers(0, 9)
 SOME_KEYS = st.lists(KEYS, min_size=1, max_size=5, unique=True)
@@ -62,7 +61,6 @@ class StoreMachine(Model, RuleBasedStateMachine):
         mixed=st.booleans(),
         fields=FIELDS,
         holes=st.booleans(),
-        leaves=st.booleans(),
         mode=st.sampled_from(["plain", "plain", "replace"]),
         version=st.none() | st.integers(0, 4),
     )
@@ -73,20 +71,18 @@ class StoreMachine(Model, RuleBasedStateMachine):
         mixed: bool,
         fields: list[str],
         holes: bool,
-        leaves: bool,
         mode: str,
         version: int | None,
     ) -> None:
-        self.brought.clear()
         groups: list[int | None] = [None if mixed and i % 2 else group for i, _ in enumerate(keys)]
         here = {name: [not (holes and i == 1) for i in range(len(keys))] for name in fields}
-        made = {name: self.column(name, here[name], leaves) for name in fields}
+        made = {name: self.column(name, here[name]) for name in fields}
         expected = self.put_error(keys, groups, here, mode == "plain")
         message = self.rows_message(keys, groups)
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version], "n": list(range(len(keys)))}
-        asked = wrote(message, columns, SPECS, self.owners, tags, replace=mode == "replace")
-        asked.inline, asked.holder = bytes(self.brought), 1 + len(keys) % 2
+        how = {"replace": mode == "replace", "holder": 1 + len(keys) % 2}
+        asked = wrote(message, columns, OWNERS, tags, **how)
         if expected:
             with pytest.raises(tuple(expected)):
                 puts.plan_put(self.store, asked)
@@ -126,16 +122,13 @@ class StoreMachine(Model, RuleBasedStateMachine):
         size=st.integers(1, 3),
         whole=st.booleans(),
         fields=FIELDS,
-        leaves=st.booleans(),
         version=st.none() | st.integers(0, 4),
     )
-    def put_new_rows(
-        self, size: int, whole: bool, fields: list[str], leaves: bool, version: int | None
-    ) -> None:
+    def put_new_rows(self, size: int, whole: bool, fields: list[str], version: int | None) -> None:
         """Rows and groups that nobody has heard of, as most puts bring."""
         fresh = 100 * next(self.clock)
         keys = [fresh + i for i in range(size)]
-        self.put(keys, fresh if whole else None, False, fields, False, leaves, "plain", version)
+        self.put(keys, fresh if whole else None, False, fields, False, "plain", version)
         if whole and self.group_size is None and not self.sealing:
             self.close(fresh, size)
 
@@ -252,12 +245,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
             positions = positions[::2]
             index = np.array(positions, "<u4").tobytes()
         adds = adds if outcome != "drop" else []
-        self.brought.clear()
-        made = {name: self.column(name, [True] * len(positions), True) for name in adds}
+        made = {name: self.column(name, [True] * len(positions)) for name in adds}
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version] * len(positions)}
-        owners, inline = self.owners, bytes(self.brought)
-        op = Finish(number, outcome, index, columns, SPECS, tags, owners=owners, inline=inline)  # type: ignore[arg-type]
+        op = Finish(number, outcome, index, brought(columns, OWNERS), tags)  # type: ignore[arg-type]
         released = outcome == "release"
         if any(
             name in row.values and (released or row.writer[name] != lease.stage)
@@ -368,7 +359,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         self.a_holder_dies(1)
         self.a_holder_dies(2)
         for key in list(self.rows):
-            self.put([key], None, False, ["a", "b"], False, False, "replace", None)
+            self.put([key], None, False, ["a", "b"], False, "replace", None)
 
     @rule(pick=st.integers(0, 20), outcome=ENDS)
     def end_a_part_of_a_plan(self, pick: int, outcome: str) -> None:

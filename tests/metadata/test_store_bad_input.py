@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,37 +20,39 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables import names
-from dataplane.wire.messages import Want
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import INLINE, Column, Owner, Rows
+from dataplane.wire.messages import Finish, Put, Want
+from dataplane.wire.tables import INLINE, Rows, Values
 from tests.metadata.stores import (
     OWNERS,
-    SPECS,
+    Column,
+    brought,
     finish,
     named,
     put,
     store,
     take,
     values,
-    wrote,
+    whole,
 )
 
 
-def damaged(**changes: Any) -> tuple[Rows, list[Column], dict[str, Any]]:
-    rows = changes.pop("rows", named([1, 2], ["p", "p"]))
-    column = Column("tokens", changes.pop("values", values(2)), **changes.pop("column", {}))
-    return rows, changes.pop("columns", [column]), changes.pop("tags", {})
+def of(*fields: str) -> Values:
+    """Two rows of these fields."""
+    return brought([Column(field, values(2)) for field in fields])
 
 
-def wrong_records(**parts: int) -> bytes:
-    records = np.zeros(2, VALUE)
-    for name, value in parts.items():
-        records[name] = value
-    return records.tobytes()
+def damaged(**parts: Any) -> Values:
+    """Two rows of a field in one chunk, and what is wrong with it. chunk, piece: their parts."""
+    told = whole(["tokens"], 2, 7, 9)
+    chunk = msgspec.structs.replace(told.chunks[0], **parts.pop("chunk", {}))
+    piece = msgspec.structs.replace(told.pieces[0], **parts.pop("piece", {}))
+    given = {"chunks": [chunk], "pieces": [piece], **parts}
+    return msgspec.structs.replace(told, **given)
 
 
 KEYS = names.hash_names([1, 2])
-OF_MANY = wrong_records(owner=5_000)
+ONE = damaged().pieces[0]
+CHUNK = damaged().chunks[0]
 PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (InvalidRows, {"rows": Rows(b"")}),
     (ProtocolError, {"rows": Rows(b"short")}),
@@ -59,37 +62,67 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (ProtocolError, {"rows": Rows(KEYS, None, b"\0", KEYS)}),
     (InvalidRows, {"rows": Rows(KEYS, None, bytes(8), KEYS[:16] * 2)}),
     (LimitExceeded, {"rows": Rows(names.mint_many(1, 0, 65_537))}),
-    (InvalidRows, {"values": values(3)}),
-    (ProtocolError, {"values": b"x"}),
-    (ProtocolError, {"values": wrong_records(spec=2)}),
-    (ProtocolError, {"values": wrong_records(owner=1)}),
-    (ProtocolError, {"column": {"leaves": values(1)}}),
-    (ProtocolError, {"column": {"leaves": values(1), "leaf_counts": b"\x02\0\0\0" + bytes(4)}}),
-    (LimitExceeded, {"column": {"leaf_counts": b"\xff\xff\xff\xff" + bytes(4)}}),
-    (ProtocolError, {"column": {"leaf_counts": b"\0"}}),
-    (ProtocolError, {"owners": [Owner("x", n) for n in range(300)], "values": OF_MANY}),
-    (ProtocolError, {"owners": OWNERS * 2}),
-    (ProtocolError, {"owners": [INLINE], "values": wrong_records(nbytes=8), "inline": bytes(8)}),
-    (InvalidRows, {"columns": [Column("f", values(2)), Column("f", values(2))]}),
-    (ProtocolError, {"columns": [Column("f", values(2)), Column("g", wrong_records(spec=2))]}),
-    (ProtocolError, {"columns": [Column("f", wrong_records(owner=1)), Column("g", values(2))]}),
-    (ProtocolError, {"columns": [Column(name, values(2) + bytes(12)) for name in "fg"]}),
-    (InvalidRows, {"columns": [Column("", values(2))]}),
-    (InvalidRows, {"columns": [Column("f" * 513, values(2))]}),
+    (ProtocolError, {"values": brought([Column("tokens", values(3))])}),
+    *[
+        (ProtocolError, {"values": damaged(chunk=part)})
+        for part in (
+            {"owner": 1},
+            {"owner": -1},
+            {"layout": 1},
+            {"layout": -1},
+            {"rows": -1},
+            {"rows": 1},
+            {"rows": 65_537},
+            {"nbytes": -1},
+            {"number": 0},
+            {"number": -7},
+        )
+    ],
+    *[
+        (ProtocolError, {"values": damaged(piece=part)})
+        for part in (
+            {"chunk": 1},
+            {"chunk": -1},
+            {"fields": []},
+            {"fields": [1]},
+            {"fields": [-1]},
+            {"fields": [-2]},
+            {"fields": [0, 0]},
+            {"fields": [0] + [-1] * 64},
+            {"base": -1},
+            {"base": 1},
+            {"given": b""},
+            {"given": b"\7"},
+            {"given": b"\3" + bytes(9_000) + b"\1"},
+            {"first": 1},
+            {"first": -1},
+            {"at": b"\0"},
+            {"at": bytes(4)},
+            {"at": b"\2\0\0\0" + bytes(4)},
+        )
+    ],
+    (ProtocolError, {"values": damaged(chunks=[CHUNK, CHUNK])}),
+    (ProtocolError, {"values": damaged(owners=[INLINE])}),
+    (ProtocolError, {"values": damaged(owners=[INLINE], chunk={"number": 0})}),
+    (ProtocolError, {"values": damaged(owners=OWNERS * 2, chunks=[CHUNK] * 2)}),
+    (InvalidRows, {"values": damaged(pieces=[ONE, ONE])}),
+    (LimitExceeded, {"values": damaged(chunks=[CHUNK] * 4_097)}),
+    (LimitExceeded, {"values": damaged(pieces=[ONE] * 65_537)}),
+    (LimitExceeded, {"values": damaged(owners=OWNERS * 4_097)}),
+    (LimitExceeded, {"values": damaged(layouts=[b"x"] * 4_097)}),
+    (LimitExceeded, {"values": damaged(layouts=[b"x" * 4_097])}),
+    (InvalidRows, {"values": damaged(fields=["f", "f"])}),
+    (InvalidRows, {"values": of("")}),
+    (InvalidRows, {"values": of("f" * 513)}),
+    (InvalidRows, {"values": of("train~tokens")}),
     (LimitExceeded, {"tags": {"t" * 513: [1, 2]}}),
-    (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(65)]}),
-    (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(63)]}),
+    (LimitExceeded, {"values": of(*[f"f{i}" for i in range(65)])}),
+    (LimitExceeded, {"values": of(*[f"f{i}" for i in range(63)])}),
     (InvalidRows, {"tags": {"t": [1, 2, 3]}}),
-    (
-        FieldExists,
-        {
-            "rows": named([0, 9]),
-            "columns": [Column("tokens", values(2)), Column("f", values(2))],
-        },
-    ),
-    (InvalidRows, {"rows": named([0], ["other"]), "columns": []}),
-    (GroupClosed, {"rows": named([5, 6, 7], ["p"] * 3), "values": values(3)}),
-    (GroupClosed, {"rows": named([5], ["full"]), "values": values(1)}),
+    (FieldExists, {"rows": named([0, 9]), "values": of("tokens", "f")}),
+    (InvalidRows, {"rows": named([0], ["other"]), "values": Values()}),
+    (GroupClosed, {"rows": named([5, 6, 7], ["p"] * 3), "values": Values()}),
+    (GroupClosed, {"rows": named([5], ["full"]), "values": Values()}),
     (InvalidRows, {"rows": named([5, 6])}),
     (InvalidRows, {"rows": named([5, 6], ["p", None])}),
 ]
@@ -117,10 +150,9 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     s = store(group_size=2)
     put(s, [0, 10, 11], ["short", "full", "full"])
     before = (inspection.stats(s), s.counts("reward"))
-    owners, inline = changes.pop("owners", OWNERS), changes.pop("inline", b"")
-    rows, columns, tags = damaged(**changes)
+    given = {"rows": named([1, 2], ["p", "p"]), "values": of("tokens"), "tags": {}} | changes
     with pytest.raises(error):
-        s.put(wrote(rows, columns, SPECS, owners, tags, inline=inline))
+        s.put(Put("p", 1, **given))
     assert (inspection.stats(s), s.counts("reward")) == before
     assert s.freed() == []
 
@@ -132,16 +164,21 @@ def test_a_bad_finish_is_refused_and_the_lease_goes_on() -> None:
     bad: list[tuple[type[DataplaneError], str, dict[str, Any]]] = [
         (ProtocolError, "explode", {}),
         (InvalidRows, "drop", {"columns": [Column("reward", values(2))]}),
-        (InvalidRows, "ack", {"columns": [Column("reward", values(1))]}),
+        (ProtocolError, "ack", {"columns": [Column("reward", values(3))]}),
+        (InvalidRows, "ack", {"columns": [Column("reward~x", values(2))]}),
+        (InvalidRows, "release", {"columns": [Column("reward~x", values(2))]}),
         (InvalidRows, "ack", {"index": np.array([2], "<u4").tobytes()}),
         (InvalidRows, "ack", {"index": np.array([0, 0], "<u4").tobytes()}),
-        (InvalidRows, "ack", {"index": b"", "columns": [Column("reward", b"")]}),
+        (InvalidRows, "ack", {"index": b"", "columns": [Column("reward", [])]}),
         (ProtocolError, "ack", {"index": b"\0"}),
         (InvalidRows, "ack", {"tags": {"t": [1, 2, 3]}}),
     ]
     for error, outcome, options in bad:
         with pytest.raises(error):
             finish(s, taken, outcome, **options)
+    nothing = Finish(taken.lease or 0, "ack", b"", Values(chunks=[CHUNK]))
+    with pytest.raises(InvalidRows, match="selects no rows"):
+        s.finish(nothing)
     finish(s, taken)
     assert s.stage("reward").acked_rows == 2
 

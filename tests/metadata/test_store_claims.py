@@ -14,13 +14,14 @@ from dataplane.errors import (
 from dataplane.metadata.shard import rows_out, takes
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
-from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
+from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import INLINE, Column, Owner
+from dataplane.wire.tables import Owner
 from tests.metadata.stores import (
+    INLINE_AT,
     OWNERS,
-    SPECS,
+    Column,
+    Value,
     finish,
     keys_of,
     named,
@@ -93,19 +94,17 @@ def test_no_more_bytes_are_taken_than_the_claims_peer_may_pull() -> None:
 def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
     rows, names = 30_000, ["a", "b"]
     s = store(stages={"train": names})
-    for first in (0, rows):
-        small = np.frombuffer(values(rows * 2, 1024), VALUE).copy()
-        small["range"] *= 1024
-        columns = [
-            Column(n, part.tobytes()) for n, part in zip(names, np.split(small, 2), strict=True)
-        ]
-        keys = named(list(range(first, first + rows)))
-        s.put(wrote(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 2048)))
+    small = [Value(0, 1_024, INLINE_AT, bytes(1_024))] * 1_000
+    for first in range(0, 2 * rows, 1_000):
+        keys = named(list(range(first, first + 1_000)))
+        columns = [Column(name, small) for name in names]
+        s.put(wrote(keys, columns, OWNERS, {"n": [1] * 1_000}))
     for want in (Want("rows", 0, 0, None, "n", 1e9), Want("rows", 2 * rows, 1)):
         taken = take(s, "train", want)
         assert taken.lease is not None and 20_000 < taken.units < rows
         table = rows_out.table(s, taken.lease)
-        assert len(table.inline) < MAX_FRAME_BYTES
+        inline = sum([len(chunk.inline) for chunk in table.values.chunks])
+        assert 40 << 20 < inline < MAX_FRAME_BYTES
         s.release_holder(1)
         one = take(s, "train", want, credit=PullCredit("b", 1 << 30, ["a"]))
         assert 40_000 < one.units < 2 * rows
@@ -122,10 +121,10 @@ def test_what_the_claims_peer_has_itself_needs_no_credit() -> None:
     assert taken.units == 2
 
 
-def test_a_range_that_many_rows_share_is_pulled_once() -> None:
+def test_a_chunk_that_many_rows_share_is_pulled_once() -> None:
     s = store(stages={"train": ["tokens"]})
     image = values(1, 100_000) * 8
-    s.put(wrote(named(list(range(8))), [Column("tokens", image)], SPECS, OWNERS, {}))
+    s.put(wrote(named(list(range(8))), [Column("tokens", image)], OWNERS, {}))
     taken = take(s, "train", Want("rows", 8, 8), credit=PullCredit("b", 108_224))
     assert taken.units == 8
 
@@ -133,7 +132,7 @@ def test_a_range_that_many_rows_share_is_pulled_once() -> None:
 def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
     s = store()
     columns = [Column("tokens", values(1, 100_000)), Column("video", values(1, 100_000, first=1))]
-    s.put(wrote(named([1]), columns, SPECS, OWNERS, {}))
+    s.put(wrote(named([1]), columns, OWNERS, {}))
     want = Want("rows", 1, 1)
     assert take(s, "reward", want, credit=PullCredit("b", 108_224)).needed_bytes == 208_256
     assert take(s, "reward", want, credit=PullCredit("b", 108_224, ["tokens"])).units == 1
@@ -141,9 +140,7 @@ def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
 
 def test_rows_that_have_nothing_but_progress_elsewhere_are_counted_for_the_credit() -> None:
     s = store(stages={"train": []})
-    absent = np.zeros(2, VALUE)
-    absent["owner"] = ABSENT
-    s.put(wrote(named([1, 2]), [Column("tokens", absent.tobytes())], SPECS, [], {}))
+    s.put(wrote(named([1, 2]), [Column("tokens", [None, None])], [], {}))
     back = [Column("half", values(2, nbytes=1_000))]
     finish(s, take(s, "train", Want("rows", 2, 2)), "release", columns=back)
     some = PullCredit("b", 10_240)
@@ -208,7 +205,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     with pytest.raises(RowsGone):
         rows_out.table(s, taken.lease)
     s.freed()
-    finish(s, taken, columns=[Column("reward", values(2, 4, first=50))])
+    finish(s, taken, columns=[Column("reward", values(2, 4, first=49))])
     assert s.stage("reward").acked_rows == 1
     ((owner, ranges, counts),) = s.freed()
     assert (owner, ranges["range"].tolist(), counts.tolist()) == (OWNERS[0], [50], [1])
@@ -219,7 +216,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
 def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:
     """Rows whose tokens lie at a peer."""
     columns = [Column("tokens", values(len(keys), first=keys[0]))]
-    s.put(wrote(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {}))
+    s.put(wrote(named(list(keys), groups and list(groups)), columns, [Owner(peer, 7)], {}))
 
 
 def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
@@ -243,7 +240,7 @@ def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
     s = store()
     at("a", s, [1])
     at("b", s, [2])
-    s.put(wrote(named([3]), [Column("tokens", values(1, 8))], SPECS, [INLINE], {}, inline=bytes(8)))
+    s.put(wrote(named([3]), [Column("tokens", [Value(0, 8, INLINE_AT, bytes(8))])]))
     assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
 
 
@@ -258,7 +255,7 @@ def test_a_group_lies_where_its_largest_value_does() -> None:
     at("a", s, [1, 2], [1, 1])
     at("b", s, [3, 4], [2, 2])
     small = [Column("reward", values(2, nbytes=4, first=90))]
-    s.put(wrote(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}))
+    s.put(wrote(named([3, 4], [2, 2]), small, [Owner("a", 7)], {}))
     assert takes.near(s, "reward", "groups", None) == {"a": 1, "b": 1}
     assert near(s, "b", 1, "groups") == [3, 4]
 

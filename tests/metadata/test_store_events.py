@@ -7,8 +7,8 @@ import pytest
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Finish, Want
-from dataplane.wire.tables import Column, Shape
-from tests.metadata.stores import OWNERS, SPECS, named, put, store, take, values, wrote
+from dataplane.wire.tables import Shape
+from tests.metadata.stores import OWNERS, Column, brought, named, put, store, take, values, wrote
 
 GROUPS = Want("groups", 1, 1)
 
@@ -28,7 +28,7 @@ def of(records: list[Record], kind: Kind) -> list[Record]:
 def test_a_put_and_what_became_ready_are_noted_once_for_each_group_and_stage() -> None:
     s, records = noted(group_size=2)
     rows = named(["a", "b", "c", "d"], ["g", "g", "h", "h"])
-    s.put(wrote(rows, [Column("tokens", values(4, 100))], SPECS, OWNERS, holder=7))
+    s.put(wrote(rows, [Column("tokens", values(4, 100))], OWNERS, holder=7))
     assert [(r.group, r.rows, r.nbytes, r.worker) for r in of(records, Kind.PUT)] == [
         ("g", 2, 200, 7),
         ("h", 2, 200, 7),
@@ -48,7 +48,7 @@ def test_ready_names_the_field_that_came_last_and_the_stage_that_added_it() -> N
     lease = take(s, "reward", GROUPS).lease
     assert lease is not None
     columns = [Column("reward", values(2))]
-    s.finish(Finish(lease, "ack", columns=columns, specs=SPECS, owners=OWNERS))
+    s.finish(Finish(lease, "ack", values=brought(columns)))
     ready = of(records, Kind.READY)[-1]
     assert (ready.stage, ready.field, ready.by, ready.worker) == ("train", "reward", "reward", 1)
 
@@ -149,7 +149,7 @@ def test_a_put_says_at_which_version_of_the_trainer_its_group_was_begun() -> Non
     s.admit(1, 7, 1, max_lag=4, per_version=1)
     s.advance(3)
     put(s, ["b"], ["g"])
-    s.put(wrote(named(["c"], ["h"]), [Column("tokens", values(1))], SPECS, OWNERS, holder=7))
+    s.put(wrote(named(["c"], ["h"]), [Column("tokens", values(1))], OWNERS, holder=7))
     told = [(r.group, r.version) for r in of(records, Kind.PUT)]
     assert told == [("g", 1), ("g", 1), ("h", 1)]
 

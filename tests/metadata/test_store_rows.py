@@ -23,17 +23,18 @@ from dataplane.errors import (
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names, tags
-from dataplane.wire.limits import ABSENT
-from dataplane.wire.messages import Finish, Want
-from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Change, Column, Definition, Owner, Rows, Spec
+from dataplane.wire.messages import Finish, Put, Want
+from dataplane.wire.tables import Change, Chunk, Definition, Owner, Piece, Rows, Values
 from tests.metadata.stores import (
     OWNERS,
-    SPECS,
     STAGES,
+    Column,
+    Value,
+    brought,
     change,
     finish,
     named,
+    numbers,
     put,
     store,
     take,
@@ -58,7 +59,7 @@ def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
     put(s, list(range(8)), ["p"] * 8, nbytes=1_000)
     assert s.drop(rows=named(list(range(7)))) == (7, 7_000)
     ((_, ranges, _),) = s.freed()
-    assert sorted(ranges["range"].tolist()) == list(range(7))
+    assert sorted(ranges["range"].tolist()) == list(range(1, 8))
     assert inspection.stats(s)["bytes"] == 1_000
 
 
@@ -97,7 +98,7 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     s = store(group_size=2)
     far = Owner("far", 3)
     put(s, [1, 3], ["p", "q"])
-    s.put(wrote(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}))
+    s.put(wrote(named([2], ["p"]), [Column("tokens", values(1))], [far], {}))
     assert s.lost(far) == 2 and sorted(s.losses.latest()) == [1, 2]
     assert len(s.groups) == 1
     assert s.closed_groups == 0
@@ -108,14 +109,15 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
 def test_values_that_a_stage_added_before_stay_and_are_counted() -> None:
     s = store(free="drop")
     put(s, [1])
-    finish(s, take(s, "reward", Want("rows", 1, 1)), columns=[Column("reward", values(1, 4))])
+    finish(s, take(s, "reward", Want("rows", 1, 1)), columns=[Column("reward", values(1, 4, 20))])
     put(s, [2])
+    s.freed()
     s.reset("reward")
     added = [Column("reward", values(2, 4, first=9))]
     kept = finish(s, take(s, "reward", Want("rows", 2, 2)), columns=added)
     assert kept == {"reward": 1}
     ((_, ranges, _),) = s.freed()
-    assert len(ranges) == 1 and int(ranges["range"][0]) in (9, 10)
+    assert len(ranges) == 1 and int(ranges["range"][0]) in (10, 11)
 
 
 def test_a_value_of_another_writer_is_not_silently_kept() -> None:
@@ -129,7 +131,7 @@ def test_a_value_of_another_writer_is_not_silently_kept() -> None:
     finish(s, take(s, "train", Want("rows", 1, 1)))
     s.reset("reward")
     again = [Column("reward", values(2, first=30))]
-    s.put(wrote(named([1, 2]), again, SPECS, OWNERS, {}, replace=True))
+    s.put(wrote(named([1, 2]), again, OWNERS, {}, replace=True))
     lease = take(s, "reward", Want("rows", 2, 2))
     with pytest.raises(FieldExists):
         finish(s, lease, columns=[Column("reward", values(2, 4, first=20))])
@@ -176,7 +178,7 @@ def test_only_stages_whose_counts_changed_are_told() -> None:
     s.dirty()
     taken = take(s, "reward", Want("rows", 1, 1))
     assert s.dirty() == {"reward"}
-    finish(s, taken, columns=[Column("reward", values(1, 4))])
+    finish(s, taken, columns=[Column("reward", values(1, 4, 20))])
     assert s.dirty() == {"reward", "train"}
 
 
@@ -198,7 +200,7 @@ def test_a_read_goes_on_behind_the_last_row_also_where_that_has_gone(gone: list[
 
 
 def test_a_read_goes_on_behind_nothing_else() -> None:
-    with pytest.raises(ProtocolError, match="must have 10 bytes"):
+    with pytest.raises(ProtocolError, match="expected 10 bytes, got 16"):
         rows_out.read(store(), after=bytes(16))
 
 
@@ -223,15 +225,14 @@ def test_a_read_goes_on_behind_the_last_row() -> None:
 def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
     s = store()
     put(s, [1, "two"], score=[1.5, 2.5])
-    records = np.zeros(2, VALUE)
-    records["spec"], records["owner"] = 1, [0, ABSENT]
-    s.put(wrote(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}))
+    note = [Column("note", [Value(7, 9), None])]
+    told = brought(note)
+    told.layouts[0] = b"of notes"
+    s.put(Put("p", 1, named([1, "two"]), told))
     table = rows_out.table(s, rows_out.read(s)[0], ["note"])
     assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
-    found = np.frombuffer(table.columns[0].values, VALUE)
-    assert found["owner"].tolist() == [0, ABSENT]
-    assert table.specs[int(found["spec"][0])] == Spec("object")
-    assert table.owners == OWNERS
+    assert numbers(table.values, 2) == {"note": [7, None]}
+    assert (table.values.owners, table.values.layouts) == (OWNERS, [b"of notes"])
     with pytest.raises(FieldUnknown, match="tokens"):
         rows_out.table(s, rows_out.read(s)[0], ["nothing"])
     assert rows_out.known(s, ["note", "nothing"]) == ["note"]
@@ -240,44 +241,38 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 def test_minted_keys_need_no_names() -> None:
     s = store()
     keys = names.mint_many(9, 0, 2)
-    s.put(wrote(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}))
+    s.put(wrote(Rows(keys), [Column("tokens", values(2))], OWNERS, {}))
     assert rows_out.table(s, rows_out.read(s)[0]).rows == Rows(keys)
     put(s, ["given"])
     shown = names.format_minted_many(keys)
     assert rows_out.table(s, rows_out.read(s)[0]).rows.names == [*shown, "given"]
 
 
-def test_a_message_may_say_a_spec_twice() -> None:
-    s = store()
-    one, other = Spec("array", "int8"), Spec("array", "int64")
-    records = np.frombuffer(values(2), VALUE).copy()
-    records["spec"] = [1, 2]
-    tokens, more = Column("tokens", records.tobytes()), Column("x", values(2))
-    s.put(wrote(named([1, 2]), [tokens], [one, one, other], OWNERS, {}))
-    s.put(wrote(named([1, 2]), [more], [Spec("object")], OWNERS, {}))
-    table = rows_out.table(s, rows_out.read(s)[0], ["tokens"])
-    found = np.frombuffer(table.columns[0].values, VALUE)["spec"].tolist()
-    assert [table.specs[at] for at in found] == [one, other]
+def test_a_row_can_take_a_chunk_over_from_another_row() -> None:
+    """The message names the chunk, so one reference stays, whichever row came first."""
+    for keys in (["a", "b"], ["b", "a"]):
+        s = store(free="drop")
+        for key, number in (("a", 1), ("b", 2)):
+            s.put(wrote(named([key]), [Column("tokens", [Value(number, 9)])]))
+        of = {"a": Value(3, 9), "b": Value(1, 9)}
+        s.put(wrote(named(list(keys)), [Column("tokens", [of[k] for k in keys])], replace=True))
+        let_go = [number for _, r, c in s.freed() for number in r["range"].tolist() * int(c[0])]
+        assert sorted(let_go) == [1, 2]  # of two references to 1, one
+        assert sorted(number for _, number in s.chunks) == [1, 3]
 
 
-def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
+def test_a_chunk_that_is_known_is_not_described_as_another() -> None:
     s = store(free="drop")
-    for i in range(6_000):
-        spec = Spec("array", "float32", (-1, i))
-        s.put(wrote(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}))
-        if i % 1_000 == 999:
-            s.drop(where=["not", ["exists", "never"]])
-            s.freed()
-    assert inspection.stats(s)["metadata_bytes"] < 1 << 20
-    spec = Spec("array", "float32", (-1, 5_999))
-    s.put(wrote(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}))
-    assert rows_out.table(s, rows_out.read(s, rows=named(["last"]))[0]).specs == [spec]
+    s.put(wrote(named(["a"]), [Column("tokens", [Value(1, 9)])]))
+    with pytest.raises(ProtocolError, match="expected the stored description"):
+        s.put(wrote(named(["b"]), [Column("tokens", [Value(1, 10)])]))
+    assert len(s) == 1 and s.freed() == []
 
 
 def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
     s = store(group_size=8)
-    count = 65_536
-    for turn in range(3):
+    count = 32_768  # a message describes 4096 chunks at most
+    for turn in range(6):
         index = (np.arange(count) // 8).astype("<u4").tobytes()
         rows = Rows(
             names.mint_many(2, turn * count, count),
@@ -285,9 +280,11 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
             index,
             names.mint_many(3, turn * count, count // 8),
         )
-        columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
+        chunks = [Chunk(0, 1 + turn * count + at, 8, 9_000, 0) for at in range(0, count, 8)]
+        pieces = [Piece(at, [0, 1, 2, 3], 8 * at, b"\xff") for at in range(len(chunks))]
+        brings = Values(["tokens", "reward", "x", "y"], OWNERS, [b"layout"], chunks, pieces)
         tags = {"version": [turn], "length": list(range(count))}
-        s.put(wrote(rows, columns, SPECS, OWNERS, tags))
+        s.put(Put("p", 1, rows, brings, tags))
     assert inspection.stats(s)["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
 
@@ -298,7 +295,9 @@ def test_texts_of_tags_are_kept_once_while_rows_have_them_and_then_go() -> None:
         put(s, [i], status=["".join(["go", "ing"])], at=[f"place {i}"])
     one, other = rows_out.table(s, rows_out.read(s)[0]).tags["status"]
     assert one is other
-    put(s, [f"k{i}" for i in range(5_000)], at=[f"place {i}" for i in range(5_000)])
+    for first in (0, 2_500):
+        many = range(first, first + 2_500)
+        put(s, [f"k{i}" for i in many], at=[f"place {i}" for i in many])
     assert len(tags._texts) <= 4_096
 
 

@@ -280,7 +280,7 @@ def test_a_copy_that_a_bug_left_changed_by_half_is_thrown_away(
         patched.setattr(Store, "declare_stage", declares_and_fails)
         with pytest.raises(KeyError):
             backup.append(caller, shipped)
-    with pytest.raises(ProtocolError, match="without the operations before them"):
+    with pytest.raises(ProtocolError, match="gap in the replication log"):
         backup.append(caller, shipped)
     for roster in later:
         backup.turn(roster)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import LeaseExpired
+from dataplane.errors import BackPressure, LeaseExpired
+from dataplane.memory.admission import Admission
+from dataplane.memory.space import Space
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
+from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed, Done, Finish
-from dataplane.wire.tables import Rows, Table
+from dataplane.wire.tables import Chunk, Owner, Piece, Rows, Table, Values
 
 
 def client() -> Session:
@@ -55,7 +58,7 @@ def test_a_claim_is_answered_again_until_its_lease_is_used_or_has_ended(
 ) -> None:
     leases, holder = Leases(), client()
     leases.open(Lease(7, "p", 1, "s", 2, holder, claimed=50))
-    claimed = Claimed(7, 0, Table(Rows(b""), [], [], [], {}))
+    claimed = Claimed(7, 0, Table(Rows(b"")))
     holder.repeats.claimed = {50: claimed, 51: claimed}
     ends(leases, holder, 7, 0.0)
     assert list(holder.repeats.claimed) == [51]
@@ -90,3 +93,37 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
         Finish(10, "leave", partition="p", generation=1),
     ]
     assert not holder.leases
+
+
+@pytest.mark.parametrize("over", [False, True])
+async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: bool) -> None:
+    leases, holder, me = Leases(), client(), Owner("tcp://a", 7)
+    space = Space(1 << 20)
+    nobody: Any = None
+    host: Any = SimpleNamespace(
+        space=space,
+        owner=me,
+        now=lambda: 0.0,
+        entry=lambda *of: None,
+        serves=lambda partition: False,
+    )
+
+    async def carry(session: Session, asked: Finish, committed: Committed, keep: Any) -> None:
+        if over:  # its time is up while the shard has no room
+            leases.leave(holder, 7)
+        failure = BackPressure("no room for second copies")
+        keep(failure)
+        space.release(committed.ranges)
+        raise failure
+
+    writing: Any = SimpleNamespace(host=host, grants=Grants(host, nobody, nobody), carry=carry)
+    leases.open(Lease(7, "p", 1, "s", 1, holder))
+    extents = space.grant(holder.id, Admission.OPEN, 64)
+    extents["length"] = 64
+    brought = Values(["x"], [me], [b""], [Chunk(0, 1, 1, 64, 0)], [Piece(0, [0], 0, b"\1")])
+    body = Finish(7, "ack", values=brought, ranges=extents.tobytes())
+    request: Any = SimpleNamespace(rid=1)
+    answer: Any = Finishing(nobody, leases, writing).finish(holder, request, body)
+    with pytest.raises(BackPressure):
+        await answer
+    assert space.ranges.live == (not over)

@@ -17,16 +17,16 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Beat, Duplicate
-from dataplane.wire.records import EXTENT, RANGE, VALUE
-from dataplane.wire.tables import Column, Definition, Owner
-from tests.metadata.stores import SPECS, named, wrote
+from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.tables import Definition, Owner
+from tests.metadata.stores import Column, Value, named, wrote
 
 HERE, HEIR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))
 TURNS = 50
@@ -396,19 +396,19 @@ async def test_where_its_heir_dies_it_serves_again_until_another_one_and_its_bac
 
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:
     """They go with a member that is lost before the shards are handed over. Other rows have values
-    in the same block."""
+    in one of their chunks, and another chunk goes with them."""
     space = Space(1 << 20)
-    start = space.grant(1, Admission.OPEN, 4096)["offset"][0]
-    block = space.commit(1, np.array([(start, 4096)], EXTENT), np.full(1, 2, "<u4"), Admission.OPEN)
-    number, generation = block[0].tolist()
-    stays = (number, generation, 2000, 0, 0, 0)
-    nothing = (0, 0, 0, 0, 0, ABSENT)
+    start = space.grant(1, Admission.OPEN, 8192)["offset"][0]
+    extents = np.array([(start, 4096), (start + 4096, 4096)], EXTENT)
+    chunks = space.commit(1, extents, 1, Admission.OPEN)
+    both, alone = (Value(number, 4096) for number in ids_of(chunks).tolist())
     columns = [
-        Column("x", np.array([stays, stays], VALUE).tobytes()),
-        Column("y", np.array([(1, 1, 9000, 0, 0, 1), nothing], VALUE).tobytes()),
+        Column("x", [both, both]),
+        Column("y", [Value(9, 9000, 1), None]),
+        Column("z", [alone, None]),
     ]
     store = Store("p", Definition(group_size=1), 1)
-    store.put(wrote(named(["a", "b"], ["g", "h"]), columns, SPECS, [HERE, DEAD], {}))
+    store.put(wrote(named(["a", "b"], ["g", "h"]), columns, [HERE, DEAD]))
 
     plane = Plane()
     plane.host.entries, plane.host.space, plane.host.lent = {"p": Entry(store)}, space, Lent()
@@ -418,9 +418,11 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     plane.authority.lost(DEAD)
     plane.turn()
     store.lost(DEAD)
-    for _, ranges, counts in store.freed():
-        space.release(ranges[ranges["range"] == number], counts[ranges["range"] == number])
+    for owner, ranges, counts in store.freed():
+        if owner == HERE:
+            space.release(ranges, counts)
     assert len(store) == 1
+    assert space.alive(chunks).tolist() == [True, False]
 
     old = plane.host.roster
     plane.authority.beat(HERE, old.epoch, Beat(synced=True, leaving=True))
@@ -429,9 +431,9 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     plane.leaving.turned(old, plane.host.roster)
     _, ranges, counts = next(one for one in store.holdings() if one[0] == HERE)
     space.release(*plane.host.lent.inherited([HERE], HEIR, ranges, counts))
-    assert space.alive(block).all()  # the heir's row reads it there
+    assert space.alive(chunks)[0]  # the heir's row reads it there
     space.release(ranges, plane.host.lent.returned(HEIR, ranges, counts))
-    assert not space.alive(block).any()
+    assert not space.alive(chunks).any()
 
 
 async def test_who_leaves_as_well_takes_nothing_in_any_more(
@@ -453,7 +455,7 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     async def another_roster(*_: object) -> None:
         await asyncio.sleep(0)
 
-    store = SimpleNamespace(named=lambda owner: (ranges, None, nbytes))
+    store = SimpleNamespace(named=lambda owner: (ranges, nbytes))
     plane.host.entries = {"p": SimpleNamespace(name="p", copies=None, store=store)}
     plane.host.space = SimpleNamespace(size_bytes=1 << 20)
     plane.host.another_roster = another_roster

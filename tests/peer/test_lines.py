@@ -21,8 +21,8 @@ from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish
-from dataplane.wire.records import U8, VALUE
-from dataplane.wire.tables import Column, Definition, Owner
+from dataplane.wire.records import U8
+from dataplane.wire.tables import Chunk, Definition, Owner, Piece, Values
 from tests.metadata.stores import put
 
 PAGE = 4096
@@ -122,12 +122,12 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     writing: Any = SimpleNamespace(host=host, mesh=mesh, grants=grants)
     finishing = Finishing(None, leases, writing)  # type: ignore[arg-type]
     written = space.reserve(2, Admission.OPEN, pages(9))[1]
-    value = np.zeros(1, VALUE)
-    value["nbytes"] = 9 * PAGE
+    chunks, pieces = [Chunk(0, 1, 1, 9 * PAGE, 0)], [Piece(0, [0], 0, b"\1")]
+    values = Values(["x"], [host.owner], [b"layout"], chunks, pieces)
     waits = asyncio.create_task(room.reserve(3, Admission.OPEN, pages(9), 20))
     await settled()
     assert not waits.done()
-    added = Finish(1, "ack", columns=[Column("x", value.tobytes())], ranges=written.tobytes())
+    added = Finish(1, "ack", values=values, ranges=written.tobytes())
     with pytest.raises(LeaseExpired):
         finishing.finish(SimpleNamespace(id=2), SimpleNamespace(rid=1), added)  # type: ignore[arg-type]
     await asyncio.wait_for(waits, 10)

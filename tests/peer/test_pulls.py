@@ -220,7 +220,7 @@ async def test_a_call_meets_the_loss_of_one_peer_after_another(losses: int, call
     asked = 0
 
     async def ask(body: Fetch | Read) -> Fetched | ReadDone:
-        table = Table(Rows(b""), [])
+        table = Table(Rows(b""))
         return Fetched(0, table) if call == "fetch" else ReadDone(table, 0)
 
     async def resolved(table: Table, holder: int) -> tuple[Table, int]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from dataplane.errors import (
@@ -22,24 +23,26 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
-from dataplane.metadata.tables.references import Array
+from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.leases import Finishing
-from dataplane.peer.requests.puts import NONE, Writing
+from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Ended, Op, Settle
 from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
 from dataplane.wire.peering import Settled
-from dataplane.wire.tables import Change, Column, Definition, Owner, Rows
+from dataplane.wire.records import RANGE
+from dataplane.wire.tables import Change, Definition, Owner, Rows, Values
 from tests.metadata.observed import observed
-from tests.metadata.stores import OWNERS, SPECS, change, finish, named, take, values
+from tests.metadata.stores import OWNERS, Column, brought, change, finish, named, take, values
 from tests.peer.test_router import ELSEWHERE, HERE, Asked
 
 ONCE = Definition(stages={"s": ["x"]}, free="acked")
+NONE = Committed(Values(), np.zeros(0, RANGE))
 
 
 class Shard:
@@ -76,7 +79,7 @@ class Shard:
         }
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
-        self.freed.append((owner, ranges["range"].tolist()))
+        self.freed.append((owner, ids_of(ranges).tolist()))
         return False
 
     def _asked(self, body: Body) -> Any:
@@ -110,9 +113,14 @@ def died(definition: Definition, body: Put) -> Shard:
     return heir_of(dead, told)
 
 
+def chunks_of(number: int, count: int, field: str = "x", owner: Owner = OWNERS[0]) -> Values:
+    """Values of so many rows, in chunks that no change of another number brings."""
+    return brought([Column(field, values(count, first=1_000 * number))], [owner])
+
+
 def body(rows: Rows, number: int = 7, floor: int = 1, **how: Any) -> Put:
-    columns = [Column("x", values(len(rows.keys) // 16))]
-    return Put("p", 1, rows, columns, SPECS, owners=OWNERS, change=change(number, floor), **how)
+    came = chunks_of(number, len(rows.keys) // 16)
+    return Put("p", 1, rows, came, change=change(number, floor), **how)
 
 
 async def test_it_has_its_number_there_and_another_put_another() -> None:
@@ -126,7 +134,7 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     writing = Writing(shards.host, shards.mesh, *shared)
     session: Any = SimpleNamespace(id=5)
     for _ in range(2):
-        asked = Put("p", 1, named(["k"]), [], [])
+        asked = Put("p", 1, named(["k"]))
         outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
         assert not isinstance(outcome, Body) and await outcome == PutDone()
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
@@ -152,10 +160,10 @@ def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     heir.store.tag(named(["b"]), {"status": ["mine"]})
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
     assert heir.change(first) == PutDone()
-    assert heir.freed == [(OWNERS[0], [0, 1])]
+    assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
     table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
     assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
-    assert [ranges["range"].tolist() for _, ranges, _ in heir.store.freed()] == [[0]], "consumed"
+    assert [ids_of(ranges).tolist() for _, ranges, _ in heir.store.freed()] == [[7_001]], "consumed"
 
 
 @pytest.mark.parametrize("how", [{}, {"replace": True}])
@@ -163,7 +171,7 @@ def test_a_value_that_it_replaced_and_another_put_since_stays(how: dict[str, boo
     first = body(named(["a"]), **how)
     heir = died(Definition(free="drop"), first)
     later = body(named(["a"]), 8, replace=True)
-    later.owners = [Owner("b", 8)]
+    later.values = chunks_of(8, 1, owner=Owner("b", 8))
     assert heir.change(later) == PutDone()
     assert heir.change(first) == PutDone()
     assert [owner for owner, _, _ in heir.store.holdings()] == [Owner("b", 8)]
@@ -199,7 +207,7 @@ def test_who_was_not_carried_out_is_told_so_there_as_anywhere() -> None:
     assert heir.change(body(named(["a"]), 8)) == PutDone(there=1)
 
 
-ADDED = {"columns": [Column("y", values(2))], "specs": SPECS, "owners": OWNERS}
+ADDED = {"values": chunks_of(9, 2, "y")}
 ENDS: list[dict[str, Any]] = [
     {"outcome": "ack"},
     {"outcome": "ack"} | ADDED,
@@ -224,7 +232,7 @@ def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str,
     before = observed(heir.store)
     assert heir.change(end) == PutDone()
     assert observed(heir.store) == before
-    assert heir.freed == ([(OWNERS[0], [0, 1])] if "columns" in how else [])
+    assert heir.freed == ([(OWNERS[0], [9_001, 9_002])] if "values" in how else [])
 
 
 def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
@@ -241,14 +249,14 @@ def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
 def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     dead, told = Store("p", ONCE, 1), list[Op]()
     dead.emit = told.append
-    rows, columns = named(["a", "b"]), [Column("x", values(2))]
-    asked = Restore("p", 1, rows, columns, SPECS, {}, Progress(), owners=OWNERS, change=change(7))
+    came = chunks_of(7, 2)
+    asked = Restore("p", 1, named(["a", "b"]), came, {}, Progress(), change=change(7))
     assert Shard(dead).change(asked) == PutDone()
     heir = heir_of(dead, told)
     finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
     assert heir.change(asked) == PutDone()
     assert len(heir.store) == 1
-    assert heir.freed == [(OWNERS[0], [0, 1])]
+    assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
 
 
 async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_copies_of_it() -> (
@@ -261,9 +269,9 @@ async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_co
     shard.change(body(named(["a", "b"])))
     answers = []
     for number in (9, 10):
-        end = Finish(
-            take(dead, "s", Want("rows", 2, 2)).lease or 0, "ack", change=change(number), **ADDED
-        )
+        lease = take(dead, "s", Want("rows", 2, 2)).lease or 0
+        added = chunks_of(number, 2, "y")
+        end = Finish(lease, "ack", values=added, change=change(number))
         answers.append(shard.change(end))
         dead.reset("s")
     assert answers == [PutDone(), PutDone(kept={"y": 2})]

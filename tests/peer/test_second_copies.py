@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +34,8 @@ from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Begun, Op
 from dataplane.wire.messages import Done, Put
 from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
-from dataplane.wire.records import RANGE, U4, U8, VALUE
-from dataplane.wire.tables import Column, Owner
+from dataplane.wire.records import RANGE, U8
+from dataplane.wire.tables import Owner
 from tests.metadata import stores
 
 HERE, THERE = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
@@ -109,10 +109,21 @@ class Peer:
         return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")
 
 
-def test_of_a_range_that_has_an_empty_value_alone_a_copy_is_needed_too() -> None:
+def put_of(key: str, owner: Owner, numbers: Sequence[int], nbytes: int = VALUE_BYTES) -> Put:
+    """One row with so many fields, each in a chunk of its own at this owner."""
+    columns = [stores.Column(f"field{n}", [stores.Value(number(n), nbytes)]) for n in numbers]
+    return stores.wrote(stores.named([key]), columns, [owner])
+
+
+def number(n: int) -> int:
+    """Of the chunk in the range n."""
+    return 1 << 32 | n
+
+
+def test_of_an_empty_chunk_a_copy_is_needed_too() -> None:
     copies, one = Copies(), np.zeros(1, RANGE)
     one["generation"] = 1
-    assert not copies.note(THERE, one, np.ones(1, U4), np.zeros(1, U8))
+    assert not copies.note(THERE, one, np.zeros(1, U8))
     ranges, nbytes = copies.missing(THERE)
     assert (ranges.tolist(), nbytes.tolist()) == (one.tolist(), [1])
 
@@ -124,12 +135,12 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     peer = Peer(engine)
     copies, ranges = Copies(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
-    copies.note(THERE, ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8))
+    copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
     await peer.copying.copy_here(copies, THERE)
     assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
     assert missing["range"].tolist() == list(range(1, VALUES, 2))
-    brought, _, local = copies.take(THERE)
+    brought, local = copies.take(THERE)
     places = peer.space.ranges.extents(local)["offset"].tolist()
     found = [int(bytes(engine.arena[at : at + VALUE_BYTES])) for at in places]
     assert found == brought["range"].tolist()
@@ -143,7 +154,7 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
     monkeypatch.setattr(replication, "PATIENCE_S", 0.05)
     peer, copies, ranges = Peer(Engine(set())), Copies(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
-    copies.note(THERE, ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8))
+    copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
     freed = bytearray(VALUES)
@@ -173,8 +184,7 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
 
     peer.mesh.call = none_gone
     entry: Any = SimpleNamespace(copies=Copies(), name="p", generation=1)
-    named, column = stores.named(["k"]), Column("x", stores.values(1))
-    body = Put("p", 1, named, [column], stores.SPECS, owners=[THERE])
+    body = put_of("k", THERE, [0])
     call_context.set(CallContext(peer.host.now() + 60.0))
     began = peer.host.now()
     with pytest.raises(BackPressure):
@@ -201,8 +211,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     peer.mesh.call = none_gone
     half = ranges[: VALUES // 2], ranges[VALUES // 2 :]
     for some in half:
-        ones, sizes = np.ones(len(some), U4), np.full(len(some), VALUE_BYTES, U8)
-        assert not copies.note(THERE, some, ones, sizes)
+        assert not copies.note(THERE, some, np.full(len(some), VALUE_BYTES, U8))
         peer.copying.copy_here_later(copies, "step-1", THERE, lambda: True)
     assert len(spawned) == 1, "one task makes all copies of an owner's"
     await asyncio.sleep(0.01)
@@ -211,7 +220,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     peer.copying.room.pump()
     await spawned[0]
     assert not len(copies.missing(THERE)[0])
-    assert copies.note(THERE, *(ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8)))
+    assert copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
 
 
 async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_none_names(
@@ -224,19 +233,16 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
-    ranges, ones = np.zeros(2, RANGE), np.ones(2, U4).tobytes()
+    ranges = np.zeros(2, RANGE)
     ranges["range"], ranges["generation"] = np.arange(2), 1
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
-    body = Duplicate("step-1", 1, ranges.tobytes(), ones, sizes)
+    body = Duplicate("step-1", 1, ranges.tobytes(), sizes)
     assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[0, 1]]
-    alone = Duplicate("step-1", 1, ranges[:1].tobytes(), ones[:4], sizes[:8])
+    alone = Duplicate("step-1", 1, ranges[:1].tobytes(), sizes[:8])
     for _ in range(2):
         assert await replicas.duplicate(caller, alone) == Done()
-    records = np.zeros(1, VALUE)
-    records["generation"], records["nbytes"] = 1, VALUE_BYTES
-    column = Column("tokens", records.tobytes())
-    shard.put(stores.wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    shard.put(put_of("k0", THERE, [0]))
     await append(caller, Append(5, 1, [Shipment("step-1", 1, ops)]))
     assert engine.reads == [[0, 1]], "it was there"
     assert [len(one.ahead) for one in replicas._origins.values()] == [1]
@@ -254,10 +260,7 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     peer.host.roster = dataclasses.replace(roster, in_sync=np.ones_like(roster.in_sync))
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
-    records = np.zeros(1, VALUE)
-    records["generation"], records["nbytes"] = 1, VALUE_BYTES
-    column = Column("tokens", records.tobytes())
-    shard.put(stores.wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    shard.put(put_of("k0", THERE, [0]))
     caller = Caller(THERE.peer, THERE.incarnation)
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
     assert not engine.reads
@@ -271,12 +274,8 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     append, replicas = backup(peer)
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
-    records = np.zeros(2, VALUE)
-    records["range"], records["generation"], records["nbytes"] = [7, 8], 1, VALUE_BYTES
-    records["owner"] = [0, 1]
-    column = Column("tokens", records.tobytes())
-    names = stores.named(["k0", "k1"])
-    shard.put(stores.wrote(names, [column], stores.SPECS, [THERE, HERE], {}))
+    shard.put(put_of("k0", THERE, [7]))
+    shard.put(put_of("k1", HERE, [8]))
     caller = Caller(THERE.peer, THERE.incarnation)
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
 
@@ -293,7 +292,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     peer.host.progress = SimpleNamespace(required=True, reached=reached)
     peer.host.roster = dataclasses.replace(peer.host.roster, leaving=frozenset([THERE.peer]))
     replicas.shipping.passed_on = {("step-1", 1): Entry(shard)}
-    body = Duplicate("step-1", 1, b"", b"", b"")
+    body = Duplicate("step-1", 1, b"", b"")
     assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[7]]
     backup_, _ = peer.host.roster.backup_of(HERE.peer)
@@ -307,10 +306,7 @@ async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_h
     the shards, and answered when that peer heard so and had no backup any more."""
     peer = Peer(engine := Engine(set()))
     entry = Entry(stores.store(replicas=2))
-    records = np.zeros(1, VALUE)
-    records["generation"], records["nbytes"] = 1, VALUE_BYTES
-    columns = [Column("tokens", records.tobytes())]
-    body = Put("step-1", 1, stores.named(["k"]), columns, stores.SPECS, owners=[THERE])
+    body = put_of("k", THERE, [0])
     async with peer.copying.beforehand(entry, body):
         assert engine.reads == [[0]]
 
@@ -334,9 +330,9 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     [follows] = {*seeds} - {HERE.peer, leaves}
     copies, ranges = Copies(), np.zeros(1, RANGE)
     ranges["generation"] = 1
-    copies.note(THERE, ranges, np.ones(1, U4), np.full(1, VALUE_BYTES, U8))
+    copies.note(THERE, ranges, np.full(1, VALUE_BYTES, U8))
     await peer.copying.copy_here(copies, THERE)
-    _, _, local = copies.held(THERE)
+    local, _ = copies.held(THERE)
     told: list[tuple[str, bytes]] = []
 
     async def call(address: str, body: Duplicate) -> Done:
@@ -370,10 +366,7 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
     for n in range(12):
-        record = np.zeros(1, VALUE)
-        record["range"], record["nbytes"] = n, BATCH_BYTES // 4
-        column = Column("tokens", record.tobytes())
-        shard.put(stores.wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
+        shard.put(put_of(f"k{n}", THERE, [n], BATCH_BYTES // 4))
     begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     assert await begun == Done()
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
@@ -395,18 +388,14 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     caller = Caller(THERE.peer, THERE.incarnation)
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
-    records = np.zeros(3, VALUE)
-    records["range"], records["nbytes"] = np.arange(3), BATCH_BYTES
-    column = Column("tokens", records.tobytes())
-    names = stores.named(["k0", "k1", "k2"])
-    shard.put(stores.wrote(names, [column], stores.SPECS, [THERE], {}))
+    shard.put(put_of("k0", THERE, range(3), BATCH_BYTES))
     await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
     call_context.set(CallContext(peer.host.now() + ATTEMPT_S))
     told = Append(5, 1, [Shipment("step-1", 1, ops)])
     first = asyncio.ensure_future(append(caller, told))
     again = asyncio.ensure_future(append(caller, told))
     assert await first == await again == Done()
-    assert engine.reads == [[0], [1], [2]] and len(replicas) == 3
+    assert engine.reads == [[0], [1], [2]] and len(replicas) == 1
 
 
 @pytest.mark.parametrize("stays_in_sync", [False, True])

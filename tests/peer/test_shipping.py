@@ -22,6 +22,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
+from dataplane.events.ring import Ring
 from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.metadata.shard import journal
 from dataplane.metadata.shard.journal import apply
@@ -85,6 +86,7 @@ class Primary:
         seeds = Roster.from_seeds([HERE, THERE])
         self.roster = dataclasses.replace(seeds, incarnations=(1, 2))
         host: Any = SimpleNamespace(
+            events=Ring(),
             address=HERE,
             roster=self.roster,
             entries={},
@@ -358,7 +360,7 @@ async def test_a_dump_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
     entry, other = primary.declare(), Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     primary.host.entries["q"] = other
     primary.shipping.watch(other)
-    for n in range(40):
+    for n in range(50):
         put(entry.store, [f"before {n} {row}" for row in range(10)])
     primary.shipping.turned(primary.roster)
     changes, most, turns = 0, 0, 0
@@ -382,7 +384,7 @@ async def test_a_dump_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
         for op in ops:
             apply(copy, op)
         assert observed(copy) == observed(one)
-    assert len(entry.store) == 400 and len(other.store) == 20
+    assert len(entry.store) == 500 and len(other.store) == 20
     await primary.end()
 
 

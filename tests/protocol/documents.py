@@ -24,7 +24,16 @@ DOCUMENTS = {
 REQUIRED = object()
 _TAG = re.compile(r"^Tag (\d+)\.", re.M)
 _CELL = re.compile(r"(?<!\\)\|")
-_CONSTANTS = {"nil": None, "true": True, "false": False, "[]": [], "{}": {}, '""': "", "h''": b""}
+_CONSTANTS = {
+    "nil": None,
+    "true": True,
+    "false": False,
+    "[]": [],
+    "{}": {},
+    '""': "",
+    "h''": b"",
+    "empty": {},
+}
 
 
 @dataclass

@@ -5,8 +5,8 @@ and defaults of fields from the tables in protocol/*.md, and the `msgpack` packa
 `dataplane` is imported: where the code differs, a test says so. `--check` only compares.
 
 JSON has no bytes and only str keys: {"bin": hex}, {"map": [[key, value], …]}, and for objects
-{"tuple": […]}, {"int": digits}, {"scalar": [dtype, hex]}, {"leaf": index}, {"tensor": index}. A
-body is named by "@".
+{"tuple": […]}, {"int": digits}, {"scalar": [dtype, hex]}, {"array": [dtype, shape, hex]},
+{"tensor": [dtype, shape, hex]}. A body is named by "@".
 """
 
 from __future__ import annotations
@@ -115,17 +115,18 @@ def tail(structure: Structure) -> int:
     return count
 
 
-def lowered(value: Any) -> Any:
-    """An object value in MessagePack's terms: tuples, large ints, scalars and leaves are ext."""
+def lowered(value: Any, arrays: list[bytes]) -> Any:
+    """An object value in MessagePack's terms: tuples, large ints, scalars and arrays are ext. The
+    bytes of arrays are added to `arrays`."""
     if isinstance(value, list):
-        return [lowered(item) for item in value]
+        return [lowered(item, arrays) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"bin": digits}:
             return bytes.fromhex(digits)
         case {"tuple": items}:
-            return msgpack.ExtType(2, pack(lowered(items)))
+            return msgpack.ExtType(2, pack(lowered(items, arrays)))
         case {"int": digits}:
             number = int(digits)
             size = number.bit_length() // 8 + 1
@@ -134,13 +135,36 @@ def lowered(value: Any) -> Any:
             return msgpack.ExtType(
                 4, bytes([len(dtype)]) + dtype.encode("ascii") + bytes.fromhex(digits)
             )
-        case {"leaf": index}:
-            return msgpack.ExtType(1, index.to_bytes(4, "little"))
-        case {"tensor": index}:
-            return msgpack.ExtType(5, index.to_bytes(4, "little"))
+        case {"array": [dtype, shape, digits]}:
+            return msgpack.ExtType(1, pack([dtype, shape, _offset(arrays, digits)]))
+        case {"tensor": [dtype, shape, digits]}:
+            return msgpack.ExtType(5, pack([dtype, shape, _offset(arrays, digits)]))
         case {"map": pairs}:
-            return {lowered(key): lowered(item) for key, item in pairs}
+            return {lowered(key, arrays): lowered(item, arrays) for key, item in pairs}
     raise AssertionError(f"no object: {value}")
+
+
+def _offset(arrays: list[bytes], digits: str) -> int:
+    """Where one more array starts."""
+    offset = len(padded(arrays, 16))
+    offset += -offset % 16
+    arrays.append(bytes.fromhex(digits))
+    return offset
+
+
+def padded(parts: list[bytes], alignment: int) -> bytes:
+    """Parts one behind the other, each at a multiple of `alignment`."""
+    whole = b""
+    for part in parts:
+        whole += bytes(-len(whole) % alignment) + part
+    return whole
+
+
+def row_of(value: Any) -> bytes:
+    """The bytes of an object."""
+    arrays: list[bytes] = []
+    head = pack(lowered(value, arrays))
+    return padded([len(head).to_bytes(4, "little") + head, *arrays], 16)
 
 
 def shown(value: Any) -> Any:
@@ -161,8 +185,34 @@ def made(channel: str, vector: Vector, layout: Layout) -> Vector:
 
 
 def made_object(vector: Vector) -> Vector:
-    literal = lowered(vector["value"])
-    return vector | {"literal": shown(literal), "hex": pack(literal).hex()}
+    literal = lowered(vector["value"], [])
+    return vector | {"literal": shown(literal), "hex": row_of(vector["value"]).hex()}
+
+
+def made_chunk(vector: Vector) -> Vector:
+    """columns: as in ColumnSpec. rows: by column; of arrays a shape and the items of each."""
+    layout = Layout("local")
+    specs = [layout.array("ColumnSpec", column) for column in vector["columns"]]
+    lengths, values = list[int](), list[bytes]()
+    for (kind, _, shape, _), rows in zip(specs, vector["rows"], strict=True):
+        if kind == "array":
+            opened = [at for at, length in enumerate(shape) if length == -1]
+            lengths += [of[at] for of, _ in rows for at in opened]
+            values.append(b"".join([bytes.fromhex(items) for _, items in rows]))
+            continue
+        cells = [
+            row_of(row) if kind == "object" else row.encode() if kind == "text" else python_of(row)
+            for row in rows
+        ]
+        lengths += map(len, cells)
+        parts = [cell + bytes(-len(cell) % 16) for cell in cells] if kind == "object" else cells
+        values.append(b"".join(parts))
+    head = b"".join([length.to_bytes(4, "little") for length in lengths])
+    described = {"version": 1, "columns": vector["columns"]}
+    told = {"layout": pack(layout.array("Layout", described)).hex()}
+    if vector.get("on_device"):
+        return vector | told | {"lengths": head.hex(), "hex": padded(values, 64).hex()}
+    return vector | told | {"hex": padded([head, *values], 64).hex()}
 
 
 def message_of(vector: Vector) -> str:
@@ -227,6 +277,7 @@ def everything() -> dict[Path, str]:
         text = (PROTOCOL / document).read_text()
         files[PROTOCOL / document] = with_examples(text, vectors)
     files[VECTORS / "objects.json"] = as_json([made_object(v) for v in load("objects")])
+    files[VECTORS / "chunks.json"] = as_json([made_chunk(v) for v in load("chunks")])
     return files
 
 

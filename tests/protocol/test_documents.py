@@ -78,6 +78,8 @@ def fields_of(struct: type[msgspec.Struct]) -> list[tuple[str, str, Any]]:
         default: Any = REQUIRED
         if field.default is not msgspec.NODEFAULT:
             default = list(field.default) if field.default == () else field.default
+            if isinstance(default, msgspec.Struct) and default == type(default)():
+                default = {}
         elif field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         found.append((field.name, kind_of(hints[field.name]), default))

@@ -344,7 +344,7 @@ def test_a_change_is_carried_out_once_and_one_that_was_settled_never(link: Link)
             break
     of = {"partition": name, "generation": declared[1]}
     rows = {"@": "Rows", "keys": bytes(15) + b"k"}
-    put = {"@": "Put", "columns": [], "specs": [], "rows": rows} | of
+    put = {"@": "Put", "rows": rows} | of
 
     def change(number: int, floor: int) -> dict[str, Any]:
         caller = {"@": "Owner", "peer": link.address, "incarnation": 9}

@@ -8,7 +8,6 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import pytest
 
 from dataplane import errors
@@ -68,18 +67,6 @@ def test_nested_claims_of_many_items_do_not_add_up() -> None:
     head = ENVELOPE + bytes.fromhex("9723a17001c0")
     body = head + (b"\xdd" + MIB.to_bytes(4, "big")) * 200 + b"\xc0" * MIB
     refused(frames.decode_request, body, 16 * MIB, ProtocolError)
-
-
-def test_more_specs_than_a_message_may_have_are_refused() -> None:
-    def put_of(specs: int) -> bytes:
-        rows = [b"", None, b"", b"", None]
-        put = [30, "p", 1, rows, [], [["array", "uint8", [-1]]] * specs]
-        return msgpack.packb([1, 2, 3, 4, [5, 6], 7, put], use_bin_type=True)  # type: ignore[no-any-return]
-
-    frames.decode_request(put_of(limits.MAX_SPECS_PER_MESSAGE))
-    refused(
-        frames.decode_request, put_of(limits.MAX_SPECS_PER_MESSAGE + 1), 64 * MIB, ProtocolError
-    )
 
 
 def test_damaged_bytes_are_read_as_a_message_or_refused_and_never_anything_else() -> None:

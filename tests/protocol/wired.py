@@ -15,6 +15,7 @@ from dataplane.wire import (
     events,
     frames,
     journal,
+    layouts,
     messages,
     objects,
     peering,
@@ -26,19 +27,20 @@ SHARED = {
     name: getattr(tables, name)
     for name in (
         "Definition",
-        "Spec",
         "Owner",
         "Change",
         "PoolHandle",
         "RosterTable",
         "Takeover",
-        "Column",
+        "Chunk",
+        "Piece",
+        "Values",
         "Rows",
         "Table",
         "Shape",
         "Laid",
     )
-}
+} | {"Layout": layouts.Layout, "ColumnSpec": layouts.ColumnSpec}
 
 
 def _defined_in(module: types.ModuleType) -> dict[str, type[msgspec.Struct]]:

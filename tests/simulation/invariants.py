@@ -220,7 +220,7 @@ def unnamed(peers: list[Peer]) -> list[str]:
                 named.setdefault(of, set()).update(ids_of(ranges).tolist())
         for copies in _second_copies(peer):
             for known in copies._known.values():
-                local = np.array([c.local for c in known.values() if c.held], RANGE)
+                local = np.array([c.local for c in known.values() if c.local], RANGE)
                 named[owner].update(ids_of(local).tolist())
     wrong = []
     for owner, peer in alive.items():

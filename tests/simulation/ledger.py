@@ -267,7 +267,7 @@ class Ledger:
         if entry is not None:
             state = entry.store
             self._excuse(b"".join(state.index), why)
-            gone = [key for key, _ in state.tombstones.all()]
+            gone = [key for part in state.tombstones.parts() for key in part]
             self._excuse(b"".join(gone), why)
             self._excuse(b"".join(map(of_group, gone)), why)
 

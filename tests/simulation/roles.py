@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.client.read.chunk_columns import columns_of
 from dataplane.errors import (
     BackPressure,
     ClaimTimeout,
@@ -34,19 +35,21 @@ from dataplane.errors import (
 )
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
+from dataplane.metadata.tables import bits
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
+from dataplane.wire import layouts
 from dataplane.wire import messages as m
-from dataplane.wire.limits import INLINE_LIMIT_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.records import EXTENT, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, U8, VALUE, column
-from dataplane.wire.tables import Column, Name, Rows, Shape, Spec, Table
+from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
+from dataplane.wire.records import EXTENT, U4, U8, column
+from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Rows, Shape, Table, Values
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
 
 MAX_LENGTH = 97
 PATIENT_MS, ENDLESS_MS = 5000, -1
 """Most claims wait for so long, some hardly or not at all, and some until they are met."""
-MAX_PACK_BYTES = 16 << 10
-"""Of small values that share a range."""
+CHUNK_BYTES = 16 << 10
+"""Of several rows."""
 AGAIN = (
     Unavailable,
     PeerLost,
@@ -59,12 +62,52 @@ AGAIN = (
     StaleEpoch,
 )
 """After these a call is made anew: they say that it may be."""
-_BYTES = Spec("array", "uint8", (-1,))
+LAYOUT = layouts.encode([layouts.ColumnSpec("array", "uint8", (-1,))])
 
 
 def content(key: bytes, field: str, nbytes: int) -> bytes:
     """What a field of a row holds."""
-    return (key + field.encode()) * (nbytes // (KEY_BYTES + len(field)) + 1)
+    return ((key + field.encode()) * (nbytes // (KEY_BYTES + len(field)) + 1))[:nbytes]
+
+
+def rows_a_chunk(nbytes: int) -> int:
+    return max(1, CHUNK_BYTES // nbytes)
+
+
+def chunks_of(field: str, keys: list[bytes], nbytes: int) -> list[bytes]:
+    """The chunks of a field, whichever groups these rows are in."""
+    parts, many = list[bytes](), rows_a_chunk(nbytes)
+    for at in range(0, len(keys), many):
+        some = keys[at : at + many]
+        lengths = np.full(len(some), nbytes, U4).tobytes()
+        lengths += bytes(-len(lengths) % ALIGNMENT_BYTES)
+        parts.append(lengths + b"".join([content(key, field, nbytes) for key in some]))
+    return parts
+
+
+def values_of(field: str, rows: int, nbytes: int, owner: Owner, parts: list[bytes]) -> Values:
+    """The values of so many rows in these chunks."""
+    many, chunks, pieces = rows_a_chunk(nbytes), list[Chunk](), list[Piece]()
+    for at, part in enumerate(parts):
+        here = min(many, rows - at * many)
+        number, inline = (0, part) if owner == INLINE else (at + 1, b"")
+        chunks.append(Chunk(0, number, here, len(part), 0, inline))
+        pieces.append(Piece(at, [0], at * many, bits.bytes_of(bits.all_of(here))))
+    return Values([field], [owner], [LAYOUT], chunks, pieces)
+
+
+def part_of(added: Values, rows: list[int]) -> Values:
+    """What was added to some of the rows, as their own message says it."""
+    pieces = list[Piece]()
+    for piece in added.pieces:
+        there = range(piece.base, piece.base + added.chunks[piece.chunk].rows)
+        mine = [(number, row) for number, row in enumerate(rows) if row in there]
+        if mine:
+            base = mine[0][0]
+            given = bits.bytes_of(bits.bits_of([number - base for number, _ in mine]))
+            at = np.array([row - piece.base for _, row in mine], U4).tobytes()
+            pieces.append(Piece(piece.chunk, [0], base, given, 0, at))
+    return Values(added.fields, added.owners, added.layouts, added.chunks, pieces)
 
 
 class Role:
@@ -105,17 +148,27 @@ class Role:
                 await asyncio.sleep(self.rng.uniform(0.02, 0.5))
 
     def compare(self, table: Table, keys: list[bytes]) -> None:
-        """What was read with what was put."""
+        """What was read with what was put. Rows may lack a field only of progress."""
         assert self.client.peer is not None
         view = self.client.peer.host.arena.view
-        for one in table.columns:
-            for key, value in zip(keys, column(one.values, PLACE), strict=True):
-                if value["flags"] & PLACE_ABSENT:
-                    continue  # only of progress
-                at, nbytes = int(value["offset"]), int(value["nbytes"])
-                memory = table.inline if value["flags"] & PLACE_INLINE else view
-                if memory[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
-                    self.ledger.wrong(f"{self!r} read other bytes than were put as {one.field}")
+        values, places = table.values, column(table.places, EXTENT, len(table.values.chunks))
+        for piece in values.pieces:
+            chunk, place = values.chunks[piece.chunk], places[piece.chunk]
+            memory = view[int(place["offset"]) :][: int(place["length"])]
+            if values.owners[chunk.owner] == INLINE:
+                memory = memoryview(chunk.inline)
+            specs = layouts.decode(values.layouts[chunk.layout])
+            columns = columns_of(specs, chunk.rows, np.frombuffer(memory, np.uint8))
+            given = bits.rows_of(bits.in_bytes(piece.given))
+            at = column(piece.at, U4) if piece.at else piece.first + np.arange(len(given))
+            for number, one in zip(piece.fields, columns, strict=True):
+                if number < 0:
+                    continue
+                field = values.fields[number]
+                for row, chunk_row in zip(given, at.tolist(), strict=True):
+                    found = one.array(chunk_row).tobytes()
+                    if found != content(keys[piece.base + row], field, len(found)):
+                        self.ledger.wrong(f"{self!r} read other bytes than were put as {field}")
 
     async def run(self) -> None:
         try:
@@ -129,14 +182,12 @@ class Role:
 
     async def write(
         self, field: str, keys: list[bytes], nbytes: int, known: bool
-    ) -> tuple[Column, bytes, bytes]:
-        """Values in the arena, one range each or in packs, or small ones inline: the column, the
-        EXTENTs and the inline bytes."""
-        if nbytes <= INLINE_LIMIT_BYTES and self.rng.random() < 0.7:
-            return self._inline(field, keys, nbytes)
-        packed = 1 if nbytes >= PACK_LIMIT_BYTES else MAX_PACK_BYTES // nbytes
-        sizes = np.full(-(-len(keys) // packed), nbytes * packed, U8)
-        sizes[-1] = nbytes * ((len(keys) - 1) % packed + 1)
+    ) -> tuple[Values, bytes]:
+        """Values in chunks of the arena, or small ones inline, and the EXTENTs of those chunks."""
+        if nbytes <= INLINE_ROW_BYTES and self.rng.random() < 0.7:
+            return self.inline(field, keys, nbytes)
+        parts = chunks_of(field, keys, nbytes)
+        sizes = np.array([len(part) for part in parts], U8)
         body = m.Reserve(self.partition, self.generation, [sizes.tobytes()], known)
         reserved = await self.client.call(body, m.Reserved, 5.0)
         granted = column(reserved.extents, EXTENT)
@@ -144,27 +195,19 @@ class Role:
         self._give_back_rest(starts + padded(sizes), granted)
         written = np.zeros(len(sizes), EXTENT)
         written["offset"], written["length"] = starts, sizes
-        values = np.zeros(len(keys), VALUE)
-        values["nbytes"] = nbytes
-        values["range"] = np.arange(len(keys)) // packed
-        values["delta"] = np.arange(len(keys)) % packed * nbytes
         if not self.client.alive:  # what it was granted has gone with its peer
             raise PeerLost("the peer ended when it had answered")
         assert self.client.peer is not None
         view = self.client.peer.host.arena.view
-        for key, value in zip(keys, values, strict=True):
-            at = int(starts[int(value["range"])]) + int(value["delta"])
-            view[at : at + nbytes] = content(key, field, nbytes)[:nbytes]
-        return Column(field, values.tobytes()), written.tobytes(), b""
+        for start, part in zip(starts.tolist(), parts, strict=True):
+            view[start : start + len(part)] = part
+        return values_of(field, len(keys), nbytes, self.client.owner, parts), written.tobytes()
 
     @staticmethod
-    def _inline(field: str, keys: list[bytes], nbytes: int) -> tuple[Column, bytes, bytes]:
-        room = -(-nbytes // 8) * 8
-        values = np.zeros(len(keys), VALUE)
-        values["nbytes"], values["owner"] = nbytes, 1
-        values["range"] = np.arange(len(keys)) * room
-        each = (bytes(content(key, field, nbytes)[:nbytes]).ljust(room, b"\0") for key in keys)
-        return Column(field, values.tobytes()), b"", b"".join(each)
+    def inline(field: str, keys: list[bytes], nbytes: int) -> tuple[Values, bytes]:
+        """All of it goes with the message."""
+        parts = chunks_of(field, keys, nbytes)
+        return values_of(field, len(keys), nbytes, INLINE, parts), b""
 
     def _give_back_rest(self, ends: Any, granted: Any) -> None:
         """Grants are of whole pages."""
@@ -313,16 +356,13 @@ class Producer(Role):
     async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
         """Rows with their tags and the first field."""
         nbytes = self.rng.choice(self.sizes)
-        column_, written, inline = await self.write("x", keys, nbytes, False)
+        values, written = await self.write("x", keys, nbytes, False)
         tags: dict[str, Any] = {
             "group": [self.ledger.rows[key].group.name for key in keys],
             "band": [band_of(self.ledger.rows[key].group) for key in keys],
             "length": [length_of(key) for key in keys],
         }
-        body = m.Put(
-            self.partition, self.generation, rows, [column_], [_BYTES], tags, ranges=written
-        )
-        body.inline = inline
+        body = m.Put(self.partition, self.generation, rows, values, tags, written)
         for group in groups if written else ():
             group.owners.add(self.client.owner)
         await self.client.call(body, m.PutDone, 10.0)
@@ -401,7 +441,7 @@ class Consumer(Role):
         try:
             self.compare(claimed.table, keys)
             await asyncio.sleep(self.rng.expovariate(1 / self.hold_s))
-            await self._finish(claimed, keys)
+            await self._finish(claimed, keys, whole)
         except AGAIN:
             self.client.tell(m.Finish(claimed.lease, "release"))
             raise
@@ -433,7 +473,7 @@ class Consumer(Role):
         if want.count and units > want.count:
             self.ledger.wrong(f"{self!r} got {units} {want.unit} instead of {want.count}")
 
-    async def _finish(self, claimed: m.Claimed, keys: list[bytes]) -> None:
+    async def _finish(self, claimed: m.Claimed, keys: list[bytes], whole: bool) -> None:
         if self.rng.random() < 0.1:
             self.doing = f"releases rows of {self.stage}"
             with_lease = m.Finish(claimed.lease, "release")
@@ -448,22 +488,39 @@ class Consumer(Role):
         self.doing = f"acks rows of {self.stage}"
         body = m.Finish(claimed.lease, "ack")
         if self.stage == "reward":
-            added, written, inline = await self.write("reward", keys, 24, True)
-            body.columns, body.specs, body.ranges = [added], [_BYTES], written
-            body.inline = inline
-            for key in keys if written else ():
+            nbytes = self.rng.choice((24, 5000))
+            body.values, body.ranges = await self.write("reward", keys, nbytes, True)
+            for key in keys if body.ranges else ():
                 group = self.ledger.rows[key].group
                 group.owners.add(self.client.owner)
                 if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
                     group.excused = group.excused or "its peer was lost already"
+            if len(keys) > 1 and not whole and self.rng.random() < 0.5:
+                await self._ack_in_parts(body, keys)
+                return
         await self._ended(body, keys)
+
+    async def _ack_in_parts(self, body: m.Finish, keys: list[bytes]) -> None:
+        """Each second row first: the other ones' ack names the same chunks again."""
+        added, written = body.values, body.ranges
+        rows = list(range(len(keys)))
+        for some in (rows[::2], rows[1::2]):
+            body = m.Finish(body.lease, "ack", np.array(some, U4).tobytes(), part_of(added, some))
+            if some[0]:
+                body.shared = written
+            else:
+                body.ranges, body.again = written, bool(written)
+            done = await self._ended(body, [keys[row] for row in some])
+            if done is None:
+                return
+            written = done.ranges
 
     async def _with_progress(self, body: m.Finish, keys: list[bytes]) -> None:
         """What the stage has so far: its next claim of the rows reads it, if it outlives its peer.
         Each stage has a field of its own, of which the ledger knows nothing."""
         nbytes = self.rng.choice((24, 5000))
-        added, written, inline = await self.write(f"{self.stage} so far", keys, nbytes, True)
-        body.columns, body.specs, body.ranges, body.inline = [added], [_BYTES], written, inline
+        field = f"{self.stage} so far"
+        body.values, body.ranges = await self.write(field, keys, nbytes, True)
 
     async def _drop(self, claimed: m.Claimed, keys: list[bytes]) -> None:
         self.doing = f"drops rows of {self.stage}"
@@ -476,18 +533,20 @@ class Consumer(Role):
             return
         self.ledger.dropped(rows, self.client.cluster.loop.now, self.generation)
 
-    async def _ended(self, body: m.Finish, keys: list[bytes]) -> None:
+    async def _ended(self, body: m.Finish, keys: list[bytes]) -> m.PutDone | None:
+        """None where the lease had ended before."""
         try:
-            await self.client.call(body, m.PutDone, 10.0)
+            done: m.PutDone = await self.client.call(body, m.PutDone, 10.0)
         except LeaseExpired:
             self.ledger.acked(self.stage, keys, False)  # a part of it may have ended in time
-            return
+            return None
         except AGAIN:
             self.ledger.acked(self.stage, keys, False)
             raise
         self.ledger.acked(self.stage, keys, True)
         if keys and self.stage == "train" and self.rng.random() < 0.3:
             await self._advance()
+        return done
 
     async def _advance(self) -> None:
         """Whichever of several trainers goes on first."""

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.errors import ClaimTimeout
 from dataplane.wire import messages as m
-from dataplane.wire.tables import Column, Definition
+from dataplane.wire.tables import Definition, Values
 from tests.simulation.cluster import Cluster
 from tests.simulation.ledger import Ledger
 from tests.simulation.line import Client
@@ -30,8 +30,8 @@ class _Inline(Producer):
 
     async def write(
         self, field: str, keys: list[bytes], nbytes: int, known: bool
-    ) -> tuple[Column, bytes, bytes]:
-        return self._inline(field, keys, nbytes)
+    ) -> tuple[Values, bytes]:
+        return self.inline(field, keys, nbytes)
 
 
 class _Trainer(Role):

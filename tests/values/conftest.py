@@ -1,20 +1,24 @@
-"""An arena in this process: what a put lays out is filled, resolved to places and viewed again."""
+"""An arena in this process: what a write plans is copied, resolved to places and viewed again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dataplane.client.read.views import ColumnView, same
-from dataplane.client.write.filling import inline_of
-from dataplane.client.write.layout import Parcel, fill, plan
-from dataplane.client.write.values import Prepared, prepare
+from dataplane.client.read.column_view import ColumnView, same
+from dataplane.client.read.table import TableReader
+from dataplane.client.write.chunks import Chunk, Piece, Unit, chunks_of, order_of, pieces_of, plan
+from dataplane.client.write.columns import ValueColumn, prepare
+from dataplane.client.write.copying import copy_chunks
+from dataplane.client.write.message import MessageValues, values_of
 from dataplane.memory.placement import place
-from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE
-from dataplane.wire.tables import Column
+from dataplane.wire.records import EXTENT, KEY, U8
+from dataplane.wire.tables import Owner, Rows, Table
+
+PEER = Owner("10.0.0.1:1", 7)
 
 
 class Pin:
@@ -29,6 +33,19 @@ class Pin:
             "typestr": "|u1",
             "data": (address, True),
         }
+
+
+class Writes:
+    """What `copy_chunks` needs of a client's mappings."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+
+    def view(self, offset: int, length: int) -> np.ndarray:
+        return self._memory[offset : offset + length]
+
+    def populate(self, offset: int, length: int) -> bool:
+        return True
 
 
 class FakeArena:
@@ -48,34 +65,35 @@ class FakeArena:
         for index, length in enumerate(lengths):
             granted[index] = (self.used, length)
             self.used += length + 4096
+        assert self.used <= self.memory.nbytes, "the arena is too small for this test"
         return granted
 
-    def write(self, parcel: Parcel, extents: np.ndarray | None = None) -> np.ndarray:
-        """Fill a parcel; returns the offsets of its ranges."""
+    def write(self, chunks: Sequence[Chunk], extents: np.ndarray | None = None) -> None:
+        """Copy the chunks that have no space yet."""
+        new = [chunk for chunk in chunks if chunk.offset < 0 and not chunk.is_inline]
+        if not new:
+            return
+        sizes = np.array([chunk.nbytes for chunk in new], U8)
         if extents is None:
-            extents = self.extents(max(4096, parcel.nbytes))
-        offsets = place(parcel.sizes, extents)
-        fill(parcel, offsets, lambda offset, length: self.memory[offset : offset + length])
-        return offsets
+            extents = self.extents(max(4096, int((sizes + U8.type(64)).sum())))
+        for chunk, offset in zip(new, place(sizes, extents).tolist(), strict=True):
+            chunk.offset = offset
+        copy_chunks(new, Writes(self.memory))  # type: ignore[arg-type]
 
-    def columns(self, parcel: Parcel, offsets: np.ndarray) -> list[Column]:
-        """The parcel's columns with PLACE records, as the peer answers a claim."""
-        return [
-            Column(
-                cells.field,
-                _places(cells.values, offsets),
-                b"" if cells.leaf_counts is None else cells.leaf_counts.tobytes(),
-                _places(cells.leaves, offsets),
-            )
-            for cells in parcel.cells
-        ]
+    def views(self, pieces: Sequence[Piece]) -> dict[str, ColumnView]:
+        """The values of these pieces, as the peer answers a claim of them."""
+        reader = self.reader(pieces)
+        return {f: reader.view(f, reader.runs(f)) for f in reader.fields}
 
-    def views(self, parcel: Parcel, offsets: np.ndarray) -> dict[str, ColumnView]:
-        base, inline = self.base(), inline_of(parcel)
-        return {
-            c.field: ColumnView(c, parcel.specs, base, inline=inline)
-            for c in self.columns(parcel, offsets)
-        }
+    def reader(self, pieces: Sequence[Piece]) -> TableReader:
+        """What arrives where all rows of these pieces are read."""
+        said = said_of(pieces)
+        places = np.zeros(len(said.values.chunks), EXTENT)
+        own = [(chunk.offset, chunk.nbytes) for chunk in (*said.chunks, *said.shared)]
+        places[: len(own)] = own
+        rows = max(piece.rows[-1] for piece in pieces) + 1
+        table = Table(Rows(bytes(KEY.itemsize * rows)), said.values, {}, places.tobytes())
+        return TableReader(table, self.base())
 
     def put(
         self,
@@ -84,35 +102,43 @@ class FakeArena:
         dedup: Collection[str] = (),
     ) -> dict[str, list[Any]]:
         """Put and read again: the values of each field, in the order of the put. The same where
-        small values go with the message as where they lie in the arena."""
+        small values go with the message as where they are in the arena."""
         prepared = prepare(columns, dedup=dedup)
         found, beside = (self._put(prepared, group, inline) for inline in (False, True))
         assert all(same(found[name], beside[name]) for name in columns)
         return beside
 
-    def _put(self, columns: Prepared, group: Any, inline: bool) -> dict[str, list[Any]]:
-        parcels = plan(columns, group, inline)
-        result: dict[str, dict[int, Any]] = {one.field: {} for one in columns.columns}
-        for parcel in parcels:
-            for name, view in self.views(parcel, self.write(parcel)).items():
-                result[name].update(zip(parcel.rows.tolist(), view, strict=True))
-        return {name: [rows[row] for row in sorted(rows)] for name, rows in result.items()}
+    def _put(self, columns: list[ValueColumn], group: Any, inline: bool) -> dict[str, list[Any]]:
+        units, order = planned(columns, group, inline)
+        pieces = pieces_of(units)
+        self.write(chunks_of(pieces))
+        rows = np.argsort(order) if order is not None else range(columns[0].count)
+        views = self.views(pieces)
+        values = {name: list(view) for name, view in views.items()}
+        return {name: [every[row] for row in rows] for name, every in values.items()}
 
     def view(self, values: Any, inline: bool = False) -> ColumnView:
-        """One field of a put that is one parcel. inline: small values go with the message."""
-        (parcel,) = plan(prepare({"x": values}), inline=inline)
-        return self.views(parcel, self.write(parcel))["x"]
+        """One field of a put. inline: small values go with the message."""
+        (units,) = plan(prepare({"x": values}), inline=inline)
+        pieces = pieces_of(units)
+        self.write(chunks_of(pieces))
+        return self.views(pieces)["x"]
 
 
-def _places(records: np.ndarray, offsets: np.ndarray) -> bytes:
-    places = np.zeros(len(records), PLACE)
-    if len(records):
-        inline = records["owner"] == 1
-        own = records[~inline]
-        places["offset"][~inline] = offsets[own["range"]] + own["delta"]
-        places["offset"][inline], places["flags"][inline] = records["range"][inline], PLACE_INLINE
-        places["nbytes"], places["spec"] = records["nbytes"], records["spec"]
-    return places.tobytes()
+def planned(
+    columns: list[ValueColumn], group: Any = None, inline: bool = False
+) -> tuple[list[Unit], list[int] | None]:
+    """The units of a put, and the order of its rows in them."""
+    groups = None if group is None else group.tolist()
+    order = order_of(groups)
+    if order is not None:
+        columns, groups = [column.take(order) for column in columns], group[order].tolist()
+    return plan(columns, groups, inline)[0], order
+
+
+def said_of(pieces: Sequence[Piece]) -> MessageValues:
+    """What a message says of these pieces."""
+    return values_of(PEER, pieces)
 
 
 @pytest.fixture

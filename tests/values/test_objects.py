@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import struct
 from collections import OrderedDict, namedtuple
 
 import ml_dtypes
@@ -15,15 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataplane.client.read.views import same
+from dataplane.client.read.column_view import same
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
 from dataplane.wire.objects import decode, encode, encode_many
 
 
+def row(value: object) -> bytes:
+    """What a chunk has of it."""
+    return b"".join(encode(value))
+
+
+def head(value: object) -> bytes:
+    """The MessagePack value at the start of a row."""
+    (nbytes,) = struct.unpack_from("<I", row(value))
+    return row(value)[4 : 4 + nbytes]
+
+
 def round_trip(value: object) -> object:
-    head, leaves = encode(value)
-    return decode(head, leaves)
+    return decode(row(value))
 
 
 SCALARS = st.one_of(
@@ -98,25 +109,33 @@ def test_bytearray_and_memoryview_come_back_as_bytes() -> None:
     assert round_trip([bytearray(b"ab"), memoryview(b"cd")]) == [b"ab", b"cd"]
 
 
-def test_arrays_become_leaves_and_are_not_copied() -> None:
-    image = np.arange(12.0).reshape(3, 4)
-    head, leaves = encode({"image": image})
-    assert leaves[0] is image and len(head) < 20
-    assert decode(head, leaves)["image"] is image
+def test_arrays_are_behind_the_head_and_views_of_the_row() -> None:
+    image, scores = np.arange(12.0).reshape(3, 4), np.arange(3, dtype=np.int8)
+    buffers = encode({"image": image, "scores": [scores] * 2})
+    assert any(one is image for one in buffers)
+    memory = np.frombuffer(b"".join(buffers), np.uint8)
+    found = decode(memoryview(memory))  # type: ignore[arg-type]
+    assert np.shares_memory(found["image"], memory)
+    assert not found["image"].flags.writeable
+    starts = [found["image"], *found["scores"]]
+    start = memory.__array_interface__["data"][0]
+    assert all((one.__array_interface__["data"][0] - start) % 16 == 0 for one in starts)
+
+
+def test_a_row_in_memory_that_can_be_written_is_read_only_all_the_same() -> None:
+    found = decode(memoryview(bytearray(row([np.zeros(2)]))))
+    assert not found[0].flags.writeable
 
 
 def test_the_head_is_plain_msgpack_for_an_independent_decoder() -> None:
-    head, _ = encode({"role": "user", "n": [1, None, 0.5], 3: b"x"})
-    assert msgpack.unpackb(head, strict_map_key=False) == {
-        "role": "user",
-        "n": [1, None, 0.5],
-        3: b"x",
-    }
-    head, _ = encode((np.zeros(3), 1 << 64))
-    outer = msgpack.unpackb(head)
-    leaf, number = msgpack.unpackb(outer.data)
-    assert (outer.code, leaf.code, leaf.data) == (2, 1, b"\0\0\0\0")
-    assert number.code == 3 and int.from_bytes(number.data, "little", signed=True) == 1 << 64
+    given = {"role": "user", "n": [1, None, 0.5], 3: b"x"}
+    assert msgpack.unpackb(head(given), strict_map_key=False) == given
+    outer = msgpack.unpackb(head((np.zeros((3, 2)), np.ones(1, np.int8), 1 << 64)))
+    first, second, number = msgpack.unpackb(outer.data)
+    assert (outer.code, first.code, number.code) == (2, 1, 3)
+    assert msgpack.unpackb(first.data) == ["float64", [3, 2], 0]
+    assert msgpack.unpackb(second.data) == ["int8", [1], 48]
+    assert int.from_bytes(number.data, "little", signed=True) == 1 << 64
 
 
 class Color(enum.IntEnum):
@@ -164,15 +183,15 @@ def test_nesting_and_leaves_have_limits() -> None:
     with pytest.raises(LimitExceeded, match="nested deeper"):
         encode(circle)
     leaf = np.zeros(1)
-    assert len(encode([leaf] * MAX_LEAVES_PER_ROW)[1]) == MAX_LEAVES_PER_ROW
+    assert len(decode(row([leaf] * MAX_LEAVES_PER_ROW))) == MAX_LEAVES_PER_ROW
     with pytest.raises(LimitExceeded, match="value contains more than 4096 arrays"):
         encode([leaf] * (MAX_LEAVES_PER_ROW + 1))
 
 
 def test_plain_columns_are_encoded_at_once_and_others_are_not() -> None:
     values = [1, "a", None, 2.5, b"x", True]
-    heads = encode_many(values)
-    assert heads is not None and [decode(head) for head in heads] == values
+    rows = encode_many(values)
+    assert rows is not None and [decode(row) for row in rows] == values
     assert encode_many([1, [2]]) is None
     assert encode_many([1, 1 << 70]) is None
     assert encode_many([np.float64(1)]) is None
@@ -199,11 +218,54 @@ def test_plain_columns_are_encoded_at_once_and_others_are_not() -> None:
 )
 def test_a_head_that_is_not_ours_is_a_protocol_error(head: bytes) -> None:
     with pytest.raises(ProtocolError):
+        decode(struct.pack("<I", len(head)) + head)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        ["float64", [2], 0],
+        ["float64", [1], 16],
+        ["float64", [1], 8],
+        ["float64", [1], -16],
+        ["float64", [-1], 0],
+        ["float64", [1 << 62, 4], 0],
+        ["float64", [1] * 17, 0],
+        ["object", [1], 0],
+        ["float64", [1]],
+        ["float64", 1, 0],
+    ],
+)
+def test_an_array_that_is_not_in_its_row_is_a_protocol_error(leaf: list[object]) -> None:
+    head = msgpack.packb(msgpack.ExtType(1, msgpack.packb(leaf)))
+    start = struct.pack("<I", len(head)) + head
+    with pytest.raises(ProtocolError):
+        decode(start + bytes(-len(start) % 16) + bytes(8))
+
+
+def test_a_row_that_is_cut_off_is_a_protocol_error() -> None:
+    whole = row({"a": np.arange(3), "b": "text"})
+    for end in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            decode(whole[:end])
+
+
+@given(st.binary(max_size=64), st.binary(max_size=32))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_decode_or_are_a_protocol_error(head: bytes, rest: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        decode(struct.pack("<I", len(head)) + head + rest)
+    with contextlib.suppress(ProtocolError):
         decode(head)
 
 
-@given(st.binary(max_size=64))
-@settings(max_examples=300, deadline=None)
-def test_any_bytes_decode_or_are_a_protocol_error(head: bytes) -> None:
-    with contextlib.suppress(ProtocolError):
-        decode(head, [np.zeros(1)])
+def test_a_large_array_is_in_a_row_once_however_often_the_row_has_it() -> None:
+    image = np.random.default_rng(0).random((64, 256))
+    value = [{"image": image.copy(), "n": n} for n in range(8)]
+    value += [{"image": image.view(np.int64).T.copy().T}, {"image": image + 1}]
+    row = b"".join([memoryview(one).cast("B") for one in encode(value)])
+    assert 2 * image.nbytes < len(row) < 3 * image.nbytes
+    found = decode(row)
+    for one, expected in zip(found, value, strict=True):
+        assert one["image"].dtype == expected["image"].dtype
+        assert np.array_equal(one["image"], expected["image"])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.client.read.column_view import same
 from dataplane.client.read.convert import to_numpy
-from dataplane.client.read.views import same
 from dataplane.wire.arrays import _BY_NAME, dtype_name, dtype_of
 
 DTYPES = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dataplane
+from dataplane.client.write.columns import prepare
 from dataplane.client.write.schema import canonical
-from dataplane.client.write.values import prepare
 
 
 def put(value: Any, form: str) -> None:

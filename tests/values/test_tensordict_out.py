@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane
+from dataplane.client.read.column_view import ColumnView, cut, same
 from dataplane.client.read.ragged import Offsets, Padding
 from dataplane.client.read.tensors import Form, padding_mask, to_tensordict, to_torch
-from dataplane.client.read.views import same
-from dataplane.client.write.values import by_name
+from dataplane.client.write.columns import by_name
 from dataplane.errors import FieldUnknown, InvalidCall, InvalidValue
 
 DTYPES = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint8]
@@ -291,9 +291,7 @@ def test_a_padded_tensor_and_its_mask(arena: Any) -> None:
 
 
 def test_no_row_is_without_the_field(arena: Any) -> None:
-    view = arena.view([[1], [2]])
-    view._places = view._places.copy()
-    view._places["flags"][1] = 1
-    view._known.clear()
+    whole = arena.view([[1], [2]])
+    view = ColumnView("x", cut(whole.runs, [(0, 1), (-1, 0)]))
     with pytest.raises(FieldUnknown, match="row 1 has no field 'x'"):
         to_tensordict({"x": view}, 2, Form())

@@ -134,7 +134,7 @@ def test_packed_rows_lie_in_one_piece(arena: Any) -> None:
 def test_views_lie_in_the_arena_and_keep_it_pinned(arena: Any) -> None:
     for values in (np.ones((3, 4)), [np.ones(2), np.ones(3)], [{"a": np.ones(2)}, {}]):
         view = arena.view(values)
-        gone = weakref.ref(view._base.base)
+        gone = weakref.ref(view.columns[0].values.base.base)
         tensors = to_torch(view, view=True)
         first = tensors[0]["a"] if isinstance(tensors[0], dict) else tensors[0]
         address = arena.memory.__array_interface__["data"][0]
@@ -187,7 +187,9 @@ def test_dtypes_that_torch_lacks_are_named(arena: Any) -> None:
             import ml_dtypes
 
             values = values.view(ml_dtypes.float8_e3m4)
-        with pytest.raises(InvalidValue, match="'x': row 0 has dtype .* which torch does not have"):
+        with pytest.raises(
+            InvalidValue, match="'x': row 0 has dtype .* which torch does not support"
+        ):
             to_torch(arena.view(values))
     with pytest.raises(InvalidCall, match="layout='thin': expected"):
         to_torch(arena.view([1]), "thin")  # type: ignore[arg-type]

@@ -7,42 +7,74 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.client.write.values import prepare
+from dataplane.client.read.column_view import same
+from dataplane.client.write.columns import prepare
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
+from dataplane.wire.layouts import ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS
-from dataplane.wire.tables import Spec
 
 
 def test_arrays_are_not_copied() -> None:
     dense, row = np.arange(10.0).reshape(2, 5), np.arange(3)
-    prepared = prepare({"dense": dense, "ragged": [row, row[:2]]})
-    dense_strip, ragged_strip = (column.values for column in prepared.columns)
-    assert np.shares_memory(dense_strip.source, dense)
-    assert ragged_strip.source[0] is row
+    whole, ragged = prepare({"dense": dense, "ragged": [row, row[:2]]})
+    assert np.shares_memory(whole.source, dense)
+    assert ragged.source[0] is row
 
 
 def test_large_contiguous_rows_of_a_strided_array_are_not_copied() -> None:
     array = np.zeros((4, 2, 5000), np.uint8)[:, 0]
-    (column,) = prepare({"x": array}).columns
-    assert np.shares_memory(column.values.source[1], array)
+    (column,) = prepare({"x": array})
+    assert np.shares_memory(column.source[1], array)
 
 
-def test_specs_are_shared_between_columns_and_lengths() -> None:
+def test_specs_are_open_where_rows_differ() -> None:
     rows = [np.zeros(n, np.int64) for n in (3, 0, 5)]
-    images = [np.zeros((n, 4, 2), np.uint8) for n in (1, 2, 0)]
-    prepared = prepare({"a": rows, "b": rows, "image": images, "text": ["a", "b", "c"]})
-    assert prepared.specs == [
-        Spec("array", "int64", (-1,), loose=True),
-        Spec("array", "uint8", (-1, 4, 2), loose=True),
-        Spec("object"),
+    columns = {
+        "tokens": rows,
+        "image": [np.zeros((n, 4, 2), np.uint8) for n in (1, 2, 0)],
+        "mrope": [np.zeros((3, n), np.int64) for n in (1, 2, 2)],
+        "grid": [np.zeros((n, 7, n), np.int8) for n in (1, 2, 2)],
+        "text": ["a", "b", "é"],
+        "raw": [b"", b"a", b"bc"],
+        "object": ["a", b"b", None],
+    }
+    prepared = {column.field: column for column in prepare(columns)}
+    assert {name: column.spec for name, column in prepared.items()} == {
+        "tokens": ColumnSpec("array", "int64", (-1,), loose=True),
+        "image": ColumnSpec("array", "uint8", (-1, 4, 2), loose=True),
+        "mrope": ColumnSpec("array", "int64", (3, -1), loose=True),
+        "grid": ColumnSpec("array", "int8", (-1, 7, -1), loose=True),
+        "text": ColumnSpec("text"),
+        "raw": ColumnSpec("bytes"),
+        "object": ColumnSpec("object"),
+    }
+    assert prepared["tokens"].lengths == [3, 0, 5]
+    assert prepared["grid"].lengths == [1, 1, 2, 2, 2, 2]
+    assert prepared["text"].lengths == [1, 1, 2]
+
+
+def test_rows_that_are_alike_need_no_lengths_but_vectors_that_came_one_by_one() -> None:
+    columns = {
+        "a": [np.zeros((3, 0))] * 2,
+        "b": np.zeros(2),
+        "c": np.zeros((2, 0, 4)),
+        "d": [np.zeros(2)] * 2,
+    }
+    prepared = prepare(columns)
+    assert [column.spec for column in prepared] == [
+        ColumnSpec("array", "float64", (3, 0), loose=True),
+        ColumnSpec("array", "float64", ()),
+        ColumnSpec("array", "float64", (0, 4)),
+        ColumnSpec("array", "float64", (-1,), loose=True),
     ]
+    assert [column.lengths for column in prepared] == [[], [], [], [2, 2]]
 
 
-def test_shapes_that_bytes_cannot_tell_are_spelled_out() -> None:
-    spelled_out = [Spec("array", "float64", (3, 0), loose=True)]
-    assert prepare({"x": [np.zeros((3, 0))]}).specs == spelled_out
-    assert prepare({"x": np.zeros(3)}).specs == [Spec("array", "float64", ())]
-    assert prepare({"x": np.zeros((2, 0, 4))}).specs == [Spec("array", "float64", (-1, 4))]
+def test_arrays_of_several_dtypes_or_ranks_are_objects(arena: Any) -> None:
+    dtypes, ranks = [np.zeros(2, np.int8), np.zeros(2)], [np.zeros(2), np.zeros((2, 2))]
+    assert {column.spec.kind for column in prepare({"a": dtypes, "b": ranks})} == {"object"}
+    put = arena.put({"a": dtypes, "b": ranks})
+    assert all(map(same, put["a"], dtypes)) and all(map(same, put["b"], ranks))
 
 
 def test_columns_of_different_lengths_are_named() -> None:
@@ -82,8 +114,10 @@ def test_a_value_that_cannot_travel_is_named_by_field_and_row() -> None:
 
 def test_names_of_fields_are_checked() -> None:
     for name in ("", 3, "x" * 1000):
-        with pytest.raises(InvalidRows, match="the name of a field must"):
+        with pytest.raises(InvalidRows, match="invalid field name .*: expected a str"):
             prepare({name: [1]})  # type: ignore[dict-item]
+    with pytest.raises(InvalidRows, match=r"'train~x' contains '~', which is reserved for"):
+        prepare({"train~x": [1]})
     with pytest.raises(LimitExceeded, match="fields"):
         prepare({f"f{index}": [1] for index in range(MAX_FIELDS + 1)})
     with pytest.raises(FieldUnknown, match="dedup= names field 'y'"):

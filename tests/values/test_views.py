@@ -7,13 +7,18 @@ import math
 import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from dataplane.client.read.views import ColumnView, same
+from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.column_view import ColumnView, Run, cut, same
+from dataplane.client.read.table import TableReader
 from dataplane.errors import FieldUnknown, ProtocolError
-from dataplane.wire.records import PLACE, PLACE_ABSENT
-from dataplane.wire.tables import Column, Spec
+from dataplane.wire import layouts
+from dataplane.wire.layouts import ColumnSpec
+from dataplane.wire.records import EXTENT, KEY
+from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Rows, Table, Values
 
 
 def test_arrays_are_read_only_and_lie_in_the_arena(arena: Any) -> None:
@@ -26,15 +31,26 @@ def test_arrays_are_read_only_and_lie_in_the_arena(arena: Any) -> None:
                 entry[0] = 1
 
 
-def test_rows_at_irregular_distances_come_one_by_one_and_whole(arena: Any) -> None:
+def test_rows_come_one_by_one_and_where_they_are_side_by_side_whole(arena: Any) -> None:
     rows = np.arange(40 * 1024).reshape(40, 1024)
     view = arena.view(rows)
-    for order in (np.r_[0:20, 25:40], np.r_[0:40:3], np.r_[5:0:-1], np.r_[3, 1, 4, 1, 5]):
+    for order in (np.r_[3:20], np.r_[0:20, 25:40], np.r_[0:40:3], np.r_[3, 1, 4, 1, 5]):
         part = view.take(order)
         for entry, row in zip(part, order, strict=True):
             assert (entry == rows[row]).all() and np.shares_memory(entry, arena.memory)
         dense = part.dense()
-        assert (dense is None) == (len(set(np.diff(order))) > 1 or order[0] > order[-1])
+        assert (dense is None) == bool((np.diff(order) != 1).any())
+        assert dense is None or np.shares_memory(dense, arena.memory)
+
+
+def test_chunks_that_are_side_by_side_are_one_array(arena: Any) -> None:
+    rows = np.arange(4 * 65536.0).reshape(4, -1)  # of which two fit into a chunk
+    view = arena.view(rows)
+    assert len(view.runs) > 1
+    dense = view.dense()
+    assert same(np.array(dense), rows) and np.shares_memory(dense, arena.memory)
+    assert not dense.flags.writeable
+    assert view.take([0, 1, 3]).dense() is None
 
 
 def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
@@ -46,9 +62,13 @@ def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
     assert text == "abc"
 
 
+def pin_of(view: ColumnView) -> Any:
+    return view.columns[0].values.base.base
+
+
 def test_the_pin_goes_with_the_last_view(arena: Any) -> None:
     view = arena.view([np.arange(5), {"a": [np.arange(3)]}])
-    gone = weakref.ref(view._base.base)
+    gone = weakref.ref(pin_of(view))
     leaf = view[1]["a"][0]
     row = view[0][1:3]
     sliced = view[:1]
@@ -63,7 +83,7 @@ def test_the_pin_goes_with_the_last_view(arena: Any) -> None:
 
 def test_a_dense_column_keeps_the_pin_too(arena: Any) -> None:
     view = arena.view(np.arange(12).reshape(3, 4))
-    gone = weakref.ref(view._base.base)
+    gone = weakref.ref(pin_of(view))
     rows = list(view)
     del view
     assert gone() is not None
@@ -109,17 +129,14 @@ def test_rows_may_be_taken_in_any_order_with_their_leaves(arena: Any) -> None:
     assert view.take([3, 1])[::-1].equals([values[1], values[3]])
 
 
-def absent(view: ColumnView, rows: list[int], keys: list[str] | None = None) -> ColumnView:
-    """The same column where some rows lack the field."""
-    places = view.places.copy()
-    places["flags"][rows] = PLACE_ABSENT
-    places["spec"][rows] = 0xFFFF_FFFF
-    specs = [f if isinstance(f, Spec) else f.spec for f in view._forms]
-    return ColumnView(Column("x", places.tobytes()), specs, view._base, keys and keys.__getitem__)
+def absent(view: ColumnView, row: int, keys: list[str] | None = None) -> ColumnView:
+    """The same column where a row lacks the field."""
+    rows = [(0, row), (-1, 0), (row + 1, len(view))]
+    return ColumnView("x", cut(view.runs, rows), keys and keys.__getitem__)
 
 
 def test_a_row_that_lacks_the_field_says_which(arena: Any) -> None:
-    view = absent(arena.view(["a", "b", "c"]), [1], ["k0", "k1", "k2"])
+    view = absent(arena.view(["a", "b", "c"]), 1, ["k0", "k1", "k2"])
     assert [view.present(row) for row in range(3)] == [True, False, True]
     assert view[0] == "a" and view[2] == "c"
     with pytest.raises(FieldUnknown, match="row 'k1' has no field 'x'"):
@@ -129,7 +146,7 @@ def test_a_row_that_lacks_the_field_says_which(arena: Any) -> None:
     with pytest.raises(FieldUnknown, match="row 'k1'"):
         view[1:][0]
     with pytest.raises(FieldUnknown, match="row 1 "):
-        absent(arena.view(np.zeros(3)), [1])[1]
+        absent(arena.view(np.zeros(3)), 1)[1]
 
 
 def test_equality_is_to_the_last_bit(arena: Any) -> None:
@@ -141,48 +158,84 @@ def test_equality_is_to_the_last_bit(arena: Any) -> None:
     assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1}) and not same([1], (1,))
 
 
+# what does not fit together
+
+INT = ColumnSpec("array", "int64")
+GOOD = Values(
+    ["x"],
+    [Owner("p", 1), INLINE],
+    [layouts.encode([INT])],
+    [Chunk(0, 1, 4, 32, 0)],
+    [Piece(0, [0], 0, b"\x0f")],
+)
+
+
+def read(arena: Any, values: Values, places: list[tuple[int, int]], rows: int = 4) -> ColumnView:
+    raw = np.array(places, EXTENT).tobytes()
+    reader = TableReader(Table(Rows(bytes(KEY.itemsize * rows)), values, {}, raw), arena.base())
+    return reader.view("x", reader.runs("x"))
+
+
+def changed(**parts: Any) -> Values:
+    return msgspec.structs.replace(GOOD, **parts)
+
+
+def test_pieces_say_which_rows_have_a_value(arena: Any) -> None:
+    arena.memory[:32] = np.arange(4).view(np.uint8)
+    numbers = [
+        Piece(0, [0], 1, b"\x05", 2),  # rows 1 and 3 have the chunk's 2 and 3
+        Piece(0, [0], 5, b"\x03", 0, np.array([1, 0], "<u4").tobytes()),
+    ]
+    view = read(arena, changed(pieces=numbers[::-1]), [(0, 32)], rows=8)
+    there = {row: int(view[row]) for row in range(8) if view.present(row)}
+    assert there == {1: 2, 3: 3, 5: 1, 6: 0}
+    both = read(
+        arena, changed(pieces=[Piece(0, [0], 0, b"\x03"), Piece(0, [0], 2, b"\x03", 2)]), [(0, 32)]
+    )
+    assert len(both.runs) == 2 and same(np.array(both.dense()), np.arange(4))
+
+
+@pytest.mark.parametrize("place", [(1 << 40, 32), (0, 1 << 40), (64, 2**64 - 32), (0, 31), (0, 40)])
+def test_places_outside_the_arena_are_refused(arena: Any, place: tuple[int, int]) -> None:
+    with pytest.raises(ProtocolError):
+        read(arena, GOOD, [place])
+
+
 @pytest.mark.parametrize(
-    ("place", "specs"),
+    "values",
     [
-        ((1 << 40, 8, 0, 0), [Spec("object")]),
-        ((0, 1 << 40, 0, 0), [Spec("object")]),
-        ((64, 2**64 - 32, 0, 0), [Spec("object")]),
-        ((0, 8, 1, 0), [Spec("object")]),
+        changed(chunks=[Chunk(0, 1, 4, 32, 1)]),
+        changed(chunks=[Chunk(0, 1, -1, 32, 0)]),
+        changed(chunks=[Chunk(0, 1, 1 << 40, 32, 0)]),
+        changed(chunks=[Chunk(0, 1, 5, 32, 0)]),
+        changed(chunks=[Chunk(1, 0, 4, 32, 0, bytes(31))]),
+        changed(layouts=[b"no layout"]),
+        changed(layouts=[layouts.encode([ColumnSpec("array", "int64", (2,))])]),
+        changed(layouts=[layouts.encode([INT, INT])]),
+        changed(pieces=[Piece(1, [0], 0, b"\x0f")]),
+        changed(pieces=[Piece(-1, [0], 0, b"\x0f")]),
+        changed(pieces=[Piece(0, [1], 0, b"\x0f")]),
+        changed(pieces=[Piece(0, [-2], 0, b"\x0f")]),
+        changed(pieces=[Piece(0, [0, 0], 0, b"\x0f")]),
+        changed(pieces=[Piece(0, [0], 0, b"")]),
+        changed(pieces=[Piece(0, [0], 1, b"\x0f")]),
+        changed(pieces=[Piece(0, [0], -1, b"\x0f")]),
+        changed(pieces=[Piece(0, [0], 1 << 60, b"\x0f")]),
+        changed(pieces=[Piece(0, [0], 0, b"\x0f", 1)]),
+        changed(pieces=[Piece(0, [0], 0, b"\x0f", -1)]),
+        changed(pieces=[Piece(0, [0], 0, b"\x0f", 0, b"\0" * 12)]),
+        changed(pieces=[Piece(0, [0], 0, b"\x01", 0, b"\xff" * 4)]),
+        changed(pieces=[Piece(0, [0], 0, b"\x03"), Piece(0, [0], 1, b"\x01")]),
     ],
 )
-def test_places_outside_the_arena_are_refused(arena: Any, place: Any, specs: list[Spec]) -> None:
-    column = Column("x", np.array([place], PLACE).tobytes())
+def test_values_that_do_not_fit_together_are_refused(arena: Any, values: Values) -> None:
+    assert len(read(arena, GOOD, [(0, 32)])) == 4
     with pytest.raises(ProtocolError):
-        ColumnView(column, specs, arena.base())
+        read(arena, values, [(0, 32)])
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Spec("array", "float32", (-1, 3)),
-        Spec("array", "float32", (3,)),
-        Spec("array", "float32", ()),
-        Spec("array", "float32", (-1, -1)),
-        Spec("array", "float32", (-1, 0)),
-        Spec("array", "float32", (2, *(1,) * 16)),
-        Spec("array", "object", (-1,)),
-        Spec("array", "V8", (-1,)),
-        Spec("array", "datetime64[parsec]", (-1,)),
-    ],
-)
-def test_specs_that_do_not_fit_the_bytes_are_refused(arena: Any, spec: Spec) -> None:
-    column = Column("x", np.array([(0, 8, 0, 0)], PLACE).tobytes())
+def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
+    spec = ColumnSpec("array", "int64", (1 << 40, 1 << 40, 0))
+    column = columns_of([spec], 1, np.zeros(0, np.uint8))[0]
     with pytest.raises(ProtocolError):
-        ColumnView(column, [spec], arena.base())[0]
-
-
-def test_columns_whose_parts_do_not_fit_are_refused(arena: Any) -> None:
-    place = np.array([(0, 1, 0, 0)], PLACE).tobytes()
-    counts = np.array([2], "<u4").tobytes()
-    for column in (
-        Column("x", place[:-1]),
-        Column("x", place, counts, place),
-        Column("x", place, counts + counts),
-    ):
-        with pytest.raises(ProtocolError):
-            ColumnView(column, [Spec("object")], arena.base())
+        ColumnView("x", [Run(column, 0, 1)])[0]

@@ -10,12 +10,12 @@ from dataplane.client._async.attaching import attach_to_wait
 from dataplane.client._async.calls import expect, limit_beside, milliseconds, send
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
+from dataplane.client.read.table import volume
 from dataplane.client.requests import Demand
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claim, Claimed
 from dataplane.wire.records import KEY
-from dataplane.wire.tables import volume
 
 
 class Claiming:
@@ -87,7 +87,7 @@ class Claiming:
             wait_s=time.monotonic() - began,
             claims=1,
             rows=len(rows.keys) // KEY.itemsize,
-            bytes=volume(claimed.table.columns),
+            bytes=volume(claimed.table.values),
         )
         if session.spans is not None:
             tags = claimed.table.tags

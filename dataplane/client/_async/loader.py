@@ -114,7 +114,7 @@ class Loader:
         loop = self._loop
         if loop is not None and not loop.over:
             raise InvalidCall(
-                "load_state_dict was called while the loader's loop was running: call it before "
+                "load_state_dict() was called while the loader's loop was running: call it before "
                 "the loop starts"
             )
         self._given, self._done = state["batches"], set(state["done"])

@@ -11,25 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from dataplane.client._async.backend import offload
-from dataplane.client._async.write import Continuing, room_for
+from dataplane.client._async.write import give_back, needed, room_for
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.devices import Devices, Opened
 from dataplane.client.session.session import Session
-from dataplane.client.write import parcel as parcels_of
-from dataplane.client.write.parcel import Parcel
-from dataplane.client.write.values import Prepared, PreparedColumn, Specs, Strip, checked_name
-from dataplane.client.write.written import Written, written_of
+from dataplane.client.write.chunks import Chunk, Piece, Unit, spaces_of
+from dataplane.client.write.columns import ValueColumn, check_lengths, checked_name, spec_of
 from dataplane.errors import InvalidCall, InvalidRows
 from dataplane.gpu.device import Copy, Located
-from dataplane.memory.placement import place, remainder
-from dataplane.wire.arrays import spec_of
-from dataplane.wire.limits import MAX_RANK, MAX_ROWS_PER_MESSAGE
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.limits import MAX_RANK
 
 _OFF_LOOP_BYTES = 64 << 20
 """Waiting for a device is work for a thread, however little is copied."""
@@ -39,10 +31,10 @@ Columns = dict[str, list[Located]]
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """The fields of a put whose values all lie on the device of this pool."""
+    """The fields of a put whose values are all on the device of this pool."""
 
     opened: Opened
-    prepared: Prepared
+    columns: list[ValueColumn]
 
 
 def take_located(
@@ -69,14 +61,20 @@ def take_located(
                 "one value per row",
                 lengths=taken,
             )
-    return [OnDevice(opened, _prepared(some)) for opened, some in found.values()]
+    return [
+        OnDevice(opened, [_column(name, each) for name, each in some.items()])
+        for opened, some in found.values()
+    ]
 
 
 def _located(devices: Devices, values: Any) -> tuple[Opened, list[Located]] | None:
-    """The values of a column that lie on one device; None where not all do."""
+    """The values of a column that lie on one device, and are of one dtype and rank; None where not
+    all do."""
     whole = not isinstance(values, (list, tuple))
     found = devices.locate([values] if whole else values) if whole or len(values) else None
-    if found is None or any([len(one.shape) > MAX_RANK for one in found[1]]):
+    if found is None or len(found[1][0].shape) > MAX_RANK:
+        return None
+    if len({(one.dtype, len(one.shape)) for one in found[1]}) > 1:
         return None
     if not whole:
         return found
@@ -93,93 +91,88 @@ def _rows(whole: Located) -> list[Located]:
     ]
 
 
-def _prepared(columns: Columns) -> Prepared:
-    specs = Specs()
-    prepared = []
-    for name, values in columns.items():
-        sizes = np.array([value.nbytes for value in values], np.int64)
-        numbers = [specs.number(spec_of(value.dtype, value.shape)) for value in values]
-        prepared.append(
-            PreparedColumn(name, Strip(len(values), values, sizes, np.array(numbers, np.uint32)))
-        )
-    return Prepared(len(values), prepared, specs.specs)
+def _column(name: str, values: list[Located]) -> ValueColumn:
+    spec, lengths = spec_of(values[0].dtype, [value.shape for value in values])
+    sizes = [value.nbytes for value in values]
+    column = ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths)
+    check_lengths(column)
+    return column
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """The fields of a put that go to one pool: a `write.Elsewhere`; to the host arena where
+    """The fields of a put that go to one pool: a `write.OtherMemory`; to the host arena where
     that is full."""
 
     opened: Opened
-    parcels: Sequence[Parcel]
+    units: Sequence[Unit]
 
     @property
     def memory(self) -> int:
         return self.opened.number
 
     def upto(self, first: int, last: int) -> int:
-        if last == first + 1:
-            return 1
-        most = self.opened.pool.nbytes // 4
-        return min(self.parcels[first].run(MAX_ROWS_PER_MESSAGE, most, 0, 1), last) - first
+        """As `OtherMemory.upto` says: no more than a quarter of the pool."""
+        most, nbytes = self.opened.pool.nbytes // 4, 0
+        for stop in range(first, last):
+            nbytes += self.units[stop].nbytes
+            if stop > first and nbytes > most:
+                return stop - first
+        return last - first
 
     async def write(
-        self, handle: Handle, generation: int, which: slice, continues: Continuing, until: Deadline
-    ) -> Written:
-        """As `Elsewhere.write` says."""
-        session, run = handle.session, self.parcels[which]
-        ranges: list[npt.NDArray[Any]] = []
+        self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
+    ) -> list[Piece]:
+        """As `OtherMemory.write` says."""
+        run = self.units[which]
+        units = needed(run)
         done = 0
         try:
-            while done < len(run):
-                rest = run[done:]
-                granted = await room_for(handle, generation, rest, continues, until, self.memory)
-                some = parcels_of.join(rest[: granted.units])
-                copies = _Copies(session, self.opened, some, column(granted.extents, EXTENT))
-                ranges.append(await copies.carry_out(until))
-                done += granted.units
+            while done < len(units):
+                rest = units[done:]
+                if not any(rest):
+                    break
+                count, _ = await room_for(handle, generation, rest, continuing, until, self.memory)
+                chunks = [chunk for unit in rest[:count] for chunk in unit]
+                await _Copies(handle.session, self.opened, chunks).carry_out(until)
+                done += count
         except BaseException:
-            for extents in ranges:
-                session.keep(extents)
+            give_back(handle.session, [chunk for unit in units[:done] for chunk in unit])
             raise
-        return written_of(parcels_of.join(run), np.concatenate(ranges))
+        return [piece for unit in run for piece in unit.pieces]
 
 
 class _Copies:
-    """Copies of the values of a parcel into granted extents, asked of the streams that the values
-    are on."""
+    """Copies of values to the places of their chunks, asked of the streams that the values are
+    on."""
 
-    def __init__(
-        self, session: Session, opened: Opened, parcel: Parcel, extents: npt.NDArray[Any]
-    ) -> None:
-        self._session, self._opened, self._parcel = session, opened, parcel
-        self._extents = extents
-        self._offsets = place(parcel.sizes, extents)
+    def __init__(self, session: Session, opened: Opened, chunks: list[Chunk]) -> None:
+        self._session, self._opened, self._chunks = session, opened, chunks
         self._windows: list[object] = []
 
-    async def carry_out(self, until: Deadline) -> npt.NDArray[Any]:
-        """EXTENT records of what was written, when it is there. Room that is not used goes back,
-        after a failure when no stream works on it any more."""
-        session, offsets, sizes = self._session, self._offsets, self._parcel.sizes
+    async def carry_out(self, until: Deadline) -> None:
+        """Returns when the values are there. After a failure their space goes back when no stream
+        works on it any more."""
+        nbytes = sum([chunk.nbytes for chunk in self._chunks])
         try:
-            await offload(lambda: self._copy(until), self._parcel.nbytes + _OFF_LOOP_BYTES)
+            await offload(lambda: self._copy(until), nbytes + _OFF_LOOP_BYTES)
         except BaseException:
-            session.keep_when_finished(self._extents, self)
+            self._session.keep_when_finished(spaces_of(self._chunks), self)
+            for chunk in self._chunks:
+                chunk.offset = -1
             raise
-        session.keep(remainder(sizes, offsets, self._extents))
-        ranges = np.empty(len(offsets), EXTENT)
-        ranges["offset"], ranges["length"] = offsets, sizes
-        return ranges
+        for chunk in self._chunks:
+            chunk.columns = ()
 
     def _copy(self, until: Deadline) -> None:
         copies: list[Copy] = []
-        for strand in self._parcel.strands():
-            at = np.arange(len(strand.records)) if strand.at is None else strand.at
-            targets = self._offsets[strand.records["range"]] + strand.records["delta"]
-            for index, target in zip((strand.first + at).tolist(), targets.tolist(), strict=True):
-                value: Located = strand.source[index]
-                address = self._address(target, value.nbytes)
-                copies.append((address, value.address, value.nbytes, value.stream))
+        for chunk in self._chunks:
+            for column, start in chunk.placed_columns():
+                target = chunk.offset + start
+                for value in column.source[chunk.first : chunk.last]:
+                    address = self._address(target, value.nbytes)
+                    copies.append((address, value.address, value.nbytes, value.stream))
+                    target += value.nbytes
         self._opened.device.carry_out(copies, lambda: until.check("copying to the device arena"))
 
     def _address(self, target: int, nbytes: int) -> int:

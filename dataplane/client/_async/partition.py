@@ -154,7 +154,7 @@ class Partition:
     ) -> Dropped:
         """Drop rows by key, group or filter, or the whole partition if none is given.
 
-        A later put of dropped rows raises RowsDropped. Returns the numbers of freed rows and bytes.
+        A later put of dropped rows raises RowsDropped. Returns how many rows went, and their bytes.
         """
         return await changes.drop(self._handle, keys, groups, where, timeout)
 
@@ -470,7 +470,10 @@ class Partition:
 
     @public
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return statistics of this partition as nested dicts: rows, groups, bytes and stages."""
+        """Return statistics of this partition as nested dicts: rows, groups, bytes and stages.
+
+        `bytes` counts what is stored, once: also of dropped rows, while others are stored with
+        them."""
         return await partition_stats(self._handle, timeout)
 
     def __reduce__(self) -> Any:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dataplane.client._async.attaching import attach, comes_too_late
 from dataplane.client._async.backend import offload
 from dataplane.client._async.on_device import DevicePart, OnDevice, take_located
@@ -19,11 +21,10 @@ from dataplane.client.arguments import flag, texts
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Ref
-from dataplane.client.session.extents import AHEAD_BYTES
+from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema
-from dataplane.client.write.few import lay_few
-from dataplane.client.write.layout import plan_beside
-from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.chunks import UNIT_BYTES, Unit, order_of, plan
+from dataplane.client.write.columns import ValueColumn, by_name, prepare
 from dataplane.client.write.rows import (
     Names,
     TagValues,
@@ -34,7 +35,6 @@ from dataplane.client.write.rows import (
     row_names,
     tag_columns,
 )
-from dataplane.client.write.values import Prepared, by_name, prepare
 from dataplane.errors import DataplaneError, FieldExists, RowsGone, counted
 from dataplane.wire.tables import Name
 
@@ -62,9 +62,7 @@ async def put(
     except DataplaneError as exc:
         if not await comes_too_late(handle, exc):
             raise
-        log.info(
-            "partition %r: put arrived too late and stored nothing: %s", handle.name, exc.message
-        )
+        log.info("partition %r: a late put stored nothing: %s", handle.name, exc.message)
     session = handle.session
     return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
 
@@ -94,33 +92,34 @@ async def _put(
         await attach(handle, deadline)
         if handle.definition.fields:
             prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
-    n = prepared.n
+    n = (prepared or on_devices[0].columns)[0].count
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
-    inline = handle.takes_inline()
-    one_group = identity.group_index is not None and not identity.group_index.any()
-    few = None if on_devices else lay_few(prepared, inline, one_group)
-    parts: list[list[Parcel]] = []
-    if few is None:
-        everything = [prepared, *(one.prepared for one in on_devices)]
-        parts = await offload(
-            lambda: plan_beside(everything, identity.group_index, inline, identity.group_names),
-            (n << 6) + (AHEAD_BYTES if dedup else 0),
-        )
+    order = order_of(identity.groups)
+    units: list[list[Unit]] = await offload(
+        lambda: plan(
+            prepared,
+            identity.groups,
+            handle.takes_inline(),
+            min(UNIT_BYTES, session.share_bytes[0] // 4),
+            identity.group_names,
+            [one.columns for one in on_devices],
+            order,
+        ),
+        (n << 6) + (AHEAD_BYTES if dedup else 0),
+    )
     generation = await attach(handle, deadline)
     check_groups(identity, handle.definition.group_size)
     work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
-    if few is not None:
-        await work.put_few(few)
-    else:
-        if len(parts[0]) > 1:
-            check_names(identity)
-            work.check_units(parts[0])
-        work.elsewhere = [
-            DevicePart(one.opened, parcels)
-            for one, parcels in zip(on_devices, parts[1:], strict=True)
-        ]
-        await work.put_parcels(parts[0], row_cost(prepared, identity))
+    if order is not None:
+        work.order = np.array(order, np.intp)
+    if len(units[0]) > 1:
+        check_names(identity)
+        work.check_units(units[0])
+    work.others = [
+        DevicePart(one.opened, some) for one, some in zip(on_devices, units[1:], strict=True)
+    ]
+    await work.put_units(units[0], row_cost(identity))
     session.familiar.note(generation, identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
     if session.spans is not None:
@@ -131,9 +130,9 @@ async def _put(
         session.peer,
         handle.name,
         generation,
-        identity.keys.tobytes(),
+        identity.keys,
         None if identity.names is None else tuple(identity.names),
-        tuple(identity.group_names or ()),
+        tuple(identity.group_names),
         tuple(columns),
         work.gone + work.there,
     )
@@ -164,7 +163,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
             field=field,
             keys=keys,
         )
-    groups = list(identity.group_names or ())[:SHOWN_NAMES]
+    groups = identity.group_names[:SHOWN_NAMES]
     which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
@@ -182,7 +181,7 @@ def _prepare(
     n: int | None,
     dedup: Collection[str],
     deadline: Deadline,
-) -> tuple[Prepared, list[OnDevice]]:
+) -> tuple[list[ValueColumn], list[OnDevice]]:
     """The fields that go to the host arena, and those of values that lie on a device. All are as
     the schema has them, as far as that is known."""
     session, fields = handle.session, handle.definition.fields
@@ -193,17 +192,16 @@ def _prepare(
     if session.devices is None:
         return prepare(columns, n, dedup, fields, check_time=check_time), []
     on_devices = take_located(session.devices, columns, n, dedup)
-    taken = {column.field for one in on_devices for column in one.prepared.columns}
+    taken = {column.field for one in on_devices for column in one.columns}
     if isinstance(columns, Mapping):
         rest = {name: column for name, column in columns.items() if name not in taken}
         session.devices.tell_of_host_copies(
-            rest, "not all values of this field are arrays on one device"
+            rest, "not all values of this field are arrays of one dtype and rank on one device"
         )
     if not on_devices:
         return prepare(columns, n, dedup, fields, check_time=check_time), []
-    n = on_devices[0].prepared.n
+    n = on_devices[0].columns[0].count
     for one in on_devices:
-        schema.check(one.prepared, fields)
-    return prepare(rest, n, dedup, fields, check_time=check_time) if rest else Prepared(
-        n, [], []
-    ), on_devices
+        schema.check(one.columns, fields)
+    host = prepare(rest, n, dedup, fields, check_time=check_time) if rest else []
+    return host, on_devices

@@ -19,22 +19,25 @@ from dataplane import progress
 from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.calls import UNKNOWN, ask, expect, send
 from dataplane.client._async.save import filing, path_of, within
+from dataplane.client._async.write import give_back
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
+from dataplane.client.write.chunks import Chunk, chunks_of
+from dataplane.client.write.message import values_of
 from dataplane.errors import DataplaneError, PartitionConflict
-from dataplane.memory.placement import place, remainder
+from dataplane.memory.placement import placed
 from dataplane.progress import Bar
 from dataplane.wire import messages
 from dataplane.wire.checkpoint import Census, CensusDone, Progress, Restore
 from dataplane.wire.messages import Done, Drop, PutDone, Reserve, Reserved, Seal
 from dataplane.wire.records import EXTENT, U8, column
-from dataplane.wire.tables import Rows
+from dataplane.wire.tables import Rows, Values
 
 if TYPE_CHECKING:
-    from dataplane.client.checkpoint.arrow_in import Portion
+    from dataplane.client.checkpoint.arrow_in import PartReader, Portion
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     if there:
         raise PartitionConflict(
             f"{len(there)} of the {len(names)} partitions of this checkpoint already exist in "
-            f"plane {session.plane!r}, for example {there[0]!r}; drop them, or restore into "
+            f"plane {session.plane!r}, for example {there[0]!r}: drop them, or restore into "
             "another plane",
             partitions=there,
         )
@@ -91,7 +94,10 @@ async def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseExceptio
             body = Drop(handle.name, handle.generation)
             await ask(handle.session, body, messages.Dropped, deadline)
         except DataplaneError as exc:
-            said = f"partition {handle.name!r}: restored only in part, and not dropped: {exc}"
+            said = (
+                f"partition {handle.name!r}: the restore failed, and the restored rows could not "
+                f"be dropped: {exc}"
+            )
             failure.add_note(said)
             log.warning("%s", said)
 
@@ -99,11 +105,11 @@ async def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseExceptio
 async def _partition(
     handle: Handle, note: PartitionNote, part: Path, deadline: Deadline, bar: Bar
 ) -> None:
-    from dataplane.client.checkpoint.arrow_in import PartReader
+    from dataplane.client.checkpoint.arrow_in import PartReader as Reader
 
     await define(handle, note.definition, within(deadline, _RESTORING))
     with ExitStack() as opened:  # also where this is cancelled as it opens them
-        reader: PartReader = await filing(lambda: opened.enter_context(closing(PartReader(part))))
+        reader: Reader = await filing(lambda: opened.enter_context(closing(Reader(part))))
         most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
         portions: Iterator[Portion] = reader.portions(most)
         while True:
@@ -111,11 +117,12 @@ async def _partition(
             if portion is None:
                 break
             await _put(handle, reader, portion, deadline)
-            bar.advance(int(portion.sizes.sum()), f"partition {handle.name!r}")
+            nbytes = sum([chunk.nbytes for chunk in chunks_of(portion.pieces)])
+            bar.advance(nbytes, f"partition {handle.name!r}")
     generation = await attach(handle, deadline)
     if note.closed_groups:
         body = Restore(
-            handle.name, generation, Rows(b""), [], [], {}, Progress(), note.closed_groups
+            handle.name, generation, Rows(b""), Values(), {}, Progress(), note.closed_groups
         )
         await ask(handle.session, body, PutDone, within(deadline, _RESTORING))
     if note.sealed:
@@ -127,44 +134,52 @@ async def _partition(
         )
 
 
-async def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> None:
-    """Copy the values of a portion into the arena, and say what they are."""
+async def _put(handle: Handle, reader: PartReader, portion: Portion, deadline: Deadline) -> None:
+    """Copy the chunks of a portion into the arena, and say what they are."""
     session = handle.session
     generation = await attach(handle, deadline)
-    sizes, ranges = portion.sizes.astype(U8), np.zeros(len(portion.sizes), EXTENT)
-    if len(sizes):
-        unit = Reserve(handle.name, generation, [sizes.tobytes()])
+    chunks = chunks_of(portion.pieces)
+    if chunks:
+        sizes = [chunk.nbytes for chunk in chunks]
+        unit = Reserve(handle.name, generation, [np.array(sizes, U8).tobytes()])
         reserved = await ask(session, unit, Reserved, within(deadline, _WAITING), _WAITING)
-        extents = column(reserved.extents, EXTENT)
+        left = space = column(reserved.extents, EXTENT).tolist()
         try:
-            ranges["offset"], ranges["length"] = place(sizes, extents), sizes
-            await filing(lambda: _fill(session, reader, portion, ranges))
+            offsets, left = placed(sizes, space)
+            for chunk, offset in zip(chunks, offsets, strict=True):
+                chunk.offset = offset
+            await filing(lambda: _fill(session, reader, chunks, portion.sources))
         except BaseException:
-            session.keep(extents)
+            give_back(session, chunks)
             raise
-        session.keep(remainder(sizes, ranges["offset"].copy(), extents))
+        finally:
+            session.keep(left)
     call = None
     try:
+        brought = values_of(session.owner, portion.pieces)
         body = Restore(
             handle.name,
             generation,
             portion.rows,
-            portion.columns,
-            portion.specs,
+            brought.values,
             portion.tags,
             portion.progress,
-            ranges=ranges.tobytes(),
+            ranges=brought.ranges,
         )
         call = Call(body, within(deadline, _RESTORING))
         done = expect(await send(session, call), PutDone, body)
     except BaseException:
         if call is None or not call.in_flight:
-            session.keep(ranges)
+            give_back(session, chunks)
         raise
-    session.keep(column(done.extents, EXTENT))
+    brought.committed()
+    session.keep(column(done.extents, EXTENT).tolist())
 
 
-def _fill(session: Session, reader: Any, portion: Portion, ranges: Any) -> None:
-    for block, (offset, length) in zip(portion.blocks, ranges.tolist(), strict=True):
-        if length:
-            reader.read(block, memoryview(session.writes.view(offset, length)))  # type: ignore[arg-type]
+def _fill(
+    session: Session, reader: PartReader, chunks: list[Chunk], sources: dict[Chunk, int]
+) -> None:
+    for chunk in chunks:
+        if chunk.nbytes:
+            memory = session.writes.view(chunk.offset, chunk.nbytes)
+            reader.read(sources[chunk], memoryview(memory))  # type: ignore[arg-type]

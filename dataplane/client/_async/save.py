@@ -120,7 +120,7 @@ class _Checkpoint:
             await filing(self.archive.clear)
         raise CheckpointFailed(
             "rows moved between peers during every attempt, because peers joined, left or "
-            "died; call checkpoint again",
+            "died: call plane.checkpoint(…) again",
             path=str(self.archive.target),
         )
 

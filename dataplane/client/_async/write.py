@@ -1,8 +1,8 @@
-"""The runs of a put, and the values that a batch adds: room, copy, message. Without I/O.
+"""Runs of a put, and values that are added to leased rows: reserve, copy, message.
 
-A put goes parcel by parcel: as many as fit into one message and into what the peer grants. Room
-that was granted ahead is used first, so a steady producer needs one round trip. Extents that were
-named in a message belong to it, whatever becomes of it.
+A put goes unit by unit: as many units as fit one message and what the peer grants. Space that was
+granted ahead is used first, so a steady producer needs one round trip. Space that a message named
+belongs to the message, whatever becomes of it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.client._async.attaching import attach
 from dataplane.client._async.backend import offload
 from dataplane.client._async.calls import ask, expect, send
-from dataplane.client._async.inlining import landed
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
-from dataplane.client.write import parcel as parcels_of
-from dataplane.client.write.few import Few, lay_few
-from dataplane.client.write.filling import fill, inline_of
-from dataplane.client.write.layout import plan
-from dataplane.client.write.parallel import populate
-from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.chunks import (
+    Chunk,
+    Piece,
+    Unit,
+    chunks_of,
+    pieces_of,
+    plan,
+    room_of,
+    spaces_of,
+)
+from dataplane.client.write.columns import prepare
+from dataplane.client.write.copying import copy_chunks, is_stored
+from dataplane.client.write.message import (
+    CHUNK_COST_BYTES,
+    MessageValues,
+    digests_of,
+    values_of,
+)
 from dataplane.client.write.rows import (
     Identity,
     Index,
@@ -35,49 +45,45 @@ from dataplane.client.write.rows import (
     row_names,
     take_tags,
 )
-from dataplane.client.write.values import Prepared, prepare
-from dataplane.client.write.written import Written, beside, written_of
 from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge, sized
-from dataplane.memory.placement import place, remainder
+from dataplane.memory.extents import room
+from dataplane.memory.placement import placed
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
-from dataplane.wire.tables import Scalar, volume
+from dataplane.wire.tables import Scalar
 
 RUN_BYTES = 256 << 20
-"""One message brings values of about this many bytes, but no more than a quarter of the quota. Long
+"""One message brings values of about this many bytes, and at most a quarter of the quota. Long
 copies are worth it: above a length that the C library chooses, they bypass the caches."""
 MESSAGE_BYTES = 16 << 20
 """A message of rows is kept to about this size."""
-
-_NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
-
-Records = npt.NDArray[Any]
-Continuing = Callable[[], bool]
-"""Whether room is asked for as `continuing`; only looked up where it is asked for."""
+CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
+"""In all memories together: a single unit may need more."""
 
 
-class Elsewhere(Protocol):
-    """Fields of a put whose values go to other memory than the host arena, in the same parcels."""
+class OtherMemory(Protocol):
+    """Fields of a put whose values go to other memory than the host arena, in the same units."""
 
     @property
     def memory(self) -> int:
-        """Its number in `Session.leftovers`."""
+        """Its number in `Session.slabs`."""
 
     @property
-    def parcels(self) -> Sequence[Parcel]:
+    def units(self) -> Sequence[Unit]:
         """Those of the put, with these fields."""
 
     def upto(self, first: int, last: int) -> int:
-        """How many of these parcels may go together, at least one."""
+        """How many of these units may go together, at least one."""
 
     async def write(
-        self, handle: Handle, generation: int, which: slice, continues: Continuing, until: Deadline
-    ) -> Written:
-        """Find room for the values of these parcels, and copy them."""
+        self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
+    ) -> list[Piece]:
+        """Find space for the values of these units, and copy them."""
 
 
 class Putting(msgspec.Struct, eq=False):
-    """One put under way."""
+    """One put under way. order: the rows of the put in the order of its units; None: their own."""
 
     handle: Handle
     generation: int
@@ -86,26 +92,25 @@ class Putting(msgspec.Struct, eq=False):
     replace: bool
     deadline: Deadline
     reuse: bool = False
+    order: Index | None = None
     gone: int = 0
     """rows that were passed over, because they were there before and have been freed"""
     there: int = 0
     """rows that were passed over, because they are there with all of these fields"""
-    committed_rows: list[Index] = []
-    elsewhere: Sequence[Elsewhere] = ()
+    committed: list[tuple[int, int]] = []
+    """first and last row, in the order of the units, of each message that is in"""
+    others: Sequence[OtherMemory] = ()
+    continuing: bool = False
+    """whether this client put, or leased, the same group or row before: the first speaks"""
 
-    async def put_few(self, few: Few) -> None:
-        """All in one message."""
-        if not few.nbytes:
-            await self._send(few.written([]), None)
-            return
-        written = await write_few(self.handle, self.generation, few, self._continues, self.deadline)
-        ahead = self.handle.session.leftovers[0].ahead(few.nbytes, few.sizes)
-        await self._send(written, None, (ahead,))
+    def __post_init__(self) -> None:
+        familiar = self.identity.familiar_keys()[: KEY.itemsize]
+        self.continuing = self.handle.session.familiar.knows(self.generation, familiar)
 
-    def check_units(self, parcels: list[Parcel]) -> None:
-        """ValueTooLarge where one of these can never be had, as the peer would say of the first."""
-        cap = self.handle.session.share_bytes[int(self._continues())]
-        needed = max(parcel.nbytes for parcel in parcels)
+    def check_units(self, units: list[Unit]) -> None:
+        """ValueTooLarge where a unit can never fit, as the peer would say of the first."""
+        cap = self.handle.session.share_bytes[int(self.continuing)]
+        needed = max(unit.nbytes for unit in units)
         if needed > cap:
             raise ValueTooLarge(
                 f"nothing was put: one row, or the rows of one group, need {sized(needed)}, but "
@@ -115,93 +120,100 @@ class Putting(msgspec.Struct, eq=False):
                 cap_bytes=cap,
             )
 
-    async def put_parcels(self, parcels: list[Parcel], cost: int | Records) -> None:
+    async def put_units(self, units: list[Unit], row_cost: int) -> None:
         """Run by run; PutIncomplete where one fails behind others."""
         done = 0
-        while done < len(parcels):
+        others = [other.units for other in self.others]
+        while done < len(units):
+            stop = run_end(self.handle, units, done, row_cost, others)
             try:
-                done += await self._run(next_run(self.handle, parcels, done, cost), parcels, done)
+                done += await self._run(units, done, stop)
             except Exception as exc:
-                if not self.committed_rows:
+                if not self.committed:
                     raise
                 raise self._incomplete(exc) from exc
 
-    async def _run(self, run: list[Parcel], parcels: list[Parcel], done: int) -> int:
-        """One message; the number of parcels that it committed."""
-        for other in self.elsewhere:
-            run = run[: other.upto(done, done + len(run))]
-        filled = await write_run(self.handle, self.generation, run, self._continues, self.deadline)
-        session, parts = self.handle.session, list[Written]()
+    async def _run(self, units: list[Unit], done: int, stop: int) -> int:
+        """One message; the number of units that it committed."""
+        for other in self.others:
+            stop = done + other.upto(done, stop)
+        handle, generation, until = self.handle, self.generation, self.deadline
+        session = handle.session
+        chunks, pin = needed(units[done:stop]), 0
+        if any(chunks):
+            count, pin = await write_chunks(handle, generation, chunks, self.continuing, until)
+            stop = done + count
+        here = slice(done, stop)
+        pieces = pieces_of(units[here])
+        first, last = units[done].first, units[stop - 1].last
         try:
-            parts.append(filled.written())
-            count, rows, digests = filled.count, filled.parcel.rows, parts[0].digests
-            here = slice(done, done + count)
-            ahead = [0 if len(digests) else self._want(0, filled.nbytes, parcels, here)]
-            for other in self.elsewhere:
-                part = await other.write(
-                    self.handle, self.generation, here, self._continues, self.deadline
-                )
-                parts.append(part)
-            if self.elsewhere:
-                ahead += [0] * (len(session.leftovers) - 1)
-            for other in self.elsewhere:
-                nbytes = parcels_of.join(other.parcels[here]).nbytes
-                ahead[other.memory] = self._want(other.memory, nbytes, other.parcels, here)
-            written = beside([part for part in parts if part.columns])
-            index = whole(rows, len(self.identity))
+            for other in self.others:
+                pieces += await other.write(handle, generation, here, self.continuing, until)
+            ahead = [self._want(0, units, here)]
+            if self.others:
+                ahead += [0] * (len(session.slabs) - 1)
+            for other in self.others:
+                ahead[other.memory] = self._want(other.memory, other.units, here)
+            index = None
+            if self.order is not None or last - first < len(self.identity):
+                index = whole(self._rows(first, last), len(self.identity))
         except BaseException:
-            for part in parts:
-                session.keep(part.ranges)
-            session.pinned(filled.pin)
+            give_back(session, chunks_of(pieces))
+            session.pinned(pin)
             raise
-        await self._send(written, index, ahead)
-        self.committed_rows.append(rows)
-        return count
+        await self._send(pieces, first, pin, index, ahead)
+        self.committed.append((first, last))
+        return stop - done
 
-    def _continues(self) -> bool:
-        """Whether this client put, or leased, the same group or row before: the first speaks."""
-        familiar = self.identity.familiar_keys()[: KEY.itemsize]
-        return self.handle.session.familiar.knows(self.generation, familiar)
+    def _rows(self, first: int, last: int) -> Index:
+        """Which rows of the put these are."""
+        return np.arange(first, last) if self.order is None else self.order[first:last]
 
     async def _send(
-        self, written: Written, index: Index | None, ahead: Sequence[int] = (0,)
+        self,
+        pieces: list[Piece],
+        first: int,
+        pin: int,
+        index: Index | None,
+        ahead: Sequence[int],
     ) -> None:
-        """The message of the rows at `index`; once more where the shard has no room for what is
-        inline."""
+        """The message of the rows at `index`; once more where the shard has no space for what is
+        inline. first: which row of the units is its first."""
+        brought = values_of(self.handle.session.owner, pieces, first)
         try:
-            await self._tell(written, index, ahead)
+            await self._tell(brought, pin, index, ahead)
         except ShardFull as full:
             if not full.details.get("values"):  # it has none for rows
                 raise
             self.handle.shard_is_full()
-            pin = self.handle.session.pinned(full.details.get("pin", 0))
-            written = await landed(
-                self.handle, self.generation, written, self._continues, self.deadline, full
-            )
-            await self._tell(written, index, ahead)
-            del pin  # what it holds has another holder now
+            held, pin = named_again(self.handle.session, brought, full, pin)
+            await land(self.handle, self.generation, pieces, self.continuing, self.deadline)
+            brought = values_of(self.handle.session.owner, pieces, first)
+            await self._tell(brought, pin, index, ahead)
+            del held  # the values have another holder now
 
-    async def _tell(self, written: Written, index: Index | None, ahead: Sequence[int]) -> None:
+    async def _tell(
+        self, brought: MessageValues, pin: int, index: Index | None, ahead: Sequence[int]
+    ) -> None:
         """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
         asked for, by memory."""
         session, call = self.handle.session, None
         try:
+            digests, digest_index = brought.deduplicated
             body = Put(
                 self.handle.name,
                 self.generation,
                 self.identity.wire(index),
-                written.columns,
-                written.specs,
+                brought.values,
                 take_tags(self.tags, index),
-                written.ranges.tobytes(),
-                written.shared.tobytes(),
-                written.pin,
+                brought.ranges,
+                brought.shared_ranges,
+                pin,
                 self.replace,
-                written.digests.tobytes(),
-                written.digest_index.tobytes(),
+                digests,
+                digest_index,
                 ahead[0],
-                inline=written.inline,
-                continuing=self._continues(),
+                continuing=self.continuing,
                 reuse=self.reuse,
                 want_on_devices=list(ahead[1:]),
             )
@@ -209,26 +221,31 @@ class Putting(msgspec.Struct, eq=False):
             call = Call(body, self.deadline)
             reply = expect(await send(session, call), PutDone, body)
         except BaseException:
-            session.pinned(written.pin)  # nobody keeps it, so it is released
+            session.pinned(pin)  # nobody keeps it, so it is released
             if call is None or not call.in_flight:
-                session.keep(written.ranges)
+                give_back(session, brought.chunks)
             raise
         if reply.extents:
-            session.keep(column(reply.extents, EXTENT))
+            session.keep(column(reply.extents, EXTENT).tolist())
+        brought.committed()
+        for chunk in brought.shared:  # the pin was for this message
+            chunk.range = None
         self.gone += reply.gone
         self.there += reply.there
         rows = len(self.identity) if index is None else len(index)
-        session.tally.add("put", rows=rows, bytes=volume(body.columns))
-        session.tally.add("copy", bytes=written.copied_bytes)
+        session.tally.put(rows, brought.nbytes, brought.copied_bytes)
 
-    def _want(self, memory: int, nbytes: int, parcels: Sequence[Parcel], here: slice) -> int:
+    def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
-        following = parcels[here.stop : 2 * here.stop - here.start]
-        nbytes = sum(p.nbytes for p in following) if following else nbytes
-        return self.handle.session.leftovers[memory].ahead(nbytes)
+        following = units[here.stop : 2 * here.stop - here.start]
+        following = following or units[here]
+        nbytes = sum([unit.nbytes for unit in following])
+        if not nbytes or any([chunk.digest for unit in following for chunk in unit.chunks]):
+            return 0
+        return self.handle.session.slabs[memory].ahead(nbytes)
 
     def _incomplete(self, exc: Exception) -> PutIncomplete:
-        rows = np.concatenate(self.committed_rows)
+        rows = np.concatenate([self._rows(*rows) for rows in self.committed])
         there = self.identity.wire(rows)
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
@@ -242,182 +259,216 @@ class Putting(msgspec.Struct, eq=False):
 
 
 async def write_columns(
-    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline
-) -> Written:
-    """Copy new fields of n leased rows into the arena; nothing is committed yet."""
+    handle: Handle,
+    columns: Mapping[str, Any],
+    n: int,
+    deadline: Deadline,
+    order: list[int] | None = None,
+    groups: list[int] | None = None,
+    check: Callable[[list[Piece]], None] = lambda pieces: None,
+) -> list[Piece]:
+    """Copy new fields of n leased rows into the arena; nothing is committed yet. order: in which
+    the rows of the pieces are. groups: of these rows, NO_GROUP for those without. check: raises
+    for pieces that cannot be told, before anything is written."""
     session = handle.session
     generation = await attach(handle, deadline)
     fields = handle.definition.fields
     prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.check("add"))
+    if order is not None:
+        prepared = [column.take(order) for column in prepared]
     inline = handle.takes_inline()
-    few = lay_few(prepared, inline, True)  # all of them go with one ack
-    if few is not None:
-        return await write_few(handle, generation, few, lambda: True, deadline)
-    parcels: list[Parcel] = await offload(lambda: plan(prepared, None, inline), n << 6)
-    ranges: list[Records] = []
-    brought: list[bytes] = []
-    done = 0
+    units: list[Unit] = (await offload(lambda: plan(prepared, groups, inline), n << 6))[0]
+    pieces, done = pieces_of(units), 0
+    check(pieces)
     try:
-        while done < len(parcels):
-            run = next_run(handle, parcels, done, 0)
-            filled = await write_run(handle, generation, run, lambda: True, deadline)
-            ranges.append(filled.ranges())
-            brought.append(filled.inline)
-            done += filled.count
-        joined = parcels_of.join(parcels)
-        return written_of(joined, np.concatenate(ranges), inline=b"".join(brought))
+        while done < len(units):
+            run = needed(units[done : run_end(handle, units, done, 0)])
+            if any(run):
+                count, _ = await write_chunks(handle, generation, run, True, deadline)
+            else:
+                count = len(run)
+            done += count
     except BaseException:
-        for extents in ranges:
-            session.keep(extents)
+        give_back(session, chunks_of(pieces))
         raise
+    for one in prepared:
+        one.source = []  # let go of the caller's memory
+    return pieces
 
 
 # runs
 
 
-class Filled(msgspec.Struct, eq=False):
-    """Neighbouring parcels whose values lie in the arena. `count`: how many parcels they were."""
-
-    count: int
-    parcel: Parcel
-    offsets: Records
-    shared: Records
-    pin: int
-    nbytes: int
-    inline: bytes
-
-    def ranges(self) -> Records:
-        """EXTENT records of what was written."""
-        extents = np.empty(len(self.offsets), EXTENT)
-        extents["offset"], extents["length"] = self.offsets, self.parcel.sizes
-        return extents
-
-    def written(self) -> Written:
-        return written_of(self.parcel, self.ranges(), self.shared, self.pin, self.inline)
-
-
-def next_run(
-    handle: Handle, parcels: list[Parcel], start: int, cost: int | Records
-) -> list[Parcel]:
-    """The parcels from `start` that go together, at least one, and no more than may ever be there.
-
-    One that repeats what an earlier one writes waits until that is in and can be asked for.
-    """
-    if len(parcels) == 1:
-        return parcels
+def run_end(
+    handle: Handle,
+    units: list[Unit],
+    start: int,
+    row_cost: int,
+    others: Sequence[Sequence[Unit]] = (),
+) -> int:
+    """The end of the units from `start` that go together: at least one, and no more than may ever
+    be reserved at once. others: units of the same rows in other memories."""
+    if len(units) == 1:
+        return 1
     session = handle.session
     most = min(RUN_BYTES, session.share_bytes[0] // 4)
-    return parcels[start : parcels[start].run(session.max_rows, most, cost, MESSAGE_BYTES)]
+    nbytes = cost = chunks = 0
+    for stop in range(start, len(units)):
+        unit = units[stop]
+        nbytes += unit.nbytes
+        chunks += len(unit.pieces) + (1 if unit.inline else 0)
+        chunks += sum([len(other[stop].pieces) for other in others])
+        cost += row_cost * (unit.last - unit.first) + unit.inline_bytes
+        rows = unit.last - units[start].first
+        if stop > start and (
+            nbytes > most
+            or cost + CHUNK_COST_BYTES * chunks > MESSAGE_BYTES
+            or rows > session.max_rows
+            or chunks > CHUNKS_PER_RUN
+        ):
+            return stop
+    return len(units)
 
 
-async def write_few(
-    handle: Handle, generation: int, few: Few, continuing: Continuing, deadline: Deadline
-) -> Written:
-    """Find room for few values, and copy them."""
-    if not few.nbytes:
-        return few.written([])
-    session = handle.session
-    extents = session.leftovers[0].take(few.nbytes, few.sizes)
-    if extents is None:
-        unit = np.array(few.sizes, U8).tobytes()
-        body = Reserve(handle.name, generation, [unit], continuing())
-        reserved = await ask(session, body, Reserved, deadline, "waiting for space in the arena")
-        extents = column(reserved.extents, EXTENT)
-    try:
-        offsets = few.offsets(extents)
-        written = few.written(offsets)  # and what is left: the copy empties the caches
-        left = remainder(written.ranges["length"], written.ranges["offset"], extents)
-        await offload(lambda: few.copy(offsets, extents, session.writes), few.nbytes)
-    except BaseException:
-        session.keep(extents)
-        raise
-    session.keep(left)
-    return written
+def needed(units: Sequence[Unit]) -> list[list[Chunk]]:
+    """The chunks of each unit that have no space yet, each once."""
+    found: list[list[Chunk]] = []
+    seen: set[Chunk] = set()
+    for unit in units:
+        chunks = unit.chunks
+        if unit.repeats:
+            chunks = [chunk for chunk in (*chunks, *unit.repeats) if chunk not in seen]
+        found.append([chunk for chunk in chunks if chunk.offset < 0 and chunk.range is None])
+        if unit.repeats or any([chunk.digest for chunk in chunks]):
+            seen.update(chunks)
+    return found
 
 
-async def write_run(
+async def write_chunks(
     handle: Handle,
     generation: int,
-    run: list[Parcel],
-    continuing: Continuing,
+    units: list[list[Chunk]],
+    continuing: bool,
     deadline: Deadline,
-) -> Filled:
-    """Find room for the first of these parcels, share what is known, copy the rest."""
+) -> tuple[int, int]:
+    """Find space for the chunks of the first of these units, and copy those that the peer does not
+    have yet. Returns the number of these units, and the pin of the shared chunks."""
     session = handle.session
-    joined = parcels_of.join(run)
-    digests, nbytes, shared = joined.digests, joined.nbytes, _NO_RANGES
-    if not (nbytes or joined.inline_bytes):  # all of it goes elsewhere
-        return Filled(len(run), joined, np.zeros(0, U8), shared, 0, 0, b"")
-    granted = await room_for(handle, generation, run, continuing, deadline)
-    extents, pin = column(granted.extents, EXTENT), granted.pin
+    count, pin = await room_for(handle, generation, units, continuing, deadline)
+    chunks = [chunk for unit in units[:count] for chunk in unit if chunk.range is None]
+    if not chunks:
+        return count, pin
     try:
-        if granted.units < len(run):
-            run = run[: granted.units]
-            joined = parcels_of.join(run)
-        if len(digests):
-            shared = await offload(lambda: share(session, run, granted, len(digests)), nbytes)
-            joined = parcels_of.join(run)
-        offsets = place(joined.sizes, extents)
-        copied = joined.nbytes + joined.inline_bytes
-        inline = await offload(lambda: _copy(session, joined, offsets, extents), copied)
+        nbytes = sum([chunk.nbytes for chunk in chunks])
+        await offload(lambda: copy_chunks(chunks, session.writes), nbytes)
     except BaseException:
-        session.keep(extents)
+        give_back(session, chunks)
+        for unit in units[:count]:
+            for chunk in unit:
+                chunk.range = None
         session.pinned(pin)
         raise
-    session.keep(remainder(joined.sizes, offsets, extents))
-    return Filled(len(run), joined, offsets, shared, pin, nbytes, inline)
+    return count, pin
 
 
 async def room_for(
     handle: Handle,
     generation: int,
-    run: Sequence[Parcel],
-    continuing: Continuing,
+    units: Sequence[Sequence[Chunk]],
+    continuing: bool,
     deadline: Deadline,
     memory: int = 0,
-) -> Reserved:
-    """Room for the first of these parcels, at least one: of what was granted ahead, else asked
-    for. memory: a device's number, or the host arena, where that too may be given."""
-    joined, leftovers = parcels_of.join(run), handle.session.leftovers[memory]
-    digests, nbytes = joined.digests, joined.nbytes
-    if not nbytes:
-        return Reserved(len(run), b"")
-    found = None if len(digests) else leftovers.take(nbytes)
-    if found is not None:
-        return Reserved(len(run), found.tobytes())
-    if memory:  # nobody waits there for what is kept here: it goes back before the others' is taken
-        handle.session.give_back(leftovers.take_idle(0))
-    body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes(), memory)
+) -> tuple[int, int]:
+    """Find space for the chunks of the first of these units, at least one: in a slab, else it is
+    reserved now. Chunks that the peer has already are named instead. Returns how many units they
+    are, and the pin of what is shared. memory: a device's number; the host arena may serve it too.
+    """
+    session = handle.session
+    slabs = session.slabs[memory]
+    chunks = [chunk for unit in units for chunk in unit]
+    named = [chunk for chunk in chunks if chunk.digest]
+    if not named:
+        offset = slabs.take(room_of(chunks))
+        if offset is not None:
+            for chunk in chunks:
+                chunk.offset = offset
+                offset += room(chunk.nbytes)
+            return len(units), 0
+        session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
+    asked = [np.array([chunk.nbytes for chunk in unit], U8).tobytes() for unit in units]
+    body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
     where = "on the device" if memory else "in the arena"
-    return await ask(handle.session, body, Reserved, deadline, f"waiting for space {where}")
+    reserved = await ask(session, body, Reserved, deadline, f"waiting for space {where}")
+    chunks = [chunk for unit in units[: reserved.units] for chunk in unit]
+    left = space = column(reserved.extents, EXTENT).tolist()
+    try:
+        if named:
+            nbytes = sum([chunk.nbytes for chunk in named])
+            await offload(lambda: share(session, named, chunks, reserved), nbytes)
+        own = [chunk for chunk in chunks if chunk.range is None]
+        offsets, left = placed([chunk.nbytes for chunk in own], space)
+        for chunk, offset in zip(own, offsets, strict=True):
+            chunk.offset = offset
+    except BaseException:
+        for chunk in chunks:
+            chunk.range = None
+        session.pinned(reserved.pin)
+        raise
+    finally:
+        session.keep(left)
+    return reserved.units, reserved.pin
 
 
-def _copy(session: Session, parcel: Parcel, offsets: Records, extents: Records) -> bytes:
-    """Into the arena; what goes with the message."""
-    if len(offsets):
-        end = offsets.item(-1) + max(parcel.sizes.item(-1), 1)
-        populate(session.writes, extents.tolist(), end, parcel.nbytes)
-    fill(parcel, offsets, session.writes.view)
-    return inline_of(parcel)
+def share(
+    session: Session, candidates: list[Chunk], granted: Sequence[Chunk], reserved: Reserved
+) -> None:
+    """Name what the peer has already, after comparing the bytes, instead of writing it again.
+    candidates: those that the peer was asked about. granted: those that are written now."""
+    known = column(reserved.known, RANGE, len(candidates))
+    places = column(reserved.places, EXTENT, len(candidates))
+    arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
+    for chunk, range_, extent in zip(candidates, known.tolist(), places.tolist(), strict=True):
+        if range_[1] and chunk in here and extent[1] == room(chunk.nbytes):
+            stored = arena[extent[0] : extent[0] + chunk.nbytes]
+            if is_stored(chunk, stored):
+                chunk.range = range_
 
 
-def share(session: Session, run: list[Parcel], reserved: Reserved, asked: int) -> Records:
-    """Make the parcels share what the peer has already, after comparing the bytes."""
-    known = column(reserved.known, RANGE, asked)
-    places = column(reserved.places, EXTENT, asked)
-    arena = session.reads.base_array(session.reads.pin(0))
-    shared, start = [], 0
-    for parcel in run:
-        count = len(parcel.digests)
-        here = slice(start, start + count)
-        start += count
-        same = known["generation"][here] != 0
-        for index in np.flatnonzero(same).tolist():
-            offset, length = places[here][index].tolist()
-            same[index] = np.array_equal(arena[offset : offset + length], parcel.bytes_of(index))
-        shared.append(known[here][same])
-        parcel.share(same)
-    return np.concatenate(shared)
+async def land(
+    handle: Handle,
+    generation: int,
+    pieces: Sequence[Piece],
+    continuing: bool,
+    deadline: Deadline,
+) -> None:
+    """Give what was inline chunks in the arena: the shard has no space for it."""
+    inline = [chunk for chunk in chunks_of(pieces) if chunk.is_inline]
+    if not inline:
+        return
+    await write_chunks(handle, generation, [inline], continuing, deadline)
+    for chunk in inline:
+        chunk.is_inline = False
+
+
+def named_again(
+    session: Session, brought: MessageValues, full: ShardFull, pin: int
+) -> tuple[object, int]:
+    """A message was refused, for want of space in the shard alone: the peer keeps its chunks, and
+    the next one names them as ranges. Returns what holds them, and the next message's pin."""
+    held = session.pinned(full.details.get("pin", 0))
+    if "ranges" in full.details:
+        brought.committed(column(full.details["ranges"], RANGE))
+        pin = 0
+    return held, pin
+
+
+def give_back(session: Session, chunks: Sequence[Chunk]) -> None:
+    """Keep the space of chunks that no message has named, for other writes."""
+    unsent = [chunk for chunk in chunks if chunk.offset >= 0]
+    if unsent:
+        session.keep(spaces_of(unsent))
+        for chunk in unsent:
+            chunk.offset = -1
 
 
 # messages
@@ -428,13 +479,9 @@ def whole(rows: Index, n: int) -> Index | None:
     return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
 
 
-def row_cost(prepared: Prepared, identity: Identity) -> int | Records:
-    """About how many bytes each row adds to a message: one number, or one a row."""
-    cost = 64 + 28 * len(prepared.columns)
+def row_cost(identity: Identity) -> int:
+    """About how many bytes each row adds to a message, without its values."""
+    cost = 64
     if identity.names is not None:
         cost += sum(len(n) for n in identity.names if isinstance(n, str)) // len(identity.names)
-    leaves = [c.leaf_counts for c in prepared.columns if c.leaf_counts is not None]
-    if not leaves:
-        return cost
-    per_row: Records = cost + 24 * np.sum(leaves, axis=0)
-    return per_row
+    return cost

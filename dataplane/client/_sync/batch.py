@@ -23,8 +23,8 @@ from dataplane.client.read import convert
 from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
 from dataplane.client.read.tensors import Each, Form, Layout
+from dataplane.client.write.columns import by_name, named_once
 from dataplane.client.write.rows import Names, TagValues
-from dataplane.client.write.values import by_name, named_once
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
 from dataplane.wire.messages import Claimed
 
@@ -115,11 +115,12 @@ class Converting(Fetching):
           Nested tensors, lists of arrays and lists of numbers become jagged nested tensors; those
           of equal lengths share their offsets. Numbers become a tensor [n], and anything else
           becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
-          in length. "dense" and "list" apply to every field; InvalidValue if rows do not fit.
+          in length. "dense" and "list" apply to every field; they raise InvalidValue if
+          rows do not fit.
         - `padding`, `side`, `length`, `multiple`: as in `torch`. One padding for all fields fills
           bool fields with False.
         - `mask`: the name of a bool tensor [n, length] that is True where padded fields have
-          values; a mapping by field if lengths differ.
+          values. Pass a mapping by field if lengths differ.
         - `device`: as in `torch`.
 
         Each of these arguments may also be a mapping by field. A field "a.b" becomes "b" in a
@@ -167,6 +168,9 @@ class LeasedRows(Converting):
         super().__init__(handle, claimed.table, handle.session.pinned(claimed.pin))
         self.lease = Lease(handle, stage, claimed)
         self._of: LeasedRows | None = None
+        """that these rows are a part of"""
+        self._where: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        """in it"""
         self._at: npt.NDArray[np.intp] | None = None
         self._outcome = ""
 
@@ -188,7 +192,8 @@ class LeasedRows(Converting):
     def _become_part(self, of: Selection, at: npt.NDArray[np.intp]) -> None:
         super()._become_part(of, at)
         assert isinstance(of, LeasedRows)
-        self._of, self._at, self._outcome = of, at if of._at is None else of._at[at], ""
+        self._of, self._where, self._outcome = of, at, ""
+        self._at = at if of._at is None else of._at[at]
 
 
 class Batch(LeasedRows):
@@ -327,8 +332,7 @@ class Batch(LeasedRows):
                 missing = [name for name in fields if name not in self._of]
                 if missing:
                     self._of._more(missing, timeout)
-                for name in fields:
-                    self._admit(*self._of._found(name))
+                self._share(self._of, fields, self._where)
                 return
             done = self.lease.fetch(fields, Deadline(timeout))
             self._admit(done.table, self._handle.session.pinned(done.pin))

@@ -19,7 +19,7 @@ from dataplane.client.write.rows import (
     Index,
     Names,
     TagValues,
-    chunks,
+    in_parts,
     name_list,
     named_rows,
     tag_columns,
@@ -71,10 +71,10 @@ def drop(
     name, size = handle.name, handle.session.max_rows
     bodies: list[Drop]
     if keys is not None:
-        parts = chunks(name_list(keys, "key", ordered=False), size)
+        parts = in_parts(name_list(keys, "key", ordered=False), size)
         bodies = [Drop(name, generation, rows=named_rows(part)) for part in parts]
     elif groups is not None:
-        parts = chunks(name_list(groups, "group", ordered=False), size)
+        parts = in_parts(name_list(groups, "group", ordered=False), size)
         bodies = [Drop(name, generation, groups=part) for part in parts]
     else:
         bodies = [Drop(name, generation, where=arguments.filter_of(where))]

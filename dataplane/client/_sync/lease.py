@@ -1,8 +1,8 @@
 """A lease and what was added under it, until ack, release or drop.
 
-Positions of rows are those of the claim and stay so when some rows were dropped. Added values lie
-in the arena at once and travel with the ack of their rows, in one message for all rows to which the
-same was added.
+Positions of rows are those of the claim, also after some rows were dropped. Added values are copied
+into the arena at once. The ack of their rows names their chunks, in one message for all rows to
+which the same was added. A chunk that a later ack names again is held by the peer meanwhile.
 
 
 Generated from dataplane/client/_async/lease.py: change that.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -22,14 +22,30 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import UNKNOWN, ask, expect, send
-from dataplane.client._sync.inlining import landed
-from dataplane.client._sync.write import write_columns
+from dataplane.client._sync.write import give_back, land, named_again, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
-from dataplane.client.write.rows import Names, TagValues, group_positions, tag_columns, take_tags
-from dataplane.client.write.written import Written, beside
+from dataplane.client.write.chunks import (
+    UNUSED,
+    Chunk,
+    Piece,
+    chunks_of,
+    room_of,
+    select,
+    spaces_of,
+    without,
+)
+from dataplane.client.write.message import MessageValues, message_bytes, values_of
+from dataplane.client.write.rows import (
+    Index,
+    Names,
+    TagValues,
+    group_positions,
+    tag_columns,
+    take_tags,
+)
 from dataplane.errors import (
     DataplaneError,
     FieldExists,
@@ -39,8 +55,8 @@ from dataplane.errors import (
     ShardFull,
     sized,
 )
-from dataplane.memory.extents import padded
-from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.metadata.tables.bits import all_of, of_mask, picked, rows_of
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,
     Claimed,
@@ -52,13 +68,11 @@ from dataplane.wire.messages import (
     Request,
 )
 from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
-from dataplane.wire.tables import Scalar, Table, volume
+from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["ack", "release", "drop"]
-Index = npt.NDArray[np.intp]
-Records = npt.NDArray[Any]
 _COLLECTED = (
     "a batch of {} was garbage-collected",
     "Call batch.ack() when you are done with the batch, or use `with part.claim(…) as batch:`",
@@ -71,11 +85,28 @@ _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dr
 
 
 class Added(msgspec.Struct, eq=False):
-    """Values that wait for the ack of their rows."""
+    """Values that wait for the ack of their rows. rows: bits of positions."""
 
-    at: Index
-    """positions of the rows, ascending"""
-    written: Written
+    rows: int
+    pieces: list[Piece]
+
+    @property
+    def fields(self) -> list[str]:
+        names = dict.fromkeys([field for piece in self.pieces for field in piece.fields])
+        return [name for name in names if name != UNUSED]
+
+    def of(self, rows: int) -> list[Piece]:
+        """What belongs to those of its rows that are among these, numbered among them."""
+        if not self.rows & ~rows:
+            return self.pieces
+        return select(self.pieces, self._places(rows))
+
+    def needs(self, chunks: Collection[Chunk], rows: int) -> bool:
+        """Whether these rows have values in one of these chunks."""
+        return bool(select([p for p in self.pieces if p.chunk in chunks], self._places(rows)))
+
+    def _places(self, rows: int) -> Sequence[int]:
+        return rows_of(picked(self.rows & rows, rows_of(self.rows)))
 
 
 class Doubt(msgspec.Struct, eq=False):
@@ -83,20 +114,12 @@ class Doubt(msgspec.Struct, eq=False):
     sends it again under the same number, and the peer gives the same reply."""
 
     request: Request
-    at: Index | None
-    """its rows; None: all"""
+    rows: int
+    """bits of positions"""
     parts: list[Added]
     """what was to be stored with it"""
-
-    def keep(self, ranges: Records) -> None:
-        """The ack failed, and the peer keeps its values as these ranges (RANGE) until the lease
-        ends: the next ack names them so."""
-        for one in self.parts:
-            written, count = one.written, len(one.written.ranges)
-            mine, ranges = ranges[:count], ranges[count:]
-            one.written = msgspec.structs.replace(
-                written, ranges=written.ranges[:0], shared=np.concatenate([mine, written.shared])
-            )
+    brought: MessageValues | None
+    """what the message said of them"""
 
 
 class Lease:
@@ -108,12 +131,13 @@ class Lease:
         self.id = claimed.lease
         self.n = len(claimed.table.rows.keys) // KEY.itemsize
         self.state = "leased"
+        self._groups = column(claimed.table.rows.group_index, U4)
         self._open: npt.NDArray[np.bool_] | None = None
         """per row whether it was neither finished nor dropped; None: all are open"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
         """an ack that may have taken effect"""
-        self._lost: list[tuple[Index, set[str]]] = []
+        self._lost: list[tuple[int, set[str]]] = []
         """rows and fields of acks that failed, and whose values the peer did not keep"""
         self._refused: set[str] = set()
         """fields that other writers have set: they are given up by the next `add`"""
@@ -129,7 +153,7 @@ class Lease:
     @property
     def added(self) -> list[str]:
         """Fields that wait for the ack."""
-        return list(dict.fromkeys(name for one in self._added for name in one.written.fields))
+        return list(dict.fromkeys(name for one in self._added for name in one.fields))
 
     def open_among(self, rows: Index | None) -> Index:
         """Those of these rows (None: of all) that are open."""
@@ -155,8 +179,8 @@ class Lease:
         if self._doubt is not None:
             self._settle_doubt(deadline)
             self.check()
-        at = np.arange(self.n, dtype=np.intp) if rows is None else np.sort(rows)
-        there = (one.written.fields for one in self._added if _meet(one.at, at))
+        at = self._bits(rows)
+        there = [one.fields for one in self._added if one.rows & at]
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
@@ -166,46 +190,78 @@ class Lease:
             )
         if (devices := self.handle.session.devices) is not None:
             devices.tell_of_host_copies(columns, "values added to a batch go to host memory")
-        written = write_columns(self.handle, columns, len(at), deadline)
-        parts = [*(one.written for one in self._added), written]
-        self._check_size(parts, written)
-        if rows is not None:  # values are in the order of the rows as they were given
-            written, _ = written.take(np.argsort(rows, kind="stable"))
-        self._tally(written)
+        # values are in the order of the rows as they were given
+        order = None if rows is None else np.argsort(rows, kind="stable").tolist()
+        pieces = self._write(columns, deadline, order, self._groups_of(at), at.bit_count())
         self._give_up_refused(at)
-        self._added.append(Added(at, written))
+        self._added.append(Added(at, pieces))
         for lost, names in self._lost:
-            if _meet(lost, at):
+            if lost & at:
                 names.difference_update(columns, self._refused)
 
-    def _give_up_refused(self, at: Index) -> None:
+    def _bits(self, rows: Index | None) -> int:
+        """These positions; None: all."""
+        if rows is None or len(rows) == self.n:
+            return all_of(self.n)
+        mask = np.zeros(self.n, np.bool_)
+        mask[rows] = True
+        return of_mask(mask)
+
+    def _groups_of(self, rows: int) -> list[int] | None:
+        """The group of each of these rows, in their order."""
+        if not len(self._groups):
+            return None
+        groups: list[int] = self._groups.tolist()
+        return groups if rows == all_of(self.n) else [groups[row] for row in rows_of(rows)]
+
+    def _give_up_refused(self, at: int) -> None:
         """The caller was told that other writers have set these fields, and adds something else."""
         if not self._refused:
             return
-        for one in [one for one in self._added if _meet(one.at, at)]:
-            kept = [c for c in one.written.columns if c.field not in self._refused]
+        for one in [one for one in self._added if one.rows & at]:
+            kept = without(one.pieces, self._refused)
             if not kept:
                 self._added.remove(one)
-                self.handle.session.keep(one.written.ranges)
-            elif len(kept) < len(one.written.columns):
-                fewer = msgspec.structs.replace(one.written, columns=kept)
-                one.written, unused = fewer.take(np.arange(len(one.at)))
-                self.handle.session.keep(unused)
+            self._give_back(one.pieces, kept)
+            one.pieces = kept
 
-    def _check_size(self, parts: list[Written], written: Written) -> None:
-        size = sum(map(part_bytes, parts))
-        if size > MAX_FRAME_BYTES // 2:
-            self.handle.session.keep(written.ranges)
+    def _give_back(self, pieces: Sequence[Piece], kept: Sequence[Piece] = ()) -> None:
+        """Of these pieces, the chunks that no message has named, and that `kept` does not need."""
+        still = {*chunks_of(kept)}
+        unused = [chunk for chunk in chunks_of(pieces) if chunk not in still]
+        give_back(self.handle.session, unused)
+
+    def _write(
+        self,
+        columns: Mapping[str, Any],
+        deadline: Deadline,
+        order: list[int] | None,
+        groups: list[int] | None,
+        n: int,
+    ) -> list[Piece]:
+        """Copy values of some rows into the arena. The columns have n rows; order: which of them
+        these are, None: all in their order. groups: of each of these rows."""
+        check = self._check_told
+        pieces = write_columns(self.handle, columns, n, deadline, order, groups, check)
+        nbytes = sum([chunk.nbytes for chunk in chunks_of(pieces)])
+        tally = self.handle.session.tally
+        tally.of_stage(self.stage, added_bytes=nbytes)
+        tally.add("copy", bytes=nbytes)
+        return pieces
+
+    def _check_told(self, pieces: list[Piece]) -> None:
+        """InvalidRows where one ack cannot tell of all that was added, and of these pieces."""
+        added = [piece for one in self._added for piece in one.pieces]
+        chunks = chunks_of([*added, *pieces])
+        size, count = message_bytes(chunks), len(chunks)
+        if size > MAX_FRAME_BYTES // 2 or count > MAX_CHUNKS_PER_MESSAGE:
             raise InvalidRows(
-                f"the metadata of the values added to these {self.n} rows takes {sized(size)}, "
-                f"but the limit is {sized(MAX_FRAME_BYTES // 2)}: claim fewer rows at a time",
+                f"the values added to these {self.n} rows take {count} chunks and {sized(size)} of "
+                f"metadata, but the limits are {MAX_CHUNKS_PER_MESSAGE} chunks and "
+                f"{sized(MAX_FRAME_BYTES // 2)}. Nothing was added; claim fewer rows at a time, or "
+                "add to some rows and ack them first",
                 size=size,
             )
-
-    def _tally(self, written: Written) -> None:
-        tally = self.handle.session.tally
-        tally.of_stage(self.stage, added_bytes=volume(written.columns))
-        tally.add("copy", bytes=written.copied_bytes)
 
     def fetch(self, fields: Sequence[str], deadline: Deadline) -> Fetched:
         """More fields of the rows."""
@@ -244,24 +300,28 @@ class Lease:
             order = None if len(at) == self.n else at
         else:
             order = np.argsort(rows)
-            order = order[np.isin(rows[order], at)]
+            if self._open is not None:
+                order = order[self._open[rows[order]]]
             at = rows[order]
         given = take_tags(given, order)
-        body = self._finish_of(outcome, at, given)
+        body = self._finish_of(outcome, self._bits(at), given)
         if not len(at):
             if rows is None:
                 self._end("finished")
             return
         if outcome == "ack":
-            self._ack(at, deadline, then)
+            self._ack(self._bits(at), deadline, then)
         elif values:
             many = self.n if rows is None else len(rows)
-            self._release_with(body, values, many, order, deadline)
+            self._release_with(body, values, many, order, at, deadline)
         elif given:
             self._send(body, deadline)
         else:
             self._send_bare(body, deadline)
-        self._closed_rows(outcome, rows)
+        if rows is None:
+            self._end(_ENDED[outcome])
+        else:
+            self._closed_rows(outcome, self._bits(at))
 
     def _finish_whole(self, outcome: Outcome, deadline: Deadline, then: Call | None) -> None:
         """Of all its rows, with nothing to be told beside."""
@@ -284,6 +344,7 @@ class Lease:
         values: Mapping[str, Any],
         many: int,
         order: Index | None,
+        at: Index,
         deadline: Deadline,
     ) -> None:
         """Rows and the progress that was made with them go back in one message. order: which of
@@ -293,28 +354,26 @@ class Lease:
             session.devices.tell_of_host_copies(
                 values, "values passed to release go to host memory"
             )
-        written = write_columns(self.handle, values, many, deadline)
-        self._check_size([written], written)
-        if order is not None:
-            written, unused = written.take(order)
-            session.keep(unused)
-        self._tally(written)
-        done = self._send_with(body, written, deadline)
+        chosen = None if order is None else order.tolist()
+        pieces = self._write(values, deadline, chosen, self._groups_of(self._bits(at)), many)
+        done = self._send_with(body, pieces, deadline)
         if isinstance(done, PutDone):
-            session.keep(np.frombuffer(done.extents, EXTENT))
+            session.keep(column(done.extents, EXTENT).tolist())
 
-    def _finish_of(self, outcome: Outcome, at: Index, tags: dict[str, list[Scalar]]) -> Finish:
-        index = None if len(at) == self.n else at.astype(U4).tobytes()
+    def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
+        index = None
+        if rows != all_of(self.n):
+            index = np.array(rows_of(rows), U4).tobytes()
         return Finish(self.id, outcome, index, tags=tags)
 
-    def _ack(self, at: Index, deadline: Deadline, then: Call | None) -> None:
+    def _ack(self, rows: int, deadline: Deadline, then: Call | None) -> None:
         """One message for all rows to which the same was added; rows of one that failed stay."""
-        self._check_lost({name for rows, names in self._lost if _meet(rows, at) for name in names})
-        apart = self._alike(at)
-        for rows in apart:
-            self._ack_alike(rows, deadline, then if rows is apart[-1] else None)
+        self._check_lost({name for lost, names in self._lost if lost & rows for name in names})
+        apart = self._alike(rows)
+        for some in apart:
+            self._ack_alike(some, deadline, then if some is apart[-1] else None)
             if len(apart) > 1:
-                self._closed_rows("ack", rows)
+                self._closed_rows("ack", some)
 
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
@@ -325,41 +384,57 @@ class Lease:
                 fields=sorted(lost),
             )
 
-    def _is_whole(self, at: Index) -> bool:
-        """Whether these are all rows, as those are to which something was added."""
-        return len(at) == self.n and all([len(one.at) == self.n for one in self._added])
-
-    def _alike(self, at: Index) -> list[Index]:
+    def _alike(self, rows: int) -> list[int]:
         """These rows, by what was added to them."""
-        if self._is_whole(at):
-            return [at]
-        has = np.array([np.isin(at, one.at) for one in self._added])
-        if has.all():
-            return [at]
-        _, which = np.unique(has, axis=1, return_inverse=True)
-        return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
+        apart = [rows]
+        for one in self._added:
+            apart = [part for some in apart for part in (some & one.rows, some & ~one.rows) if part]
+        return apart
 
-    def _ack_alike(self, at: Index, deadline: Deadline, then: Call | None) -> None:
+    def _ack_alike(self, rows: int, deadline: Deadline, then: Call | None) -> None:
         """Values stay with the lease until the ack that carries them is answered: whatever fails
         before that, the next ack of the rows carries the same ones."""
-        session = self.handle.session
-        self._part_from_others(at, deadline)
-        parts = [one for one in self._added if _meet(one.at, at)]
-        body = self._finish_of("ack", at, {})
+        parts = [one for one in self._added if one.rows & rows]
+        body = self._finish_of("ack", rows, {})
         try:
-            done = self._send(body, deadline, then, at, parts)
+            self._send_ack(body, deadline, then, rows, parts)
         except ShardFull as full:
-            if not full.details.get("values"):
+            if not full.details.get("values") or not all([one in self._added for one in parts]):
                 raise
             self.handle.shard_is_full()
             for one in parts:
-                if one.written.inline:
-                    one.written = self._landed(one.written, deadline)
-            done = self._send(body, deadline, None, at, parts)
-        self._added = [one for one in self._added if one not in parts]
+                self._land(one.pieces, deadline)
+            self._send_ack(body, deadline, None, rows, parts)
+
+    def _acked(self, rows: int, parts: list[Added], brought: MessageValues, done: Body) -> None:
+        """The shard has these values. What rows that are still open need again stays."""
+        ranges = column(done.ranges, RANGE) if isinstance(done, PutDone) and done.ranges else None
+        brought.committed(ranges)
+        for one in parts:
+            if not self._others(one, rows):
+                self._added.remove(one)
+                self._give_back(one.pieces)
+
+    def _others(self, one: Added, rows: int) -> int:
+        """The open rows that it was added to, except these."""
+        left = one.rows & ~rows
+        return left if not left or self._open is None else left & of_mask(self._open)
+
+    def _send_ack(
+        self, body: Finish, deadline: Deadline, then: Call | None, rows: int, parts: list[Added]
+    ) -> None:
+        """The ack of these rows, with what was added to them."""
+        pieces = [piece for one in parts for piece in one.of(rows)]
+        brought = values_of(self.handle.session.owner, pieces)
+        body = self._with(body, brought)
+        named = {*brought.chunks}
+        others = [(one, left) for one in parts if (left := self._others(one, rows))]
+        body.again = any([one.needs(named, left) for one, left in others])
+        done = self._send(body, deadline, then, rows, parts, brought)
+        self._acked(rows, parts, brought, done)
         if isinstance(done, PutDone):
             if done.extents:
-                session.keep(np.frombuffer(done.extents, EXTENT))
+                self.handle.session.keep(column(done.extents, EXTENT).tolist())
             if done.kept:
                 log.info(
                     "partition %r, stage %r: rows were redelivered, so existing values were kept: "
@@ -369,89 +444,67 @@ class Lease:
                     done.kept,
                 )
 
-    def _part_from_others(self, at: Index, deadline: Deadline) -> None:
-        """What was added to these rows and to others becomes two. Nothing has changed where there
-        is no room for that."""
-        if self._is_whole(at):
-            return
-        session = self.handle.session
-        for one in [one for one in self._added if _meet(one.at, at) and len(one.at) > len(at)]:
-            local = np.searchsorted(one.at, at)
-            apart, unused = [], np.zeros(0, EXTENT)
-            if len(np.setdiff1d(self.open_among(one.at), at)):
-                mine, rest, copied = one.written.divide(local, session.writes.view)
-                if copied:
-                    mine = self._landed(mine, deadline)
-                apart.append(Added(np.setdiff1d(one.at, at), rest))
-            else:
-                mine, unused = one.written.take(local)
-            self._added = [o for o in self._added if o is not one] + [Added(at, mine), *apart]
-            session.keep(unused)
-
-    def _send_with(self, body: Finish, written: Written, deadline: Deadline) -> Body:
-        """Values that are stored without an ack. Once more where the shard has no room for what is
+    def _send_with(self, body: Finish, pieces: list[Piece], deadline: Deadline) -> Body:
+        """Values that are stored without an ack. Once more where the shard has no space for what is
         inline."""
+        brought = values_of(self.handle.session.owner, pieces)
         try:
-            return self._send_once(body, written, deadline)
+            return self._send_once(body, brought, deadline)
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
-            pin = self.handle.session.pinned(full.details.get("pin", 0))
-            written = self._landed(written, deadline, full)
-            done = self._send_once(body, written, deadline)
-            del pin  # what it holds has another holder now
+            held, _ = named_again(self.handle.session, brought, full, 0)
+            self._land(pieces, deadline)
+            brought = values_of(self.handle.session.owner, pieces)
+            done = self._send_once(body, brought, deadline)
+            del held  # the values have another holder now
             return done
 
-    def _send_once(self, body: Finish, written: Written, deadline: Deadline) -> Body:
+    def _send_once(self, body: Finish, brought: MessageValues, deadline: Deadline) -> Body:
         call = None
         try:
-            body = self._with(body, written)
+            body = self._with(body, brought)
             deadline.check(body.outcome)
             call = Call(body, deadline)
             return self._answer(call)
         except BaseException:
             if call is None or not call.in_flight:
-                self.handle.session.keep(written.ranges)
+                give_back(self.handle.session, brought.chunks)
             raise
 
-    def _with(self, body: Finish, written: Written) -> Finish:
-        """It brings these, and asks for as much room for what is added next."""
-        room_bytes = int(padded(written.ranges["length"]).sum()) if len(written.ranges) else 0
+    def _with(self, body: Finish, brought: MessageValues) -> Finish:
+        """It brings these, and asks for as much space for what is added next."""
         return msgspec.structs.replace(
             body,
-            columns=written.columns,
-            specs=written.specs,
-            ranges=written.ranges.tobytes(),
-            shared=written.shared.tobytes(),
-            want_bytes=self.handle.session.leftovers[0].ahead(room_bytes),
-            inline=written.inline,
+            values=brought.values,
+            ranges=brought.ranges,
+            shared=brought.shared_ranges,
+            want_bytes=self.handle.session.slabs[0].ahead(room_of(brought.chunks)),
         )
 
-    def _landed(
-        self, written: Written, deadline: Deadline, full: ShardFull | None = None
-    ) -> Written:
+    def _land(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         generation = attach(self.handle, deadline)
-        return landed(self.handle, generation, written, lambda: True, deadline, full)
+        land(self.handle, generation, pieces, True, deadline)
 
     def _send(
         self,
         body: Finish,
         deadline: Deadline,
         then: Call | None = None,
-        at: Index | None = None,
+        rows: int = 0,
         parts: Sequence[Added] = (),
+        brought: MessageValues | None = None,
     ) -> Body:
-        """at: the rows, None for all. parts: the values that are stored with an ack."""
-        if parts:
-            body = self._with(body, beside([one.written for one in parts]))
+        """rows: those that it finishes. parts: the values that are stored with an ack, and what the
+        message says of them."""
         deadline.check(body.outcome)
         call = Call(body, deadline, then=then, keeps=body.outcome == "ack")
         try:
             return self._answer(call)
         except BaseException as exc:
             if call.again is not None:
-                self._doubt = Doubt(call.again, at, list(parts))
+                self._doubt = Doubt(call.again, rows or all_of(self.n), list(parts), brought)
                 self._told(exc)
             raise
 
@@ -482,14 +535,16 @@ class Lease:
         self.handle.session.answered(doubt.request)
         if isinstance(exc, FieldExists):
             self._refused.add(str(exc.details.get("field")))
+        if doubt.brought is None:
+            return
         if kept is not None:
-            doubt.keep(column(kept, RANGE))
+            doubt.brought.committed(column(kept, RANGE))
         elif doubt.parts:
+            doubt.brought.committed()
             # Nobody has the values: an ack without them must not pass for one with them.
             self._added = [one for one in self._added if one not in doubt.parts]
-            names = {name for one in doubt.parts for name in one.written.fields}
-            rows = np.arange(self.n, dtype=np.intp) if doubt.at is None else doubt.at
-            self._lost.append((rows, names))
+            names = {name for one in doubt.parts for name in one.fields}
+            self._lost.append((doubt.rows, names))
 
     def _settle_doubt(self, deadline: Deadline) -> None:
         """Ask again, under its own number, for the ack that may have taken effect. Where it has
@@ -499,22 +554,23 @@ class Lease:
         deadline.check("ack")
         call = Call(doubt.request.body, deadline, again=doubt.request, keeps=True)
         try:
-            self._answer(call)
+            done = self._answer(call)
         except DataplaneError as exc:
             self._told(exc)
             if self._doubt is not None or self.state != "leased":
                 raise
             return
         self._doubt = None
-        self._added = [one for one in self._added if one not in doubt.parts]
-        self._closed_rows("ack", doubt.at)
+        # what the answer grants is given back where the call that was given up is undone
+        if doubt.brought is not None:
+            self._acked(doubt.rows, doubt.parts, doubt.brought, done)
+        self._closed_rows("ack", doubt.rows)
 
-    def _closed_rows(self, outcome: Outcome, rows: Index | None) -> None:
-        if rows is not None:
-            if self._open is None:
-                self._open = np.ones(self.n, np.bool_)
-            self._open[rows] = False
-        if self._open is None or rows is None or not self._open.any():
+    def _closed_rows(self, outcome: Outcome, rows: int) -> None:
+        if self._open is None:
+            self._open = np.ones(self.n, np.bool_)
+        self._open[rows_of(rows)] = False
+        if not self._open.any():
             self._end(_ENDED[outcome])
 
     def _end(self, state: str) -> None:
@@ -523,17 +579,19 @@ class Lease:
         session.leases.discard(self.id)
         if session.spans is not None:
             session.spans.end(self.id, state)
-        for ranges in self._unsent():
-            session.keep(ranges)
+        give_back(session, self._unsent())
         self._added = []
 
-    def _unsent(self) -> list[Records]:
-        """Room with values that no message has named, when the lease ends."""
+    def _unsent(self) -> list[Chunk]:
+        """Chunks that no message has named, when the lease ends."""
+        chunks = chunks_of([piece for one in self._added for piece in one.pieces])
         doubt, self._doubt = self._doubt, None
-        if doubt is None:
-            return [one.written.ranges for one in self._added]
-        self.handle.session.answered(doubt.request)
-        return [one.written.ranges for one in self._added if one not in doubt.parts]
+        if doubt is not None:
+            self.handle.session.answered(doubt.request)
+            if doubt.brought is not None:
+                named = {*doubt.brought.chunks}
+                chunks = [chunk for chunk in chunks if chunk not in named]
+        return [chunk for chunk in chunks if chunk.offset >= 0]
 
     def give_back(self, deadline: Deadline) -> None:
         """Release what is held; the rows are back when this returns, also where `abandon` has
@@ -557,7 +615,7 @@ class Lease:
                 self.handle.session.spans.end(self.id, self.state)
             self.handle.session.abandon(
                 Abandoned(self.id, self.handle.name, self.stage, rows, forgotten if rows else None),
-                self._unsent(),
+                spaces_of(self._unsent()),
             )
 
     def __del__(self) -> None:
@@ -574,13 +632,3 @@ def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n:
     if len(index) and (index[0] < 0 or index[-1] >= n):
         raise InvalidRows(f"rows={rows!r}: expected positions from 0 to {n - 1} in this batch")
     return index
-
-
-def _meet(one: Index, other: Index) -> bool:
-    return bool(np.isin(one, other).any())
-
-
-def part_bytes(written: Written) -> int:
-    """What these values add to a message."""
-    records = sum(len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in written.columns)
-    return records + len(written.inline) + written.ranges.nbytes + 64 * len(written.specs)

@@ -17,14 +17,13 @@ from dataplane.client._sync.backend import Prefetch
 from dataplane.client._sync.batch import LeasedRows
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
 from dataplane.client._sync.plan_part import Fetching, Index, Joined, Part, fetch, fetch_rows
-from dataplane.client._sync.write import write_columns
 from dataplane.client.balancing import Rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection
-from dataplane.client.write.values import named_once
+from dataplane.client.write.columns import named_once, prepare
 from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted
 from dataplane.wire.messages import Finish, PutDone
-from dataplane.wire.records import EXTENT, U4
+from dataplane.wire.records import EXTENT, U4, column
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +88,17 @@ class Micro(LeasedRows):
         lease.check()
         if session.devices is not None:
             session.devices.tell_of_host_copies(columns, "values added to a plan go to host memory")
-        written = write_columns(self._handle, columns, len(self), deadline)
-        lease._check_size([written], written)
         real = np.flatnonzero(self.mask)
         if not len(real):
-            session.keep(written.ranges)
+            prepare(columns, len(self), (), self._handle.definition.fields, "the batch has")
             return
-        if len(real) < len(self):
-            written, unused = written.take(real)
-            session.keep(unused)
-        lease._tally(written)
-        body = Finish(lease.id, "keep", self._positions[real].astype(U4).tobytes())
-        done = lease._send_with(body, written, deadline)
+        order = None if len(real) == len(self) else real.tolist()
+        positions = self._positions[real]
+        pieces = lease._write(columns, deadline, order, None, len(self))
+        body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
+        done = lease._send_with(body, pieces, deadline)
         if isinstance(done, PutDone):
-            session.keep(np.frombuffer(done.extents, EXTENT))
+            session.keep(column(done.extents, EXTENT).tolist())
 
     def __repr__(self) -> str:
         padding = len(self) - int(self.mask.sum())
@@ -127,7 +123,7 @@ class Mini:
         return Micros(self._plan, self._number)
 
     def __len__(self) -> int:
-        """Micro-batches, as many as at any other rank."""
+        """Return the number of micro-batches, which is the same on every rank."""
         return len(self._plan._joined.mini(self._number))
 
     def __repr__(self) -> str:
@@ -297,8 +293,8 @@ class Plan:
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
                 log.warning(
-                    "%r could not be released; its rows return to the stage when the session "
-                    "ends: %s",
+                    "%r: could not release the plan, whose rows return to the stage when the "
+                    "session ends: %s",
                     self,
                     failure,
                 )

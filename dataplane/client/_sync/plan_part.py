@@ -21,10 +21,10 @@ from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach_to_wait, define
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, wait_for
 from dataplane.client._sync.lease import Lease
-from dataplane.client._sync.reads import join_tables
 from dataplane.client.balancing import Layout, Rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
+from dataplane.client.read.table import join_tables, volume
 from dataplane.errors import (
     FrameTooLarge,
     InvalidRows,
@@ -36,7 +36,7 @@ from dataplane.errors import (
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Want
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Shape, Table, volume
+from dataplane.wire.tables import Shape, Table
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)
-    nbytes, tally = volume(came.table.columns), part.handle.session.tally
+    nbytes, tally = volume(came.table.values), part.handle.session.tally
     tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
     return came, positions, mask
 

@@ -8,31 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import ask
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
+from dataplane.client.read.table import join_tables, volume
 from dataplane.client.ref import Ref
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import (
     Names,
-    chunks,
-    group_names,
+    in_parts,
     name_list,
     named_rows,
-    row_names,
-    tag_values,
 )
 from dataplane.errors import FrameTooLarge, InvalidCall
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Defined, Read, ReadDone
-from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
-from dataplane.wire.tables import Column, Definition, Name, Rows, Spec, Table, volume
+from dataplane.wire.records import KEY
+from dataplane.wire.tables import Definition, Rows, Table
 
 Found = tuple[Table, Pin]
 
@@ -52,7 +47,7 @@ def read(
     if keys is None:
         pages = _pages(handle, None, where, fields, deadline)
     else:
-        parts = chunks(name_list(keys, "key"), handle.session.max_rows)
+        parts = in_parts(name_list(keys, "key"), handle.session.max_rows)
         pages = _read_parts(handle, [named_rows(p) for p in parts], fields, deadline)
     return _gather(handle, pages)
 
@@ -79,7 +74,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
     """The partition that a ref is of. InvalidCall where that is none of this plane."""
     if not isinstance(ref, Ref):
         raise InvalidCall(
-            f"expected a ref that put returned, not {ref!r:.80}; to read by key, use "
+            f"expected a ref returned by put(), got {ref!r:.80}. To read by key, use "
             "part.get(keys=…)"
         )
     if ref.plane != session.plane:
@@ -166,103 +161,5 @@ def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
     pin = session.pinned(*(page.pin for page in pages))
     table = join_tables([page.table for page in pages])
     rows = len(table.rows.keys) // KEY.itemsize
-    session.tally.add("get", rows=rows, bytes=volume(table.columns))
+    session.tally.add("get", rows=rows, bytes=volume(table.values))
     return table, pin
-
-
-def join_tables(tables: list[Table]) -> Table:
-    """Tables to clients (PLACE records) one behind the other; what one lacks is absent there."""
-    if len(tables) == 1:
-        return tables[0]
-    if not tables:
-        return Table(Rows(b""))
-    counts = [len(t.rows.keys) // KEY.itemsize for t in tables]
-    specs: list[Spec] = []
-    index: dict[Spec, int] = {}
-    parts: dict[str, list[Column]] = {c.field: [] for t in tables for c in t.columns}
-    before = 0
-    for table, n in zip(tables, counts, strict=True):
-        renumber = np.array([index.setdefault(s, len(index)) for s in table.specs], U4)
-        specs += list(index)[len(specs) :]
-        here = {c.field: c for c in table.columns}
-        for field, columns in parts.items():
-            columns.append(
-                _renumbered(here[field], renumber, before) if field in here else _absent(field, n)
-            )
-        before += len(table.inline)
-    tag_names = dict.fromkeys(name for t in tables for name in t.tags)
-    return Table(
-        rows=_join_rows([t.rows for t in tables]),
-        columns=[_join_columns(field, columns, counts) for field, columns in parts.items()],
-        specs=specs,
-        tags={
-            name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
-            for name in tag_names
-        },
-        inline=b"".join(t.inline for t in tables),
-    )
-
-
-def _renumbered(source: Column, renumber: np.ndarray, before: int) -> Column:
-    """before: the inline bytes that come first."""
-
-    def spec_column(raw: bytes) -> bytes:
-        records = column(raw, PLACE).copy()
-        here = records["flags"] & PLACE_ABSENT == 0
-        records["spec"][here] = renumber[records["spec"][here]]
-        records["offset"][records["flags"] & PLACE_INLINE != 0] += np.uint64(before)
-        return records.tobytes()
-
-    return Column(
-        source.field, spec_column(source.values), source.leaf_counts, spec_column(source.leaves)
-    )
-
-
-def _absent(field: str, n: int) -> Column:
-    records = np.zeros(n, PLACE)
-    records["flags"] = PLACE_ABSENT
-    return Column(field, records.tobytes())
-
-
-def _join_columns(field: str, columns: list[Column], counts: list[int]) -> Column:
-    leaf_counts = b""
-    if any(c.leaf_counts for c in columns):
-        leaf_counts = b"".join(
-            c.leaf_counts or bytes(4 * n) for c, n in zip(columns, counts, strict=True)
-        )
-    return Column(
-        field,
-        b"".join(c.values for c in columns),
-        leaf_counts,
-        b"".join(c.leaves for c in columns),
-    )
-
-
-def _join_rows(parts: list[Rows]) -> Rows:
-    """A group may go on behind a page's end, so equal group keys are one group."""
-    keys = b"".join(p.keys for p in parts)
-    names: list[Name] | None = None
-    if any(p.names is not None for p in parts):
-        names = [name for p in parts for name in row_names(p)]
-    if not any(p.group_index for p in parts):
-        return Rows(keys, names)
-    numbers: dict[bytes, int] = {}
-    ids: list[Name] = []
-    columns = []
-    for part in parts:
-        n = len(part.keys) // KEY.itemsize
-        if not part.group_index:
-            columns.append(np.full(n, NO_GROUP, U4))
-            continue
-        renumber = []
-        for at, name in enumerate(group_names(part)):
-            key = part.group_keys[at * KEY.itemsize : (at + 1) * KEY.itemsize]
-            renumber.append(numbers.setdefault(key, len(numbers)))
-            if len(ids) < len(numbers):
-                ids.append(name)
-        groups = column(part.group_index, U4, n)
-        known = groups != NO_GROUP
-        joined = np.full(n, NO_GROUP, U4)
-        joined[known] = np.array(renumber, U4)[groups[known]]
-        columns.append(joined)
-    return Rows(keys, names, np.concatenate(columns).tobytes(), b"".join(numbers), ids)

@@ -123,7 +123,7 @@ class _Checkpoint:
             filing(self.archive.clear)
         raise CheckpointFailed(
             "rows moved between peers during every attempt, because peers joined, left or "
-            "died; call checkpoint again",
+            "died: call plane.checkpoint(…) again",
             path=str(self.archive.target),
         )
 

@@ -24,7 +24,7 @@ from dataplane.wire.tables import Definition
 
 FORMAT, VERSION = "dataplane-checkpoint", 1
 MANIFEST = "manifest.json"
-FILES = ("groups.arrow", "rows.arrow", "values.arrow", "bytes.bin")
+FILES = ("groups.arrow", "rows.arrow", "chunks.arrow", "pieces.arrow", "bytes.bin")
 """Of each partition, in a directory with its number."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -261,7 +261,7 @@ def _summed(path: Path, bar: Bar) -> FileNote:
 
 def _there(path: Path) -> CheckpointFailed:
     return CheckpointFailed(
-        f"{path} already exists, and a checkpoint is never overwritten; choose another name",
+        f"{path} already exists, and a checkpoint is never overwritten: choose another name",
         path=str(path),
     )
 

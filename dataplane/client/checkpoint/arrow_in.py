@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,30 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, corrupt, failing
-from dataplane.client.checkpoint.arrow_out import GROUPS, ROWS, UNKNOWN, VALUES
-from dataplane.memory.extents import padded
+from dataplane.client.checkpoint.arrow_out import TABLES, UNKNOWN
+from dataplane.client.write.chunks import UNUSED, Chunk, Piece, select
+from dataplane.errors import ProtocolError
+from dataplane.memory.extents import room
+from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.wire.checkpoint import Progress
-from dataplane.wire.limits import ABSENT, NO_GROUP, PACK_BLOCK_BYTES, PACK_LIMIT_BYTES
-from dataplane.wire.records import U4, VALUE
-from dataplane.wire.tables import Column, Name, Rows, Scalar, Spec
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE, NO_GROUP
+from dataplane.wire.records import U4, column
+from dataplane.wire.tables import Name, Rows, Scalar
 
 Records = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
 class Portion:
-    """Some groups and rows: the parts of a Restore. blocks: (first byte, end) in bytes.bin of each
-    range that the records name."""
+    """Some groups and rows: the parts of a Restore. sources: where in bytes.bin each chunk
+    starts."""
 
     rows: Rows
-    columns: list[Column]
-    specs: list[Spec]
+    pieces: list[Piece]
     tags: dict[str, list[Scalar]]
     progress: Progress
-    blocks: Records
-
-    @property
-    def sizes(self) -> Records:
-        sizes: Records = self.blocks[:, 1] - self.blocks[:, 0]
-        return sizes
+    sources: dict[Chunk, int]
 
 
 class PartReader:
@@ -54,9 +52,9 @@ class PartReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         with failing(directory):
-            self._bytes = open(directory / FILES[3], "rb", buffering=0)  # noqa: SIM115
+            self._bytes = open(directory / FILES[-1], "rb", buffering=0)  # noqa: SIM115
             self.nbytes = os.fstat(self._bytes.fileno()).st_size
-            self._maps = [pa.memory_map(str(directory / name)) for name in FILES[:3]]
+            self._maps = [pa.memory_map(str(directory / name)) for name in FILES[:-1]]
 
     def close(self) -> None:
         self._bytes.close()
@@ -67,7 +65,7 @@ class PartReader:
         """Everything, in portions of about so many bytes of values."""
         try:
             tables = [pa.ipc.open_file(one) for one in self._maps]
-            for table, schema, name in zip(tables, (GROUPS, ROWS, VALUES), FILES, strict=False):
+            for table, schema, name in zip(tables, TABLES, FILES, strict=False):
                 if table.schema != schema or table.num_record_batches != (
                     tables[0].num_record_batches
                 ):
@@ -76,43 +74,36 @@ class PartReader:
                         "it does not have the expected columns or number of batches",
                     )
             for number in range(tables[0].num_record_batches):
-                groups, rows, values = (table.get_batch(number) for table in tables)
-                yield from _Batch(groups, rows, values, self.nbytes).portions(most_bytes)
-        except (pa.ArrowException, msgspec.MsgspecError, ValueError, IndexError) as exc:
+                groups, rows, chunks, pieces = (table.get_batch(number) for table in tables)
+                batch = _Batch(groups, rows, chunks, pieces, self.nbytes)
+                yield from batch.portions(most_bytes)
+        except (
+            pa.ArrowException,
+            msgspec.MsgspecError,
+            ProtocolError,
+            ValueError,
+            IndexError,
+        ) as exc:
             raise corrupt(self._directory, f"its files do not match each other: {exc}") from exc
 
-    def read(self, block: Records, into: memoryview) -> None:
-        """The bytes of a block."""
-        at, rest = int(block[0]), into
+    def read(self, at: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `at` on."""
+        rest = into
         with failing(self._directory):
             while rest:
                 count = os.preadv(self._bytes.fileno(), [rest], at)
                 if not count:
-                    raise corrupt(self._directory / FILES[3], "it was truncated")
+                    raise corrupt(self._directory / FILES[-1], "it was truncated")
                 at, rest = at + count, rest[count:]
 
 
 class _Batch:
     """One record batch of each table."""
 
-    def __init__(self, groups: Any, rows: Any, values: Any, nbytes: int) -> None:
+    def __init__(self, groups: Any, rows: Any, chunks: Any, pieces: Any, nbytes: int) -> None:
         self.n, self.n_groups = rows.num_rows, groups.num_rows
         self.groups, self.rows = groups, rows
         self.group = rows["group"].fill_null(NO_GROUP).to_numpy(zero_copy_only=False).astype(U4)
-        self.row = _numbers(values["row"])
-        self.leaf = values["leaf"].fill_null(-1).to_numpy(zero_copy_only=False)
-        self.offset, self.nbytes = _numbers(values["offset"]), _numbers(values["nbytes"])
-        self.fields, self.field = _coded(values["field"])
-        self.specs, self.spec = _specs(values)
-        ends = self.offset + self.nbytes
-        if not (self.row[1:] >= self.row[:-1]).all():
-            raise ValueError("the values are not sorted by row")
-        if len(ends) and (end := ends.max()) > nbytes:
-            raise ValueError(
-                f"a value ends at byte {end}, but the file has {nbytes} bytes of values"
-            )
-        if len(self.row) and (row := self.row[-1]) >= self.n:
-            raise ValueError(f"a value has row number {row}, but its batch has {self.n} rows")
         grouped = self.group[self.group != NO_GROUP]
         if not (self.group[1:] >= self.group[:-1]).all():  # NO_GROUP is the largest
             raise ValueError("the rows are not sorted by group")
@@ -120,85 +111,73 @@ class _Batch:
             raise ValueError(
                 f"a row has group number {number}, but its batch has {self.n_groups} groups"
             )
+        self.sources: dict[Chunk, int] = {}
+        for one in chunks.to_pylist():
+            chunk = Chunk((), 0, one["rows"], one["nbytes"], one["layout"])
+            chunk.lengths = one["lengths"] or None
+            if one["offset"] + chunk.nbytes > nbytes:
+                raise ValueError(
+                    f"a chunk ends at byte {one['offset'] + chunk.nbytes}, but the file has "
+                    f"{nbytes} bytes of chunks"
+                )
+            self.sources[chunk] = one["offset"]
+        every = list(self.sources)
+        self.pieces = [self._piece(one, every) for one in pieces.to_pylist()]
+
+    def _piece(self, one: dict[str, Any], chunks: list[Chunk]) -> Piece:
+        if one["chunk"] >= len(chunks):
+            raise ValueError(
+                f"a piece refers to chunk {one['chunk']}, but its batch has only "
+                f"{len(chunks)} chunks"
+            )
+        given = in_bytes(one["given"])
+        if not given or one["base"] + given.bit_length() > self.n:
+            raise ValueError(
+                f"a piece has rows from {one['base']} on, but not all of them are among the "
+                f"{self.n} rows of its batch"
+            )
+        rows = rows_of(given << one["base"])
+        fields = tuple([UNUSED if field is None else field for field in one["fields"]])
+        at = column(one["at"], U4, len(rows)).tolist() if one["at"] else None
+        return Piece(chunks[one["chunk"]], fields, rows, one["first"], at)
 
     def portions(self, most_bytes: int) -> Iterator[Portion]:
+        """Each of groups, or rows without one, whose chunks take about so many bytes."""
         counts = np.bincount(self.group[self.group != NO_GROUP], minlength=self.n_groups)
         single = self.n - int(counts.sum())
-        row_ends = np.cumsum(np.concatenate([counts, np.ones(single, np.int64)]))
-        sizes = padded(self.nbytes).astype(np.int64)
-        by_row = np.concatenate([[0], np.cumsum(np.bincount(self.row, sizes, self.n))])
-        bytes_ends = by_row[row_ends]
-        unit, start = 0, 0
-        while unit < len(row_ends):
-            done = bytes_ends[unit - 1] if unit else 0
-            upto = int(np.searchsorted(bytes_ends, done + most_bytes, "right"))
-            upto = max(unit + 1, upto)
-            stop = int(row_ends[upto - 1])
-            here = slice(min(unit, self.n_groups), min(upto, self.n_groups))
-            yield self._portion(slice(start, stop), here)
-            unit, start = upto, stop
+        ends = [0, *np.cumsum(np.concatenate([counts, np.ones(single, np.int64)])).tolist()]
+        unit_of = np.repeat(np.arange(len(ends) - 1), np.diff(ends)).tolist()
+        used: list[list[Chunk]] = [[] for _ in ends[1:]]
+        for piece in self.pieces:
+            for unit in range(unit_of[piece.rows[0]], unit_of[piece.rows[-1]] + 1):
+                used[unit].append(piece.chunk)
+        bounds, nbytes, pieces, here = [0], 0, 0, set[Chunk]()
+        for unit, chunks in enumerate(used):
+            new = {*chunks} - here
+            more = sum([room(chunk.nbytes) for chunk in new])
+            too_many = len(here) + len(new) > MAX_CHUNKS_PER_MESSAGE
+            too_many = too_many or pieces + len(chunks) > MAX_PIECES_PER_MESSAGE
+            if unit > bounds[-1] and (too_many or nbytes + more > most_bytes):
+                bounds.append(unit)
+                here, nbytes, pieces, new = set(), 0, 0, {*chunks}
+                more = sum([room(chunk.nbytes) for chunk in new])
+            here |= new
+            nbytes += more
+            pieces += len(chunks)
+        for first, last in pairwise([*bounds, len(used)]):
+            groups = slice(min(first, self.n_groups), min(last, self.n_groups))
+            yield self._portion(slice(ends[first], ends[last]), groups)
 
     def _portion(self, rows: slice, groups: slice) -> Portion:
-        first, last = np.searchsorted(self.row, [rows.start, rows.stop])
-        here = slice(int(first), int(last))
-        records, blocks = self._laid(here, rows.start)
-        n = rows.stop - rows.start
-        row, leaf, field = self.row[here] - rows.start, self.leaf[here], self.field[here]
-        columns = []
-        for number in np.unique(field).tolist():
-            own = field == number
-            values = np.zeros(n, VALUE)
-            values["owner"] = ABSENT
-            head, inside = own & (leaf < 0), own & (leaf >= 0)
-            values[row[head]] = records[head]
-            counts = np.bincount(row[inside], minlength=n).astype(U4)
-            columns.append(
-                Column(
-                    self.fields[number],
-                    values.tobytes(),
-                    counts.tobytes() if inside.any() else b"",
-                    records[inside].tobytes(),
-                )
-            )
-        tags, tagged = _tags(self.rows["tags"].to_pylist()[rows], n)
+        here = [p for p in self.pieces if p.rows[0] < rows.stop and p.rows[-1] >= rows.start]
+        tags, tagged = _tags(self.rows["tags"].to_pylist()[rows], rows.stop - rows.start)
         return Portion(
             self._rows(rows, groups),
-            columns,
-            self.specs,
+            select(here, range(rows.start, rows.stop)),
             tags,
             self._progress(rows, groups, tagged),
-            blocks,
+            self.sources,
         )
-
-    def _laid(self, here: slice, start: int) -> tuple[Records, Records]:
-        """VALUE records of some values, and the blocks that they lie in: a small value shares one
-        with its neighbours of the same group, or row, so that they go together."""
-        offset, nbytes = self.offset[here], self.nbytes[here]
-        pairs = np.stack([offset, nbytes], axis=1).view("V16").ravel()
-        _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
-        group = self.group[self.row[here]].astype(np.int64)
-        unit = np.where(group == NO_GROUP, NO_GROUP + 1 + self.row[here].astype(np.int64), group)
-        order = np.lexsort((nbytes[first], offset[first]))
-        block_of, delta = np.zeros(len(first), U4), np.zeros(len(first), np.uint16)
-        blocks: list[list[int]] = []
-        open_unit = -1
-        chosen = first[order]
-        columns = (offset[chosen], nbytes[chosen], unit[chosen])
-        for at, (begin, size, of) in zip(
-            order.tolist(), zip(*(c.tolist() for c in columns), strict=True), strict=True
-        ):
-            end, small = begin + size, size < PACK_LIMIT_BYTES
-            joins = small and of == open_unit and end - blocks[-1][0] <= PACK_BLOCK_BYTES
-            if joins:
-                blocks[-1][1] = max(end, blocks[-1][1])
-            else:
-                blocks.append([begin, end])
-                open_unit = of if small else -1
-            block_of[at], delta[at] = len(blocks) - 1, begin - blocks[-1][0]
-        records = np.zeros(len(offset), VALUE)
-        records["range"], records["delta"] = block_of[inverse], delta[inverse]
-        records["nbytes"], records["spec"] = nbytes, self.spec[here]
-        return records, np.array(blocks, np.int64).reshape(-1, 2)
 
     def _rows(self, rows: slice, groups: slice) -> Rows:
         keys, names = _identity(self.rows, rows)
@@ -228,29 +207,6 @@ class _Batch:
 def _numbers(array: Any) -> Records:
     numbers: Records = array.to_numpy(zero_copy_only=False)
     return numbers
-
-
-def _coded(array: Any) -> tuple[list[Any], Records]:
-    """The different texts, and per entry which it is."""
-    coded = array.dictionary_encode(null_encoding="encode")
-    return coded.dictionary.to_pylist(), _numbers(coded.indices).astype(np.int64)
-
-
-def _shape(text: str) -> tuple[bool, tuple[int, ...]]:
-    lengths = text.removeprefix("~")
-    return lengths != text, tuple(map(int, lengths.split(","))) if lengths else ()
-
-
-def _specs(values: Any) -> tuple[list[Spec], Records]:
-    dtypes, dtype = _coded(values["dtype"])
-    shapes, shape = _coded(values["shape"])
-    both, spec = np.unique(dtype * max(1, len(shapes)) + shape, return_inverse=True)
-    found = []
-    for code in both.tolist():
-        name, text = dtypes[code // len(shapes)], shapes[code % len(shapes)]
-        loose, lengths = _shape(text)
-        found.append(Spec("object" if name is None else "array", name or "", lengths, loose))
-    return found, spec
 
 
 def _identity(table: Any, here: slice) -> tuple[bytes, list[Name] | None]:

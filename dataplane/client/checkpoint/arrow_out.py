@@ -1,4 +1,4 @@
-"""Rows of a checkpoint into Arrow IPC files, and the bytes of their values beside them.
+"""Rows of a checkpoint into Arrow IPC files, and the bytes of their chunks beside them.
 
 One record batch of each table for each answer of the peer, so nothing grows with the partition.
 protocol/checkpoint.md describes the columns. Imports pyarrow, so it is imported late.
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, FileNote, SummedFile, failing
-from dataplane.memory.extents import padded
-from dataplane.wire.arrays import Array
+from dataplane.errors import ProtocolError
 from dataplane.wire.checkpoint import SaveDone
+from dataplane.wire.layouts import aligned
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
-from dataplane.wire.tables import Name, Rows, Spec
+from dataplane.wire.records import EXTENT, KEY, U4, column
+from dataplane.wire.tables import Name, Rows, Table, Values
 
+Memory = npt.NDArray[np.uint8]
 UNKNOWN = 0xFFFF_FFFF
 _WRITE_BYTES = 1 << 20
 _STAGES = pa.list_(pa.string())
@@ -47,22 +48,27 @@ ROWS = pa.schema(
         ("acked", _STAGES),
     ]
 )
-VALUES = pa.schema(
+CHUNKS = pa.schema(
     [
-        ("row", pa.uint32()),
-        ("field", pa.string()),
-        ("leaf", pa.int32()),
-        ("dtype", pa.string()),
-        ("shape", pa.string()),
+        ("rows", pa.uint32()),
+        ("layout", pa.binary()),
+        ("lengths", pa.binary()),
         ("offset", pa.uint64()),
         ("nbytes", pa.uint64()),
     ]
 )
-
-_VALUE = np.dtype(
-    [("row", "<u4"), ("field", "<u4"), ("leaf", "<i4"), ("spec", "<u4"), ("place", "V16")]
+PIECES = pa.schema(
+    [
+        ("chunk", pa.uint32()),
+        ("fields", pa.list_(pa.string())),
+        ("base", pa.uint32()),
+        ("given", pa.binary()),
+        ("first", pa.uint32()),
+        ("at", pa.binary()),
+    ]
 )
-Records = npt.NDArray[Any]
+TABLES = (GROUPS, ROWS, CHUNKS, PIECES)
+"""In the order of FILES."""
 
 
 class PartFiles:
@@ -77,16 +83,17 @@ class PartFiles:
                     self._files.append(SummedFile(directory / name))
                 self._tables = [
                     pa.ipc.new_file(file, schema)
-                    for file, schema in zip(self._files, (GROUPS, ROWS, VALUES), strict=False)
+                    for file, schema in zip(self._files, TABLES, strict=False)
                 ]
         except BaseException:
             self.close()
             raise
 
-    def write(self, saved: SaveDone, arena: Array) -> None:
-        """One answer, whose values lie in the arena (uint8), or came with it."""
+    def write(self, saved: SaveDone, arena: Memory) -> None:
+        """One answer, whose chunks are in the arena (uint8), or came with it."""
         with failing(self._target):
-            batches = [_groups(saved), _rows(saved), self._values(saved, arena)]
+            chunks = self._chunks(saved.table, arena)
+            batches = [_groups(saved), _rows(saved), chunks, _pieces(saved.table.values)]
             for table, batch in zip(self._tables, batches, strict=True):
                 table.write_batch(batch)
 
@@ -102,46 +109,59 @@ class PartFiles:
         for file in self._files:
             file.close()
 
-    def _values(self, saved: SaveDone, arena: Array) -> pa.RecordBatch:
-        """The table of the values, whose bytes are written: equal places once."""
-        records = _records(saved, len(arena))
-        _, first, inverse = np.unique(records["place"], return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        places = records["place"][first[order]].copy().view("<u8").reshape(-1, 2)
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        room = padded(places[:, 1])
-        starts = self._files[3].nbytes + np.cumsum(room) - room
-        self._write_bytes(arena, saved.table.inline, places, room)
-        at = rank[inverse]
-        names = [c.field for c in saved.table.columns]
-        specs = saved.table.specs
-        return pa.record_batch(
-            [
-                pa.array(records["row"]),
-                _taken(names, records["field"]),
-                pa.array(records["leaf"], mask=records["leaf"] < 0),
-                _taken([s.dtype if s.kind == "array" else None for s in specs], records["spec"]),
-                _taken([_shape(spec) for spec in specs], records["spec"]),
-                pa.array(starts[at].astype(np.uint64)),
-                pa.array(places[at, 1]),
-            ],
-            schema=VALUES,
-        )
-
-    def _write_bytes(self, arena: Array, inline: bytes, places: Records, room: Records) -> None:
-        """Each stretch of the arena, or of what lies behind it, padded; small ones joined."""
-        file, pending, size = self._files[3], [], 0
-        memory, behind = memoryview(arena), memoryview(inline)  # type: ignore[arg-type]
-        for (offset, nbytes), space in zip(places.tolist(), room.tolist(), strict=True):
-            at = offset - len(memory)
-            part = memory[offset : offset + nbytes] if at < 0 else behind[at : at + nbytes]
-            pending += [part, bytes(space - nbytes)]
+    def _chunks(self, table: Table, arena: Memory) -> pa.RecordBatch:
+        """The table of the chunks, whose bytes are written."""
+        chunks, layouts = table.values.chunks, table.values.layouts
+        places = column(table.places, EXTENT, len(chunks)).tolist()
+        pending, size = list[Any](), 0
+        offsets = []
+        for chunk, (at, _) in zip(chunks, places, strict=True):
+            offsets.append(self._files[-1].nbytes + size)
+            bytes_ = arena[at : at + chunk.nbytes] if chunk.number else chunk.inline
+            if len(bytes_) != chunk.nbytes:
+                raise ProtocolError(
+                    f"a chunk of {chunk.nbytes} bytes at offset {at} is outside the arena of "
+                    f"{len(arena)} bytes"
+                    if chunk.number
+                    else f"invalid inline chunk: expected {chunk.nbytes} bytes, got {len(bytes_)}"
+                )
+            if not 0 <= chunk.layout < len(layouts):
+                raise ProtocolError(
+                    f"invalid layout {chunk.layout} of a chunk: expected an index into the "
+                    f"{len(layouts)} layouts of the table"
+                )
+            space = aligned(chunk.nbytes)
+            pending += [bytes_, bytes(space - chunk.nbytes)]
             size += space
             if size >= _WRITE_BYTES:
-                _write_all(file, pending, size)
+                _write_all(self._files[-1], pending, size)
                 pending, size = [], 0
-        _write_all(file, pending, size)
+        _write_all(self._files[-1], pending, size)
+        return pa.record_batch(
+            [
+                pa.array([chunk.rows for chunk in chunks], pa.uint32()),
+                pa.array([layouts[chunk.layout] for chunk in chunks], pa.binary()),
+                pa.array([chunk.inline if chunk.number else b"" for chunk in chunks], pa.binary()),
+                pa.array(offsets, pa.uint64()),
+                pa.array([chunk.nbytes for chunk in chunks], pa.uint64()),
+            ],
+            schema=CHUNKS,
+        )
+
+
+def _pieces(values: Values) -> pa.RecordBatch:
+    pieces, names = values.pieces, [*values.fields, None]  # -1: a column that is not used
+    return pa.record_batch(
+        [
+            pa.array([piece.chunk for piece in pieces], pa.uint32()),
+            pa.array([[names[f] for f in piece.fields] for piece in pieces], PIECES[1].type),
+            pa.array([piece.base for piece in pieces], pa.uint32()),
+            pa.array([piece.given for piece in pieces], pa.binary()),
+            pa.array([piece.first for piece in pieces], pa.uint32()),
+            pa.array([piece.at for piece in pieces], pa.binary()),
+        ],
+        schema=PIECES,
+    )
 
 
 def _write_all(file: SummedFile, parts: list[Any], size: int) -> None:
@@ -150,36 +170,6 @@ def _write_all(file: SummedFile, parts: list[Any], size: int) -> None:
             file.write(part)
     elif size:
         file.write(b"".join(parts))
-
-
-def _records(saved: SaveDone, arena_bytes: int) -> Records:
-    """Every value and leaf of the table, by row, field and leaf; leaf -1: the value itself. What
-    came with the answer lies behind the arena."""
-    parts = [np.zeros(0, _VALUE)]
-    for number, one in enumerate(saved.table.columns):
-        values = column(one.values, PLACE)
-        rows = np.flatnonzero(values["flags"] & PLACE_ABSENT == 0)
-        parts.append(_filled(values[rows], rows, number, np.full(len(rows), -1), arena_bytes))
-        if one.leaf_counts:
-            counts = column(one.leaf_counts, U4, len(values)).astype(np.int64)
-            rows = np.repeat(np.arange(len(values)), counts)
-            leaf = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-            parts.append(
-                _filled(column(one.leaves, PLACE, len(rows)), rows, number, leaf, arena_bytes)
-            )
-    joined = np.concatenate(parts)
-    return joined[np.lexsort((joined["leaf"], joined["field"], joined["row"]))]
-
-
-def _filled(places: Records, rows: Records, field: int, leaf: Records, arena_bytes: int) -> Records:
-    records = np.zeros(len(places), _VALUE)
-    records["row"], records["field"], records["leaf"] = rows, field, leaf
-    records["spec"] = places["spec"]
-    pairs = np.empty((len(places), 2), "<u8")
-    pairs[:, 0], pairs[:, 1] = places["offset"], places["nbytes"]
-    pairs[places["flags"] & PLACE_INLINE != 0, 0] += np.uint64(arena_bytes)
-    records["place"] = pairs.view("V16").ravel()
-    return records
 
 
 def _groups(saved: SaveDone) -> pa.RecordBatch:
@@ -248,13 +238,3 @@ def _marked(marks: dict[str, bytes], n: int) -> pa.Array:
         for at in np.flatnonzero(np.frombuffer(raw, "u1", n)).tolist():
             found[at].append(name)
     return pa.array(found, _STAGES)
-
-
-def _shape(spec: Spec) -> str:
-    """A loose one starts with "~"."""
-    lengths = ",".join(map(str, spec.shape))
-    return "~" + lengths if spec.loose else lengths
-
-
-def _taken(texts: list[Any], index: Records) -> pa.Array:
-    return pa.array(texts, pa.string()).take(pa.array(index))

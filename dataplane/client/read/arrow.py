@@ -94,7 +94,7 @@ def _typed(array: Array) -> Array:
         return array
     # A complex dtype of ml_dtypes would become a float without its imaginary part.
     if dtype.isbuiltin == 1 or isinstance(np.zeros((), dtype).item(), complex):
-        raise InvalidValue(f"Arrow has no type for {dtype}")
+        raise InvalidValue(f"Arrow does not support dtype {dtype}")
     try:
         limits: Any = ml_dtypes.iinfo
         signed = limits(dtype).min < 0
@@ -170,7 +170,10 @@ def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise InvalidValue(f"Arrow has no type for a dict with the key {key!r}")
+                raise InvalidValue(
+                    f"the keys of an Arrow struct must be str, so convert the key {key!r:.40} of "
+                    "the dict to str"
+                )
         return {key: _plain(item, (*place, key), kinds) for key, item in value.items()}
     if isinstance(value, (str, bytes, bool)):
         _same_kind(type(value), place, kinds)
@@ -190,4 +193,6 @@ def _same_kind(
     known = kinds.setdefault(place, kind)
     if known != kind:
         shown = [one.__name__ if isinstance(one, type) else str(one) for one in (known, kind)]
-        raise InvalidValue(f"one column cannot have both {shown[0]} and {shown[1]}")
+        raise InvalidValue(
+            f"the column has both {shown[0]} and {shown[1]}, but an Arrow column has one type"
+        )

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dataplane.client.read.chunk_columns import Memory
+from dataplane.client.read.column_view import ColumnView, arrays_of
 from dataplane.client.read.devices import DeviceColumn
-from dataplane.client.read.views import ColumnView
 from dataplane.wire.arrays import Array, is_torch
 
 if TYPE_CHECKING:
@@ -23,16 +23,15 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
 
     The arrays are private and writable. view=True: read-only views, without a copy where rows lie
-    at a regular distance in host memory; of small values that came with their rows a private array.
+    side by side in host memory.
     Python numbers of one kind become bool, int64 or float64; ints among floats become floats where
     a float holds them exactly, and the column stays a list otherwise.
     """
     if isinstance(column, DeviceColumn):
         column = column.on_host()
+    column = arrays_of(column)
     if column.uniform is not None:
         dense = column.dense() if view else None
-        if dense is not None and not dense.flags.c_contiguous and column.came_along:
-            dense = None  # row by row: few bytes, which are quicker to read side by side
         return _dense(column) if dense is None else dense
     if column.holds_arrays or not len(column):
         return list(column) if view else [row.copy() for row in column]
@@ -46,8 +45,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
 def as_it_lies(column: ColumnView) -> Array | None:
     """What `to_numpy(column, view=True)` gives where rows lie side by side in host memory: there is
     nothing to be done for it. None elsewhere."""
-    dense = None if isinstance(column, DeviceColumn) else column.dense()
-    return dense if dense is not None and dense.flags.c_contiguous else None
+    return None if isinstance(column, DeviceColumn) else column.dense()
 
 
 def _owned(value: Any) -> Any:
@@ -118,8 +116,8 @@ def _dense(column: ColumnView) -> Array:
     return array
 
 
-def packed(column: ColumnView) -> npt.NDArray[np.uint8]:
+def packed(column: ColumnView) -> Memory:
     """A private copy of the rows' bytes, one behind the other."""
-    memory = np.empty(int(column.places["nbytes"].sum()), np.uint8)
+    memory = np.empty(column.nbytes, np.uint8)
     column.pack(memory)
     return memory

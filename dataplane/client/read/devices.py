@@ -8,41 +8,108 @@ current stream of this thread, and nothing here waits for it.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory
+from dataplane.client.read.column_view import ColumnView, Run
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, no_view, padding_value, unlike
-from dataplane.client.read.views import ColumnView
-from dataplane.client.session.devices import Devices
+from dataplane.client.read.table import TableReader
+from dataplane.client.session.devices import Devices, Opened
 from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
 from dataplane.gpu.direct import DirectCopies, Runs
-from dataplane.wire.arrays import Array, dtype_name, dtype_of, shape_of
-from dataplane.wire.records import PLACE, PLACE_ABSENT, column
-from dataplane.wire.tables import Column, Spec
+from dataplane.memory.mapping import Pin
+from dataplane.wire.arrays import Array, dtype_name
+from dataplane.wire.tables import Table
 
-Records = npt.NDArray[np.void]
 FETCH_S = 60.0
 """How long a device may take to copy a column to the host."""
 
 
-def view_of(
-    source: Column,
-    specs: Sequence[Spec],
-    base: Array,
-    name_of: Callable[[int], object] | None,
-    devices: Devices,
-    inline: bytes,
-) -> ColumnView:
-    """The column, where none of it lies on a device a plain one."""
-    places = column(source.values, PLACE)
-    on_device = (places["offset"] >= devices.arena_bytes) & (places["flags"] == 0)
-    if not on_device.any():
-        return ColumnView(source, specs, base, name_of, inline)
-    return DeviceColumn(source, specs, base, name_of, devices, inline, places, on_device)
+class DeviceTableReader(TableReader):
+    """As `TableReader`, of chunks some of which lie on devices."""
+
+    def __init__(self, table: Table, arena: Memory, devices: Devices) -> None:
+        super().__init__(table, arena)
+        self._devices = devices
+        self._pin = arena.base
+
+    def view(
+        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+    ) -> ColumnView:
+        if any([isinstance(run.column, DeviceChunkColumn) for run in runs]):
+            return DeviceColumn(field, runs, name_of)
+        return ColumnView(field, runs, name_of)
+
+    def _memory(self, offset: int, nbytes: int) -> Memory:
+        if offset < self._devices.arena_bytes:
+            return super()._memory(offset, nbytes)
+        opened = self._devices.at(offset)
+        if offset + nbytes > opened.base + opened.pool.nbytes:
+            raise ProtocolError(
+                f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its device "
+                f"arena of {opened.pool.nbytes} bytes"
+            )
+        # Of this memory a chunk's columns are only slices.
+        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin))
+
+    def _open(self, number: int) -> list[ChunkColumn]:
+        columns = super()._open(number)
+        if not any([isinstance(column.values, DeviceMemory) for column in columns]):
+            return columns
+        return [DeviceChunkColumn(c.spec, c.rows, c.lengths, c.values) for c in columns]
+
+
+class DeviceMemory:
+    """Bytes of a device arena that is open here. address: the first, in the peer's memory."""
+
+    __slots__ = ("address", "nbytes", "opened", "pin")
+
+    def __init__(self, opened: Opened, address: int, nbytes: int, pin: object) -> None:
+        self.opened = opened
+        self.address = address
+        self.nbytes = nbytes
+        self.pin = pin
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DeviceMemory:
+        start, stop, _ = part.indices(self.nbytes)
+        return DeviceMemory(self.opened, self.address + start, stop - start, self.pin)
+
+    def array(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """An array of the device over some of the bytes; of another device than the client's, a
+        private copy."""
+        opened, address = self.opened, self.address + start
+        if opened.reached:
+            return opened.device.bring(opened.place(address), dtype, shape)
+        return opened.pool.array(address - opened.base, dtype, shape, self.pin)
+
+
+class DeviceChunkColumn(ChunkColumn):
+    """A column of a chunk on a device."""
+
+    __slots__ = ()
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return cast(DeviceMemory, self.values)
+
+    def array(self, row: int) -> Array:
+        made: Array = self.memory.array(self.starts[row], self.dtype, self.shape_of(row))
+        return made
+
+    def arrays(self, first: int, last: int) -> Iterable[Array]:
+        return map(self.array, range(first, last))
+
+    def cells(self, first: int, last: int) -> list[memoryview]:
+        raise ProtocolError("expected arrays on the device, got Python objects")
 
 
 class DeviceColumn(ColumnView):
@@ -51,128 +118,64 @@ class DeviceColumn(ColumnView):
     read-only memory between processes: do not write to them. Of another device than the client's
     each is a private copy on the client's, made when it is asked for."""
 
-    __slots__ = ("_devices", "_on_device", "_pin", "_there")
-
-    def __init__(
-        self,
-        source: Column,
-        specs: Sequence[Spec],
-        base: Array,
-        name_of: Callable[[int], object] | None,
-        devices: Devices,
-        inline: bytes,
-        places: Records,
-        on_device: npt.NDArray[np.bool_],
-    ) -> None:
-        here = places.copy()
-        here["flags"][on_device] |= PLACE_ABSENT
-        plain = Column(source.field, here.tobytes(), source.leaf_counts, source.leaves)
-        super().__init__(plain, specs, base, name_of, inline)
-        if (places["spec"][on_device] >= len(specs)).any():
-            raise ProtocolError(f"field {self.field!r}: a value on a device has no spec")
-        self._devices, self._there, self._on_device = devices, places, on_device
-        self._pin = base.base
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.take(np.arange(len(self))[index])
-        row = range(len(self))[index]
-        return self._entry(row) if self._on_device[row] else super().__getitem__(row)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
-
-    def __repr__(self) -> str:
-        return f"<{self.field}: {len(self)} rows, {self.described()}>"
-
     def described(self) -> str:
         """Without a value: what is on a device would have to be copied."""
         dtypes = " and ".join(sorted({dtype.name for dtype in self.dtypes}))
-        return f"{dtypes or 'values'}, {int(self._on_device.sum())} on a device"
+        count = sum([run.last - run.first for run, _ in self._on_device()])
+        return f"{dtypes or 'values'}, {count} on a device"
 
-    def present(self, row: int) -> bool:
-        return bool(self._on_device[row]) or super().present(row)
-
-    def take(self, rows: npt.ArrayLike) -> ColumnView:
-        chosen = np.asarray(rows, np.int64)
-        plain = super().take(chosen)
-        part = object.__new__(DeviceColumn)
-        for name in ColumnView.__slots__:
-            setattr(part, name, getattr(plain, name))
-        part._devices, part._pin = self._devices, self._pin
-        part._there, part._on_device = self._there[chosen], self._on_device[chosen]
-        return part
-
-    @property
-    def places(self) -> Records:
-        return self._there
+    def _on_device(self) -> list[tuple[Run, DeviceChunkColumn]]:
+        return [(run, run.column) for run in self.runs if isinstance(run.column, DeviceChunkColumn)]
 
     @property
     def device_kind(self) -> str | None:
         """Of the device where all entries are; None where some are in host memory, or absent."""
-        if not self._on_device.all():
+        on_device = self._on_device()
+        if not on_device or len(on_device) < len(self.runs):
             return None
-        return self._devices.at(int(self._there["offset"][0])).device.kind
-
-    def device_number(self, row: int) -> int:
-        """Of the device that has an entry, or gets a copy of it: by which libraries call it."""
-        return self._devices.at(int(self._there["offset"][row])).device.number
-
-    def dtype_at(self, row: int) -> np.dtype[Any]:
-        """Of an entry on a device, also where that has no such dtype."""
-        return self._form(int(self._there["spec"][row])).dtype
+        return on_device[0][1].memory.opened.device.kind
 
     def on_host(self) -> ColumnView:
-        """The same column with a private copy of what is on a device; entries that are in host
-        memory are copied as well. DeviceMissing where the device fails."""
-        places = self._there.copy()
-        rows = np.flatnonzero(places["flags"] & PLACE_ABSENT == 0)
-        starts = np.zeros(len(rows) + 1, np.int64)
-        rooms = -(-places["nbytes"][rows].astype(np.int64) // 64) * 64
-        np.cumsum(rooms, out=starts[1:])
-        memory = np.empty(int(starts[-1]), np.uint8)
-        first = memory.__array_interface__["data"][0]
-        touched = {}
-        for row, start in zip(rows.tolist(), starts.tolist(), strict=False):
-            offset, nbytes = int(places["offset"][row]), int(places["nbytes"][row])
-            if self._on_device[row]:
-                opened = self._devices.at(offset)
-                opened.device.copy(first + start, opened.place(offset), nbytes)
+        """The same column with a private copy of what is on a device. DeviceMissing where the
+        device fails."""
+        runs, touched = [], {}
+        for run in self.runs:
+            column = run.column
+            if isinstance(column, DeviceChunkColumn):
+                memory = column.memory[column.starts[run.first] : column.starts[run.last]]
+                opened, copy = memory.opened, np.empty(memory.nbytes, np.uint8)
+                target = copy.__array_interface__["data"][0]
+                opened.device.copy(target, opened.place(memory.address), memory.nbytes)
                 touched[opened.number] = opened.device
+                width = column.spec.width
+                lengths = column.lengths[run.first * width : run.last * width]
+                rows = run.last - run.first
+                runs.append(Run(ChunkColumn(column.spec, rows, lengths, copy), 0, rows))
             else:
-                flags = int(places["flags"][row])
-                memory[start : start + nbytes] = self._memory(offset, nbytes, flags)
-            places["offset"][row], places["flags"][row] = start, 0
+                runs.append(run)
         for device in touched.values():
             if not device.finish(FETCH_S):
                 raise DeviceMissing(
                     f"{device} did not finish copying field {self.field!r} within {FETCH_S:g} s: "
                     "check the device, then read the field again"
                 )
-        return self._over(memory, places)
+        return ColumnView(self.field, runs, self.name_of)
 
-    def _over(self, memory: Array, places: Records) -> ColumnView:
-        specs = [form if isinstance(form, Spec) else form.spec for form in self._forms]
-        if not self._leaves.size:
-            return ColumnView(Column(self.field, places.tobytes()), specs, memory, self._name_of)
-        raise ProtocolError(f"field {self.field!r}: objects are mixed with values on a device")
-
-    def _entry(self, row: int) -> Any:
-        offset, nbytes, number, _ = self._there[row].item()
-        form = self._form(number)
-        if form.spec.kind != "array":
-            raise ProtocolError(
-                f"field {self.field!r}: Python objects cannot be stored on a device"
+    def tensors(self) -> list[Any]:
+        """The rows of each run side by side, as a torch tensor [items] of their GPU that keeps the
+        pin. InvalidValue where torch has no such dtype."""
+        torch, found = sys.modules["torch"], []
+        for run, column in self._on_device():
+            start, end = column.starts[run.first], column.starts[run.last]
+            items = column.memory.array(
+                start, column.dtype, ((end - start) // column.dtype.itemsize,)
             )
-        opened = self._devices.at(offset)
-        shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
-        if opened.reached:
-            return opened.device.bring(opened.place(offset), form.dtype, shape)
-        return opened.pool.array(offset - opened.base, form.dtype, shape, self._pin)
-
-
-_APART = np.uint64(16)
-"""Where rows begin in one piece of memory: at a multiple of the largest item."""
+            # By its number: where another GPU is the current one, torch would copy there.
+            number = column.memory.opened.device.number
+            plain = torch.as_tensor(items, device=f"cuda:{number}")
+            whole = column.dtype.isbuiltin == 1
+            found.append(plain if whole else plain.view(_torch_dtype(self.field, column.dtype)))
+        return found
 
 
 def tensors_of(
@@ -180,14 +183,18 @@ def tensors_of(
 ) -> Any:
     """As `tensors.to_torch`, of entries that all are on one GPU. InvalidValue where torch has no
     such dtype or layout."""
-    torch = sys.modules["torch"]
-    rows = [_tensor(torch, column, row) for row in range(len(column))]
-    if view:
-        if layout in ("dense", "padded", "jagged"):
-            raise no_view(column.field, layout)
-        return [row.to(device) for row in rows]
-    joined = _joined(torch, column, rows, layout, padding, device, offsets)
-    return [row.clone().to(device) for row in rows] if joined is None else joined
+    runs = column.tensors()
+    if view and layout in ("dense", "padded", "jagged"):
+        raise no_view(column.field, layout)
+    if len(column.dtypes) > 1 and layout not in ("auto", "list"):
+        raise unlike(column.field, column.forms(), layout)
+    if view or len(column.dtypes) > 1:
+        rows = []
+        for items, (column_, first, last) in zip(runs, column.runs, strict=True):
+            assert column_ is not None
+            rows += _rows(items, map(column_.shape_of, range(first, last)))
+        return [(row if view else row.clone()).to(device) for row in rows]
+    return _laid_out(column, sys.modules["torch"].cat(runs), layout, padding, device, offsets)
 
 
 def copied(
@@ -200,85 +207,75 @@ def copied(
 ) -> Any | None:
     """As `tensors.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.
 
-    None where that is no way, or not the faster one: no GPU, memory that cannot be pinned, rows
-    that are short and lie apart. InvalidValue where torch has no such dtype or layout.
+    None where that is no way, or not the faster one: no GPU, memory that cannot be pinned, values
+    that are not in the arena, are short, or have several dtypes. InvalidValue where torch has no
+    such dtype or layout.
     """
     landing = direct.landing(device)
-    if landing is None or (base := column.base) is None:
+    if landing is None or len(column.dtypes) > 1:
         return None
-    torch = sys.modules["torch"]
-    sizes = column.places["nbytes"].astype(np.uint64)
-    uniform = column.uniform is not None
-    rooms = sizes if uniform else (sizes + _APART - np.uint64(1)) // _APART * _APART
-    ends = np.cumsum(rooms)
-    starts = ends - rooms
-    runs = Runs(column.places["offset"].astype(np.uint64), starts, sizes)
+    spans = column.spans()
+    arena = spans[0].base
+    if not isinstance(arena, np.ndarray) or not isinstance(arena.base, Pin):
+        return None
+    if any([span.base is not arena for span in spans]):
+        return None
+    first, sizes = arena.__array_interface__["data"][0], list(map(len, spans))
+    places = [span.__array_interface__["data"][0] - first for span in spans]
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    runs = Runs(*(np.array(numbers, np.uint64) for numbers in (places, starts, sizes)))
     if not runs.long:
         return None
-    forms = [_torch_form(torch, column, row) for row in range(1 if uniform else len(column))]
-    memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=landing.place)
-    if not direct.copy(runs, memory.data_ptr(), landing, base):
+    torch = sys.modules["torch"]
+    dtype = _torch_dtype(column.field, column.dtypes[0])
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=landing.place)
+    if not direct.copy(runs, memory.data_ptr(), landing, arena):
         return None
-    if uniform and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
-        dtype, shape = forms[0]
-        return memory.view(dtype).reshape(len(column), *shape)
-    rows = []
-    for row, (start, nbytes) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-        dtype, shape = forms[0 if uniform else row]
-        rows.append(memory[start : start + nbytes].view(dtype).reshape(shape))
-    joined = _joined(torch, column, rows, layout, padding, landing.place, offsets)
-    return rows if joined is None else joined
+    return _laid_out(column, memory.view(dtype), layout, padding, landing.place, offsets)
 
 
-def _torch_form(torch: Any, column: ColumnView, row: int) -> tuple[Any, tuple[int, ...]]:
-    array = column[row]
+def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
     try:
-        return getattr(torch, dtype_name(array.dtype) or ""), array.shape
+        return getattr(sys.modules["torch"], dtype_name(dtype) or "")
     except AttributeError as exc:
         raise InvalidValue(
-            f"field {column.field!r}: torch has no dtype {array.dtype}; use "
-            f"batch.numpy({column.field!r})"
+            f"field {field!r}: torch does not support dtype {dtype}; use batch.numpy({field!r})"
         ) from exc
 
 
-def _joined(
-    torch: Any,
-    column: ColumnView,
-    rows: list[Any],
-    layout: str,
-    padding: Padding,
-    device: str,
-    offsets: Offsets,
-) -> Any | None:
-    """Rows on a GPU as one tensor there; None where they stay a list."""
-    alike = len({(row.dtype, row.shape) for row in rows}) == 1
-    if alike and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
-        return torch.stack(rows).to(device)
+def _rows(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+    """A tensor [items] as tensors of these shapes."""
+    at, found = 0, []
+    for shape in shapes:
+        end = at + math.prod(shape)
+        found.append(items[at:end].reshape(shape))
+        at = end
+    return found
+
+
+def _laid_out(
+    column: ColumnView, items: Any, layout: str, padding: Padding, device: str, offsets: Offsets
+) -> Any:
+    """All rows in private memory of a GPU, [items] of one dtype, as `tensors.to_torch` gives
+    them."""
+    uniform, ragged = column.uniform, column.ragged
+    shapes = (shape for _, shape in column.forms())
+    if uniform and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
+        return items.reshape(len(column), *uniform[1]).to(device)
     if layout in ("auto", "list"):
-        return None
-    ragged = column.ragged()
+        return [row.to(device) for row in _rows(items, shapes)]
+    torch = sys.modules["torch"]
     if layout == "padded":
-        return _padded(torch, column, rows, 0 if ragged is None else ragged.axis, padding).to(
-            device
-        )
+        rows = _rows(items, shapes)
+        axis = 0 if ragged is None else ragged.axis
+        return _padded(torch, column, rows, axis, padding).to(device)
     if layout == "dense" or ragged is None:
         raise unlike(column.field, column.forms(), layout)
-    return offsets.nested(torch.cat(rows, ragged.axis).to(device), ragged)
-
-
-def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
-    """A view of the entry, which keeps the pin."""
-    # By its number: another GPU may be the current one of this thread, and would get a copy.
-    plain = torch.as_tensor(column[row], device=f"cuda:{column.device_number(row)}")
-    dtype = column.dtype_at(row)
-    if dtype.isbuiltin == 1:
-        return plain
-    try:
-        return plain.view(getattr(torch, dtype_name(dtype) or ""))
-    except (AttributeError, TypeError) as exc:
-        raise InvalidValue(
-            f"field {column.field!r}: torch has no dtype {dtype}; use batch.numpy({column.field!r})"
-        ) from exc
+    if ragged.axis:
+        values = torch.cat(_rows(items, shapes), ragged.axis)
+    else:
+        values = items.reshape(ragged.shape)
+    return offsets.nested(values.to(device), ragged)
 
 
 def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding: Padding) -> Any:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -116,17 +116,6 @@ class Padding:
 RIGHT = Padding()
 
 
-def padded(field: str, rows: Sequence[Array], axis: int, padding: Padding, array: Any) -> None:
-    """Write rows into an array [n, ...] that is as wide as they become."""
-    array[...] = padding_value(field, padding, array.dtype)
-    width = array.shape[1 + axis] if array.ndim > 1 else 0
-    for target, row in zip(array, rows, strict=True):
-        spans = [slice(length) for length in row.shape]
-        if spans:
-            spans[axis] = padding.span(row.shape[axis], width)
-        target[tuple(spans)] = row
-
-
 def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
     """Return the padding as an array [] of this dtype.
 
@@ -138,20 +127,28 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
     if getattr(given, "ndim", None) == 0 and not is_time(given):
         given = given.item()  # a scalar of numpy, a tensor of one number
     if type(given) in (bool, int, float, complex):
-        try:
-            with np.errstate(all="ignore"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a complex number that loses a part of it
-                made = np.full((), given, dtype)
-            if _holds(made.item(), given):
-                return made
-        except (OverflowError, ValueError, TypeError):
-            pass
+        made = _filling(given, str(given), dtype)
+        if made is not None:
+            return made
     raise InvalidValue(
         f"field {field!r} has dtype {dtype.name}, which cannot represent "
         f"padding={padding.value!r:.40}: choose a value that fits, or set the padding per field, "
         f"for example padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
         field=field,
     )
+
+
+@lru_cache(maxsize=256, typed=True)
+def _filling(given: complex, text: str, dtype: np.dtype[Any]) -> Array | None:
+    """A number as an array [] of this dtype; None where that has no such number. text: what tells
+    -0.0 from 0.0."""
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a complex number that loses a part of it
+            made = np.full((), given, dtype)
+        return made if _holds(made.item(), given) else None
+    except (OverflowError, ValueError, TypeError):
+        return None
 
 
 def _holds(made: Any, given: Any) -> bool:

@@ -6,7 +6,7 @@ made on first use, are read-only, and keep their bytes pinned for as long as any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Self, overload
 
@@ -15,22 +15,46 @@ import numpy.typing as npt
 
 from dataplane.client.handle import Handle
 from dataplane.client.read import convert
-from dataplane.client.read.devices import view_of
+from dataplane.client.read.column_view import ColumnView, cut, stretches
+from dataplane.client.read.devices import DeviceTableReader
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
+from dataplane.client.read.table import NOWHERE, TableReader
 from dataplane.client.read.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
-from dataplane.client.read.views import NOWHERE, ColumnView
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
 from dataplane.memory.mapping import Pin
-from dataplane.wire.arrays import Array
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
-from dataplane.wire.tables import Column, Name, Rows, Scalar, Table, volume
+from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.tables import Name, Rows, Scalar, Table
 
 Index = npt.NDArray[np.intp]
 _SHOWN_FIELDS = 8
 """How many fields a representation describes."""
+_LACKING = -1 << 31
+"""A row that a table does not have."""
+
+
+class Fetched:
+    """A table that was fetched, and which of its rows those of a selection are, in this order. rows
+    None: all of them."""
+
+    def __init__(self, reader: TableReader, rows: Index | None = None) -> None:
+        self.reader = reader
+        self.rows = rows
+
+    @cached_property
+    def _stretches(self) -> list[tuple[int, int]] | None:
+        return None if self.rows is None else stretches(self.rows)
+
+    def part(self, at: Index) -> Fetched:
+        """Of only the rows at these positions."""
+        return Fetched(self.reader, at if self.rows is None else self.rows[at])
+
+    def view(self, field: str, name_of: Callable[[int], object]) -> ColumnView:
+        runs = self.reader.runs(field)
+        chosen = self._stretches
+        return self.reader.view(field, runs if chosen is None else cut(runs, chosen), name_of)
 
 
 class Selection:
@@ -45,8 +69,8 @@ class Selection:
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
-        self._fetched: dict[str, tuple[Column, Table, Pin, Array]] = {}
-        """with the memory that is pinned"""
+        self._fetched: dict[str, Fetched] = {}
+        """by field"""
         self._offsets = Offsets()
         self._admit(table, pin)
 
@@ -108,8 +132,8 @@ class Selection:
     @overload
     def __getitem__(self, field: slice) -> Self: ...
     def __getitem__(self, field: str | slice) -> Any:
-        """Return a field, one entry per row; or, for a slice, the part with those rows. Raises
-        NotFetched if the field was not fetched."""
+        """Return a field, with one entry per row. For a slice, return the part with those rows.
+        Raises NotFetched if the field was not fetched."""
         if isinstance(field, slice):
             return self.rows(np.arange(self._n)[field])
         if not isinstance(field, str):
@@ -167,9 +191,20 @@ class Selection:
         """The rows at these positions of another, with what was fetched of them."""
         self._rows, self._n = _rows_at(of._rows, at), len(at)
         tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
-        self._table = Table(self._rows, [], [], [], tags)
-        self._views, self._offsets = {}, Offsets()
-        self._fetched = {name: (_picked(one[0], at), *one[1:]) for name, one in of._fetched.items()}
+        self._table = Table(self._rows, tags=tags)
+        self._views, self._offsets, self._fetched = {}, Offsets(), {}
+        self._share(of, list(of._fetched), at)
+
+    def _share(self, of: Selection, fields: Sequence[str], at: Index) -> None:
+        """Have what another selection has of these fields, for its rows at these positions."""
+        parts: dict[int, Fetched] = {}
+        for field in fields:
+            whole = of._fetched[field]
+            part = parts.get(id(whole))
+            if part is None:
+                part = parts[id(whole)] = whole.part(at)
+            self._fetched[field] = part
+            self._views.pop(field, None)
 
     def groups(self) -> Iterator[Group]:
         """The groups, in the order of their first rows. A row without a group forms its own group,
@@ -227,32 +262,27 @@ class Selection:
         )
 
     def _admit(self, table: Table, pin: Pin) -> None:
-        """Take the table's columns in. Its rows are those here, or some of them."""
-        if table.rows.keys != self._rows.keys:
-            table = _aligned(table, self._rows.keys)
-        base = self._handle.session.reads.base_array(pin) if pin.number else NOWHERE
-        for source in table.columns:
-            self._fetched[source.field] = (source, table, pin, base)
-            self._views.pop(source.field, None)
-
-    def _found(self, field: str) -> tuple[Table, Pin]:
-        """A fetched field as a table of its own."""
-        source, table, pin, _ = self._fetched[field]
-        return Table(self._rows, [source], table.specs, table.owners, inline=table.inline), pin
+        """Take the table's fields in. Its rows are those here, or some of them."""
+        session = self._handle.session
+        arena = session.reads.base_array(pin) if pin.number else NOWHERE
+        devices = session.devices
+        if devices is not None and devices.in_place:
+            reader: TableReader = DeviceTableReader(table, arena, devices)
+        else:
+            reader = TableReader(table, arena)
+        same_rows = table.rows.keys == self._rows.keys
+        fetched = Fetched(reader, None if same_rows else _rows_in(table, self._rows.keys))
+        for field in reader.fields:
+            self._fetched[field] = fetched
+            self._views.pop(field, None)
 
     def _view(self, field: str) -> ColumnView:
-        source, table, _, base = self._fetched[field]
-        devices = self._handle.session.devices
         # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
-        name_of = partial(row_name, self._rows)
-        if devices is not None and devices.in_place:
-            return view_of(source, table.specs, base, name_of, devices, table.inline)
-        return ColumnView(source, table.specs, base, name_of, table.inline)
+        return self._fetched[field].view(field, partial(row_name, self._rows))
 
     def nbytes(self, field: str) -> int:
-        """Return the size of a fetched field in bytes. For Python objects, only the arrays in them
-        count."""
-        return volume([self._fetched[field][0]])
+        """Return the size of a fetched field in bytes."""
+        return self[field].nbytes
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -267,7 +297,8 @@ class Selection:
 
 
 class Group:
-    """One group of a selection: `group["field"]`, its id, keys, tags and positions."""
+    """One group of a selection, with its id, keys, tags and positions. `group["field"]` returns a
+    field."""
 
     __slots__ = ("_of", "id", "rows")
 
@@ -285,7 +316,7 @@ class Group:
         return self._of[field].take(self.rows)
 
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
-        """Like `Selection.numpy`, for the rows of this group."""
+        """Return a field of this group's rows as NumPy arrays. See `Batch.numpy`."""
         return convert.to_numpy(self[field], view)
 
     def torch(
@@ -301,7 +332,7 @@ class Group:
         multiple: int | None = None,
         mask: bool = False,
     ) -> Any:
-        """Like `Selection.torch`, for the rows of this group."""
+        """Return a field of this group's rows as a torch tensor. See `Batch.torch`."""
         shape = Padding(padding, side, length, multiple)
         return self._of._tensors(self[field], layout, shape, view, device, mask)
 
@@ -337,29 +368,9 @@ def _rows_at(rows: Rows, at: Index) -> Rows:
     return Rows(keys, names, renumbered.tobytes(), group_keys, group_ids)
 
 
-def _aligned(table: Table, keys: bytes) -> Table:
-    """The table's columns in the order of `keys`; absent where it lacks a row."""
+def _rows_in(table: Table, keys: bytes) -> Index:
+    """Where the rows with these keys are in a table."""
     size = KEY.itemsize
     here = {table.rows.keys[i : i + size]: i // size for i in range(0, len(table.rows.keys), size)}
-    at = np.array([here.get(keys[i : i + size], -1) for i in range(0, len(keys), size)], np.intp)
-    columns = [_picked(source, at) for source in table.columns]
-    return Table(table.rows, columns, table.specs, table.owners, table.tags, table.inline)
-
-
-def _picked(source: Column, at: Index) -> Column:
-    """The cells at these positions, -1 for an absent one."""
-    records = column(source.values, PLACE)
-    picked = np.zeros(len(at), PLACE)
-    picked["flags"] = PLACE_ABSENT
-    there = at >= 0
-    picked[there] = records[at[there]]
-    if not source.leaf_counts:
-        return Column(source.field, picked.tobytes())
-    counts = column(source.leaf_counts, U4, len(records)).astype(np.intp)
-    leaves = column(source.leaves, PLACE)
-    starts = np.cumsum(counts) - counts
-    taken = [leaves[starts[i] : starts[i] + counts[i]] for i in at[there].tolist()]
-    picked_counts = np.zeros(len(at), U4)
-    picked_counts[there] = counts[at[there]]
-    joined = b"".join(part.tobytes() for part in taken)
-    return Column(source.field, picked.tobytes(), picked_counts.tobytes(), joined)
+    found = [here.get(keys[i : i + size], _LACKING) for i in range(0, len(keys), size)]
+    return np.array(found, np.intp)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from dataplane.client.read.column_view import ColumnView, arrays_of
 from dataplane.client.read.convert import numbers_of, packed
 from dataplane.client.read.devices import DeviceColumn, copied, tensors_of
 from dataplane.client.read.ragged import (
@@ -23,10 +24,9 @@ from dataplane.client.read.ragged import (
     Padding,
     Side,
     no_view,
-    padded,
+    padding_value,
     unlike,
 )
-from dataplane.client.read.views import ColumnView
 from dataplane.errors import InvalidCall, InvalidValue, counted
 from dataplane.gpu.direct import DirectCopies
 from dataplane.wire.arrays import Array, is_torch, kind_of, tensor_over
@@ -61,6 +61,7 @@ def to_torch(
     """
     _check_device(device)
     _check_layout(layout)
+    column = arrays_of(column)
     if column.holds_arrays:
         _check_dtypes(column)
     offsets = offsets or Offsets()
@@ -86,7 +87,7 @@ def to_torch(
         return _made((len(column), *shape), dtype, device, column.pack)
     if layout != "jagged":
         return [tensor_over(row).to(device) for row in _rows(column)]
-    ragged = column.ragged()
+    ragged = column.ragged
     if ragged is None:
         raise unlike(column.field, column.forms(), layout)
     if ragged.axis == 0:
@@ -112,7 +113,7 @@ def _check_dtypes(column: ColumnView) -> None:
     row = next(at for at, (dtype, _) in enumerate(forms) if dtype in lacking)
     raise InvalidValue(
         f"field {column.field!r}: row {row} has dtype {forms[row][0].name}, which torch "
-        f"does not have: use batch.numpy({column.field!r}), or put the values in another "
+        f"does not support: use batch.numpy({column.field!r}), or put the values in another "
         "dtype",
         field=column.field,
         row=row,
@@ -131,7 +132,7 @@ def _in_torch(dtype: np.dtype[Any]) -> bool:
 def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     """bool [n, length]: where a padded column has values. InvalidValue where its rows differ in
     several axes, or have none."""
-    ragged = column.ragged()
+    ragged = arrays_of(column).ragged
     if ragged is None:
         raise InvalidValue(
             f"field {column.field!r}: a mask needs rows that differ in length along one axis, but "
@@ -208,7 +209,7 @@ class Form:
             return layout if layout == "list" else "auto"
         if layout != "dense" and column.uniform is not None and not column.loose:
             return "dense"
-        ragged = column.ragged()
+        ragged = column.ragged
         if ragged is None and column.uniform is not None:
             return "dense"  # one number a row
         if layout == "auto":
@@ -282,6 +283,7 @@ def to_tensordict(
             continue
         for row in np.flatnonzero(column.absent):
             raise column.lacking(int(row))
+        column = arrays_of(column)  # noqa: PLW2901
         layout, padding = form.layout_of(name, column), form.padding_of(name, column)
         if column.holds_arrays and layout != "list":
             found[name] = to_torch(column, layout, padding, False, device, direct, offsets)
@@ -373,8 +375,7 @@ def _check_device(device: str) -> None:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise InvalidCall(
-            f"device={device!r:.40}: torch knows no such device: pass 'cpu' or, for example, "
-            "'cuda:0'"
+            f"invalid device={device!r:.40}: expected a torch device, for example 'cpu' or 'cuda:0'"
         ) from exc
     if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
         raise InvalidCall(
@@ -387,7 +388,7 @@ def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:
     """Rows next to each other along the ragged axis, which is not their first."""
 
     def fill(array: Array) -> None:
-        ragged = column.ragged()
+        ragged = column.ragged
         assert ragged is not None
         before = (slice(None),) * ragged.axis
         bounds = ends.tolist()
@@ -398,20 +399,41 @@ def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:
 
 
 def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
-    rows = list(column)
-    if len({(row.dtype, row.ndim) for row in rows}) > 1:
-        raise unlike(column.field, column.forms(), "padded")
-    ragged = column.ragged()
-    axis = 0 if ragged is None else ragged.axis
-    shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
-    if shape:
-        lengths = np.array([row.shape[axis] for row in rows], np.int64)
-        shape[axis] = padding.width(column.field, lengths)
+    ragged = column.ragged
+    if ragged is None:
+        return _padded_along_axes(column, padding, device)
+    width = padding.width(column.field, ragged.lengths)
 
     def fill(array: Array) -> None:
-        padded(column.field, rows, axis, padding, array)
+        array[...] = padding_value(column.field, padding, array.dtype)
+        axis, target = ragged.axis, array.swapaxes(1, 1 + ragged.axis)
+        spans = [padding.span(length, width) for length in ragged.lengths.tolist()]
+        for row, (values, span) in enumerate(zip(column, spans, strict=True)):
+            target[row, span] = values.swapaxes(0, axis)
 
-    return _filled((len(rows), *shape), rows[0].dtype, device, fill)
+    return _filled((len(column), *ragged.head, width, *ragged.tail), ragged.dtype, device, fill)
+
+
+def _padded_along_axes(column: ColumnView, padding: Padding, device: str) -> Any:
+    """Of rows that differ along several axes, or have none: the first gets the padding's side."""
+    forms = column.forms()
+    dtype, ranks = forms[0][0], {len(shape) for _, shape in forms}
+    if len(ranks) > 1 or len(column.dtypes) > 1:
+        raise unlike(column.field, forms, "padded")
+    shape = [max(lengths) for lengths in zip(*(shape for _, shape in forms), strict=True)]
+    if shape:
+        firsts = np.array([shape[0] for _, shape in forms], np.int64)
+        shape[0] = padding.width(column.field, firsts)
+
+    def fill(array: Array) -> None:
+        array[...] = padding_value(column.field, padding, array.dtype)
+        for target, row in zip(array, column, strict=True):
+            spans = [slice(length) for length in row.shape]
+            if spans:
+                spans[0] = padding.span(row.shape[0], shape[0])
+            target[tuple(spans)] = row
+
+    return _filled((len(forms), *shape), dtype, device, fill)
 
 
 def _rows(column: ColumnView) -> list[Array]:
@@ -518,8 +540,8 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
     if times:
         finest = np.result_type(*(one for one in times if one.kind == times[0].kind))
         instead = (
-            "torch has no date or duration dtype. Put the values as ints of one unit, for example "
-            f"as np.asarray(values, {finest.name!r}).astype('int64'), or {as_put}"
+            "torch does not support dates and durations. Put the values as ints of one unit, for "
+            f"example as np.asarray(values, {finest.name!r}).astype('int64'), or {as_put}"
         )
         return _refused(field, row, layout, why, instead)
     instead = (

@@ -18,12 +18,11 @@ from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy.typing as npt
-
 from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
 from dataplane.gpu import registry
 from dataplane.gpu.device import Device, Located, Pool, PoolHandle
 from dataplane.launch import settings
+from dataplane.memory.placement import Stretch
 from dataplane.wire.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class Devices:
         self._broken = False
         """a driver failed, which says no more of what it still does"""
         self._lock = threading.Lock()
-        self._ended: SimpleQueue[tuple[list[int], npt.NDArray[Any] | None, object]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[list[int], Sequence[Stretch], object]] = SimpleQueue()
 
     def __repr__(self) -> str:
         opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
@@ -237,7 +236,7 @@ class Devices:
     def ends(
         self,
         pins: list[int],
-        extents: npt.NDArray[Any] | None = None,
+        extents: Sequence[Stretch] = (),
         keep: object = None,
     ) -> None:
         """Callable from a finalizer, so it takes no lock. keep: what is copied from and to."""
@@ -248,7 +247,7 @@ class Devices:
         """Whether anything waits for `finished`."""
         return not self._ended.empty()
 
-    def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Any]]:
+    def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Sequence[Stretch]]]:
         """Pins and extents that ended before this call, once no device works on them any more; none
         where one still does."""
         ended = []

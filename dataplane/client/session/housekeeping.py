@@ -18,10 +18,10 @@ import msgspec
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connection
-from dataplane.client.session.extents import IDLE_S
 from dataplane.client.session.handshake import further
 from dataplane.client.session.outgoing import REPEATS
 from dataplane.client.session.session import Session
+from dataplane.client.session.slabs import IDLE_S
 from dataplane.errors import ClientClosed, DataplaneError, DeadlineExceeded
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.frames import encode

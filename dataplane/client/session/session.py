@@ -10,23 +10,22 @@ import asyncio
 import logging
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, TypeVar
 
 from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.devices import Devices
-from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
+from dataplane.client.session.slabs import DEVICE_AHEAD, IDLE_S, Slabs
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
-from dataplane.memory.extents import padded
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
+from dataplane.memory.placement import Stretch, extents_of
 from dataplane.metadata.tables.names import mint_many
 from dataplane.wire.messages import (
     Body,
@@ -36,7 +35,8 @@ from dataplane.wire.messages import (
     Request,
     Welcome,
 )
-from dataplane.wire.records import KEY, U8
+from dataplane.wire.records import KEY
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,8 @@ class Session:
         self.plane = welcome.plane
         self.peer = welcome.peer
         self.incarnation = welcome.incarnation
+        self.owner = Owner(welcome.address, welcome.incarnation)
+        """as which messages name the peer"""
         self.epoch = welcome.epoch
         self.max_rows = welcome.max_rows
         self.max_frame_bytes = welcome.max_frame_bytes
@@ -111,8 +113,11 @@ class Session:
         self.devices = devices
         """the device arenas of the peer, where it has some and this client looks at them"""
         sizes = [pool.nbytes for pool in welcome.pools]
-        self._device_bases = np.cumsum([welcome.arena_bytes, *sizes], dtype=U8)[:-1]
-        self.leftovers = [Leftovers(), *[Leftovers(size // DEVICE_AHEAD) for size in sizes]]
+        self._device_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
+        self.slabs = [
+            Slabs(done.share_bytes[0]),
+            *[Slabs(size, size // DEVICE_AHEAD) for size in sizes],
+        ]
         """by memory: the host arena, then each device"""
         self.familiar = Familiar()
         self.tally = Tally()
@@ -189,11 +194,11 @@ class Session:
         lock."""
         self._unanswered.discard(request.op)
 
-    def mint_keys(self, n: int) -> npt.NDArray[np.void]:
+    def mint_keys(self, n: int) -> bytes:
         """n new row keys (KEY records)."""
         with self._lock:
             first, self._minted = self._minted, self._minted + n
-        return np.frombuffer(mint_many(self.id, first, n), KEY)
+        return mint_many(self.id, first, n)
 
     # what ended without a call
 
@@ -210,31 +215,30 @@ class Session:
             self.tend()
         return pin
 
-    def keep(self, extents: npt.NDArray[Any]) -> None:
-        """Granted extents that are not written: for the next put, or back to the peer. Those that
-        were written stay mapped, for as long as the peer is there."""
+    def keep(self, stretches: Sequence[Stretch]) -> None:
+        """Granted space that is not written: for the next write, or back to the peer. What was
+        written stays mapped, for as long as the peer is there."""
+        if not stretches:
+            return
         self.tend()
-        for leftovers, part in self._by_memory(extents):
-            self.give_back(leftovers.keep(part))
+        apart: dict[int, list[Stretch]] = {}
+        for stretch in stretches:
+            apart.setdefault(bisect_right(self._device_bases, stretch[0]), []).append(stretch)
+        for memory, some in apart.items():
+            self.give_back(self.slabs[memory].keep(some))
+
+    def give_back(self, stretches: Sequence[Stretch]) -> None:
+        """Ahead of the next call. Callable from a finalizer, so it takes no lock."""
+        if stretches:
+            self.due.put(GiveBack(extents_of(stretches).tobytes()))
             self.bell.ring()
-
-    def give_back(self, extents: npt.NDArray[Any]) -> None:
-        """Ahead of the next call."""
-        if len(extents):
-            self.due.put(GiveBack(extents.tobytes()))
-
-    def _by_memory(self, extents: npt.NDArray[Any]) -> list[tuple[Leftovers, npt.NDArray[Any]]]:
-        if len(self.leftovers) == 1:
-            return [(self.leftovers[0], extents)] if len(extents) else []
-        memory = self._device_bases.searchsorted(extents["offset"], "right")
-        return [(self.leftovers[n], extents[memory == n]) for n in np.bincount(memory).nonzero()[0]]
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
         """What goes back of all memories, where no put has used any of one for so long."""
-        idle = [leftovers.take_idle(idle_s) for leftovers in self.leftovers]
-        return [GiveBack(extents.tobytes()) for extents in idle if len(extents)]
+        idle = [slabs.take_idle(idle_s) for slabs in self.slabs]
+        return [GiveBack(extents_of(slabs).tobytes()) for slabs in idle if slabs]
 
-    def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
+    def keep_when_finished(self, extents: Sequence[Stretch], copies: object) -> None:
         """Granted extents that a device may still write into go back when it does not any more.
         copies: what keeps its sources."""
         assert self.devices is not None
@@ -252,22 +256,17 @@ class Session:
             return
         for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
             self._unpinned.put(pins)
-            if extents is not None:
-                self.keep(extents)
+            self.keep(extents)
 
     def leased(self, lease: int, partition: str) -> None:
         self.leases.add(lease, partition)
         self.tend()
 
-    def abandon(self, lease: Abandoned, extents: list[npt.NDArray[Any]]) -> None:
+    def abandon(self, lease: Abandoned, unwritten: Sequence[Stretch]) -> None:
         """A lease ends without ack: its rows go back, and what was written for it. Callable from
         a finalizer, so it takes no lock and writes no log."""
         self.due.put(lease)
-        for part in extents:
-            if len(part):
-                whole = part.copy()
-                whole["length"] = padded(part["length"])
-                self.due.put(GiveBack(whole.tobytes()))
+        self.give_back(unwritten)
         self.bell.ring()
 
     def _orphaned(self, connection: Connection) -> None:
@@ -368,7 +367,7 @@ class Session:
         """In a forked child: nothing of the parent's session may be used. Its granted
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
-        self.leftovers = [Leftovers() for _ in self.leftovers]
+        self.slabs = [Slabs(0) for _ in self.slabs]
         self.familiar, self.tally, self.spans = Familiar(), Tally(), None
         self.devices = None
         self.direct.poison()
@@ -379,7 +378,7 @@ class Session:
         self.connections.close(self.closed)
 
     def __repr__(self) -> str:
-        granted = sum(leftovers.nbytes for leftovers in self.leftovers)
+        granted = sum(slabs.nbytes for slabs in self.slabs)
         state = "closed" if self.closed else f"{self._pins} pins, {granted} B granted"
         return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
 

@@ -33,6 +33,13 @@ class Tally:
             for name, amount in amounts.items():
                 self._sums[what, name] += amount
 
+    def put(self, rows: int, nbytes: int, copied_bytes: int) -> None:
+        """One message of a put."""
+        with self._lock:
+            self._sums["put", "rows"] += rows
+            self._sums["put", "bytes"] += nbytes
+            self._sums["copy", "bytes"] += copied_bytes
+
     def of_stage(self, stage: str, **amounts: float) -> None:
         """As `add`, of what this client does for a stage."""
         if stage not in self._stages:

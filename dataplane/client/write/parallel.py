@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.mapping import WriteMaps
+from dataplane.memory.placement import Stretch
 
 Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _Item = TypeVar("_Item")
@@ -44,22 +45,16 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
         _share(threads, lambda one: np.copyto(*one), _pieces(copies, -(-nbytes // threads)))
 
 
-def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], end: int, nbytes: int) -> None:
-    """Bring in the pages of extents, (offset, length), of which `nbytes` are to be written, in
-    order and up to `end`, which lies in the last of them that is needed."""
+def populate(writes: WriteMaps, spaces: Iterable[Stretch], nbytes: int) -> None:
+    """Bring in the pages of these spaces, which have `nbytes` in sum."""
     if nbytes < POPULATE_BYTES:
         return
-
-    def pieces() -> Iterator[tuple[int, int]]:
-        for first, length in extents:
-            here = first < end <= first + length
-            last = end if here else first + length
-            for at in range(first, last, _THREAD_BYTES):
-                yield at, min(_THREAD_BYTES, last - at)
-            if here:
-                return
-
-    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces())
+    pieces = (
+        (at, min(_THREAD_BYTES, first + length - at))
+        for first, length in spaces
+        for at in range(first, first + length, _THREAD_BYTES)
+    )
+    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces)
 
 
 def _threads(nbytes: int) -> int:

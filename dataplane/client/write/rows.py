@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence, Set
+from struct import pack
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.session.session import Session
-from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, without_group
+from dataplane.client.session.session import Session, split_keys
+from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, few, without_group
 from dataplane.metadata.tables.names import (
     format_minted,
     format_minted_many,
@@ -30,6 +31,7 @@ from dataplane.wire.tables import Name, Rows, Scalar, Table
 Index = npt.NDArray[np.intp]
 Names = Name | Sequence[Name] | npt.NDArray[Any]
 TagValues = Mapping[str, Any]
+_SHOWN_GROUPS = 8
 
 _SCALARS = {bool, int, float, str, type(None)}
 _NO_COLUMN = (bytes, bytearray, memoryview, Mapping)
@@ -40,54 +42,43 @@ _encoder = msgspec.msgpack.Encoder()
 class Identity(msgspec.Struct, eq=False):
     """The rows of one put: keys, and the group of each."""
 
-    keys: npt.NDArray[np.void]
+    count: int
+    keys: bytes
+    """KEY records"""
     names: list[Name] | None
-    group_index: npt.NDArray[np.uint32] | None = None
-    group_keys: npt.NDArray[np.void] | None = None
-    group_names: list[Name] | None = None
+    groups: list[int] | None = None
+    """of each row, its place in `group_names`, or NO_GROUP"""
+    group_keys: bytes = b""
+    group_names: list[Name] = []
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self.count
 
     def wire(self, index: Index | None = None) -> Rows:
         """These rows, or those at `index`, with just the groups that they are in."""
         if index is None:
-            groups, used = self.group_index, None
-            names = self.names
-        else:
-            names = None if self.names is None else [self.names[i] for i in index.tolist()]
-            groups, used = _renumber(self.group_index, index)
-        keys = self.keys if index is None else self.keys[index]
-        if groups is None or self.group_keys is None or self.group_names is None:
-            return Rows(keys.tobytes(), names)
-        if used is None:
-            return Rows(
-                keys.tobytes(), names, groups.tobytes(), self.group_keys.tobytes(), self.group_names
-            )
-        group_names = [self.group_names[i] for i in used.tolist()]
+            if self.groups is None:
+                return Rows(self.keys, self.names)
+            groups = pack(f"<{self.count}I", *self.groups)
+            return Rows(self.keys, self.names, groups, self.group_keys, self.group_names)
+        keys = np.frombuffer(self.keys, KEY)[index].tobytes()
+        names = None if self.names is None else [self.names[i] for i in index.tolist()]
+        if self.groups is None:
+            return Rows(keys, names)
+        taken = [self.groups[i] for i in index.tolist()]
+        used = sorted({*taken} - {NO_GROUP})
+        numbers = {group: number for number, group in enumerate(used)} | {NO_GROUP: NO_GROUP}
         return Rows(
-            keys.tobytes(), names, groups.tobytes(), self.group_keys[used].tobytes(), group_names
+            keys,
+            names,
+            pack(f"<{len(taken)}I", *[numbers[group] for group in taken]),
+            np.frombuffer(self.group_keys, KEY)[used].tobytes(),
+            [self.group_names[group] for group in used],
         )
 
     def familiar_keys(self) -> bytes:
         """What tells whether this put goes on with something: its groups, else its given keys."""
-        if self.group_keys is not None:
-            return self.group_keys.tobytes()
-        return b"" if self.names is None else self.keys.tobytes()
-
-
-def _renumber(
-    groups: npt.NDArray[np.uint32] | None, index: Index
-) -> tuple[npt.NDArray[np.uint32] | None, Index | None]:
-    """The group of each row at `index`, and which groups these are."""
-    if groups is None:
-        return None, None
-    taken = groups[index]
-    here = taken != NO_GROUP
-    used, inverse = np.unique(taken[here], return_inverse=True)
-    renumbered = np.full(len(taken), NO_GROUP, U4)
-    renumbered[here] = inverse.astype(U4)
-    return renumbered, used.astype(np.intp)
+        return self.group_keys or (b"" if self.names is None else self.keys)
 
 
 def identify(
@@ -95,26 +86,27 @@ def identify(
 ) -> Identity:
     """The identity of n rows: their keys as given, else minted; their groups."""
     if key is None:
-        identity = Identity(session.mint_keys(n), None)
+        identity = Identity(n, session.mint_keys(n), None)
     else:
         names = name_list(key, "key")
         _check_length("key", len(names), n)
-        identity = Identity(key_column(names), names)
+        identity = Identity(n, hash_names(names), names)
     if group is None:
         return identity
     group = _listed(group)
     if isinstance(group, str | int):
         names = name_list(group, "group")
-        identity.group_index = np.zeros(n, U4)
-        identity.group_keys, identity.group_names = key_column(names), names
+        identity.groups = [0] * n
+        identity.group_keys, identity.group_names = hash_names(names), names
         return identity
     ids: list[Any] = name_list(group, "group", or_none=True)
     _check_length("group", len(ids), n)
     numbers: dict[Name, int] = {}
-    index = [NO_GROUP if i is None else numbers.setdefault(i, len(numbers)) for i in ids]
+    identity.groups = [
+        NO_GROUP if name is None else numbers.setdefault(name, len(numbers)) for name in ids
+    ]
     names = list(numbers)
-    identity.group_index = np.array(index, U4)
-    identity.group_keys, identity.group_names = key_column(names), names
+    identity.group_keys, identity.group_names = hash_names(names), names
     return identity
 
 
@@ -124,16 +116,13 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     GroupClosed for a group of more rows."""
     if group_size is None:
         return
-    index = identity.group_index
-    counts = np.zeros(0, np.int64)
-    alone = len(identity)
-    if index is not None:
-        counts = np.bincount(index[index != NO_GROUP])
-        alone -= int(counts.sum())
+    counts = Counter(identity.groups or ())
+    alone = len(identity) if identity.groups is None else counts.pop(NO_GROUP, 0)
     if alone and identity.names is None:
         raise without_group(alone, group_size)
-    if len(counts) and (most := int(counts.max())) > group_size:
-        name = (identity.group_names or [])[int(counts.argmax())]
+    ((group, most),) = counts.most_common(1) or [(0, 0)]
+    if most > group_size:
+        name = identity.group_names[group]
         raise GroupClosed(
             f"nothing was put: group {name!r} has {most} rows in this put, but a group of this "
             f"partition closes at {group_size} rows: use another group id for the other rows",
@@ -144,7 +133,7 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
 def check_names(identity: Identity) -> None:
     """InvalidRows for a key that occurs twice, in a put of several messages: the shard would find
     it only where both are in one."""
-    if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
+    if identity.names is not None and len({*split_keys(identity.keys)}) < len(identity):
         twice = Counter(identity.names).most_common(1)[0][0]
         raise InvalidRows(f"key {twice!r} occurs twice in one call: give each row its own key")
 
@@ -214,17 +203,12 @@ def _scalar(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and not is_time(value) else value
 
 
-def key_column(names: list[Name]) -> npt.NDArray[np.void]:
-    """KEY records of these names."""
-    return np.frombuffer(hash_names(names), KEY)
-
-
 def named_rows(names: list[Name]) -> Rows:
     """Rows by their keys alone, as calls address them."""
     return Rows(hash_names(names), names)
 
 
-def chunks(names: list[Name], size: int) -> Iterable[list[Name]]:
+def in_parts(names: list[Name], size: int) -> Iterable[list[Name]]:
     """Runs of at most `size`."""
     return (names[i : i + size] for i in range(0, len(names), size))
 
@@ -268,9 +252,9 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
         raise InvalidRows(f"tags must be a mapping of names to scalars, not {tags!r:.80}")
     for name, given in tags.items():
         if not isinstance(name, str):
-            raise InvalidRows(f"the name of a tag must be a str, not {name!r:.80}")
+            raise InvalidRows(f"invalid tag name {name!r:.80}: expected a str")
         if (reason := unencodable(name)) is not None:
-            raise InvalidRows(f"the name of a tag is {name!r:.80}, {reason}")
+            raise InvalidRows(f"invalid tag name {name!r:.80}, {reason}")
         given = _listed(given)
         if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]
@@ -318,7 +302,11 @@ def group_positions(table: Table, groups: Names) -> Index:
     here = {name: at for at, name in enumerate(group_names(table.rows))}
     missing = [name for name in wanted if name not in here]
     if missing:
-        raise InvalidRows(f"group {missing[0]!r} is not in this batch", groups=missing)
+        known = few([repr(name) for name in here if name is not None], _SHOWN_GROUPS) or "none"
+        raise InvalidRows(
+            f"group {missing[0]!r} is not in this batch: expected one of its groups ({known})",
+            groups=missing,
+        )
     index = column(table.rows.group_index, U4)
     return np.flatnonzero(np.isin(index, [here[name] for name in wanted]))
 

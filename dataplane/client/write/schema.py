@@ -8,26 +8,23 @@ partition's definition, and looked at by whoever puts, before the first byte lea
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.client import arguments
 from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ProtocolError
-from dataplane.wire.arrays import dtype_of, ragged_axis, shape_of
+from dataplane.wire.arrays import dtype_of
+from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
-from dataplane.wire.tables import Spec
 
 if TYPE_CHECKING:
-    from dataplane.client.write.values import Prepared, Strip
+    from dataplane.client.write.columns import ValueColumn
 
 _FORM = re.compile(r"\s*([a-z]\w*(?:\[\d*[a-zA-Z]+\])?)\s*(?:\[([^\[\]]*)\])?\s*")
-_NEVER, _ANY = -2, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +34,21 @@ class Form:
     dtype: np.dtype[Any] | None
     shape: tuple[int | None, ...] | None
 
-    def length(self, spec: Spec) -> int:
-        """How long a value of this spec must be along the axis that its bytes decide, where that
-        matters; else _ANY, or _NEVER."""
-        if self.dtype is None or spec.kind == "object":
-            return _ANY if (self.dtype is None) == (spec.kind == "object") else _NEVER
-        if dtype_of(spec.dtype) != self.dtype:
-            return _NEVER
+    def takes(self, spec: ColumnSpec) -> bool:
+        """Whether every value of this spec is of this form, whatever its open axes are."""
+        if self.dtype is None or spec.kind != "array":
+            return self.dtype is None and spec.kind != "array"
+        return self.takes_array(dtype_of(spec.dtype), spec.shape)
+
+    def takes_array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+        """Whether an array is of this form."""
+        if self.dtype is None or dtype != self.dtype:
+            return False
         if self.shape is None:
-            return _ANY
-        if len(self.shape) != len(spec.shape):
-            return _NEVER
-        ragged = ragged_axis(spec.shape)
-        for axis, (wanted, given) in enumerate(zip(self.shape, spec.shape, strict=True)):
-            if axis != ragged and wanted not in (None, given):
-                return _NEVER
-        wanted = None if ragged is None else self.shape[ragged]
-        return _ANY if wanted is None else wanted
+            return True
+        return len(shape) == len(self.shape) and all(
+            [wanted in (None, given) for wanted, given in zip(self.shape, shape, strict=True)]
+        )
 
 
 def canonical(fields: object) -> dict[str, str]:
@@ -69,7 +64,7 @@ def canonical(fields: object) -> dict[str, str]:
         arguments.text(name, "a field")
         try:
             if not isinstance(text, str):
-                raise InvalidCall("it must be a str")
+                raise InvalidCall("expected a str")
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
@@ -85,14 +80,14 @@ def parsed(text: str) -> Form:
     """InvalidCall for what is no form."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise InvalidCall("this is not the form DTYPE or DTYPE[DIMENSIONS]")
+        raise InvalidCall("expected DTYPE or DTYPE[DIMENSIONS]")
     name, dimensions = match.groups()
     if name == "object" and dimensions is None:
         return Form(None, None)
     try:
         dtype = dtype_of(name)
     except ProtocolError:
-        raise InvalidCall(f"{name!r} is not a dtype") from None
+        raise InvalidCall(f"unknown dtype {name!r}") from None
     if dimensions is None or not dimensions.strip():
         return Form(dtype, ())
     if dimensions.strip() == "...":
@@ -101,7 +96,7 @@ def parsed(text: str) -> Form:
     if len(parts) > MAX_RANK:
         raise InvalidCall(f"{len(parts)} dimensions exceed the limit of {MAX_RANK}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
-        raise InvalidCall("each dimension must be a number, or * for any length")
+        raise InvalidCall("expected a number in each dimension, or * for any length")
     return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 
@@ -120,17 +115,17 @@ def empty_dtype(text: str | None) -> np.dtype[Any]:
     return np.dtype(np.int64) if dtype is None else dtype
 
 
-def check(prepared: Prepared, fields: Mapping[str, str]) -> None:
+def check(columns: Iterable[ValueColumn], fields: Mapping[str, str]) -> None:
     """InvalidValue for the first value that is not as the schema has its field."""
-    for column in prepared.columns:
+    for column in columns:
         text = fields.get(column.field)
         if text is None:
             continue
-        form, values = parsed(text), column.values
-        row = _first_wrong([form.length(spec) for spec in prepared.specs], values, prepared.specs)
+        form = parsed(text)
+        row = _first_wrong(form, column)
         if row is None:
             continue
-        found = _told(prepared.specs[_at(values.specs, row)], int(_at(values.sizes, row)))
+        found = _told(column, row)
         raise InvalidValue(
             f"nothing was put: {column.field}[{row}] is {found}, but this partition declares "
             f"{column.field!r} as {text}: {_advice(form)}, or change the declaration",
@@ -141,31 +136,34 @@ def check(prepared: Prepared, fields: Mapping[str, str]) -> None:
         )
 
 
-def _first_wrong(lengths: list[int], values: Strip, specs: list[Spec]) -> int | None:
-    numbers = np.broadcast_to(np.asarray(values.specs, np.intp), values.count)
-    wanted = np.array(lengths)[numbers]
-    wrong = wanted == _NEVER
-    for number in np.unique(numbers[wanted >= 0]).tolist():
-        of_this = numbers == number
-        wrong |= of_this & (_lengths(specs[number], values.sizes, values.count) != lengths[number])
-    return int(np.argmax(wrong)) if wrong.any() else None
-
-
-def _lengths(spec: Spec, sizes: int | npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Along the axis that the bytes decide."""
-    step = dtype_of(spec.dtype).itemsize * -math.prod(spec.shape)
-    return np.broadcast_to(np.asarray(sizes, np.int64), n) // step
-
-
-def _at(values: int | npt.NDArray[Any], row: int) -> int:
-    return values if isinstance(values, int) else int(values[row])
-
-
-def _told(spec: Spec, nbytes: int) -> str:
-    if spec.kind == "object":
-        return "a Python object"
+def _first_wrong(form: Form, column: ValueColumn) -> int | None:
+    if column.mixed:
+        wrong = [not form.takes_array(dtype, shape) for dtype, shape in column.mixed]
+        return wrong.index(True) if True in wrong else None
+    spec = column.spec
+    if form.takes(spec):
+        return None
+    if spec.kind != "array" or form.dtype is None or not spec.width:
+        return 0
     dtype = dtype_of(spec.dtype)
-    return _written(Form(dtype, shape_of(spec, dtype.itemsize, nbytes)))
+    for row in range(column.count):
+        if not form.takes_array(dtype, _shape(column, row)):
+            return row
+    return None
+
+
+def _shape(column: ValueColumn, row: int) -> tuple[int, ...]:
+    """Of a row of arrays."""
+    own = iter(column.lengths_of(row, row + 1))
+    return tuple([next(own) if length == OPEN else length for length in column.spec.shape])
+
+
+def _told(column: ValueColumn, row: int) -> str:
+    if column.mixed:
+        return _written(Form(*column.mixed[row]))
+    if column.spec.kind != "array":
+        return "a Python object"
+    return _written(Form(dtype_of(column.spec.dtype), _shape(column, row)))
 
 
 def _advice(form: Form) -> str:

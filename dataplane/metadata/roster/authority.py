@@ -177,7 +177,7 @@ class Authority:
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
-            log.info("roster: moved %d empty shards to peers that had none", given)
+            log.info("roster: moved %d empty shards to peers without shards", given)
             unsynced = roster.in_sync & (primaries == roster.primaries)
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))

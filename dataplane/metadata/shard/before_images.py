@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.blocks import Block, Group, Standing
+from dataplane.metadata.tables.pieces import Chunk
 from dataplane.metadata.tables.remembered import Part
+from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
     from dataplane.metadata.shard.leases import Lease
@@ -37,6 +39,8 @@ class BeforeImages:
         self._lanes: dict[Lane, list[Entry]] = {}
         self._entries: dict[Entry, int] = {}
         self._leases: dict[int, list[int]] = {}
+        self.names: dict[Chunk, tuple[Owner, int]] = {}
+        """of chunks that have moved since: where they were"""
         self._tombstones: dict[int, Part] = {}
         """by the id of the part"""
 
@@ -63,6 +67,9 @@ class BeforeImages:
     def keep_lease(self, lease: Lease) -> None:
         if lease.number not in self._leases:
             self._leases[lease.number] = list(lease.left)
+
+    def keep_chunk(self, chunk: Chunk) -> None:
+        self.names.setdefault(chunk, (chunk.owner, chunk.number))
 
     def keep_tombstones(self, part: Part) -> None:
         if id(part) not in self._tombstones:
@@ -105,8 +112,7 @@ class BeforeImages:
 
 
 def _copied(block: Block) -> Block:
-    """Values, tags, progress and what stages wrote are replaced by a change: the copy shares
-    them."""
+    """Values and tags are replaced by a change: the copy shares them."""
     image = _copy_block(block)
     image.standings = tuple(map(_copy_standing, block.standings))
     return image

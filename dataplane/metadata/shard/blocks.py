@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from dataplane.metadata.tables.bits import first_of, rows_of
-from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted, format_minted_many
+from dataplane.metadata.tables.pieces import Pieces
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values import Values
 from dataplane.wire.tables import Name
 
 PENDING, READY, LEASED, ACKED, SPLIT = range(5)
@@ -42,49 +42,32 @@ class Standing(msgspec.Struct, gc=False, eq=False):
 
 class Block(msgspec.Struct, gc=False, eq=False):
     """keys: of all its rows, gone ones too. live: those that are there. group: its key; b"": none.
-    standings: by the stage's number. names: as given, where not all are minted. progress: by the
-    stage that gave it back. wrote: stage → field → rows of which the stage added it.
+    standings: by the stage's number. names: as given, where not all are minted. values: a stage's
+    progress too, under the names that `progress_field` gives.
 
-    A change replaces values, tags, progress and wrote: a copy of a block shares them."""
+    A change replaces values and tags: a copy of a block shares them."""
 
     number: int
     keys: bytes
     count: int
     live: int
     group: bytes
-    values: Values
+    values: Pieces
     standings: tuple[Standing, ...] = ()
     names: tuple[Name, ...] | None = None
     tags: Tags | None = None
-    progress: dict[str, Values] | None = None
-    wrote: dict[str, dict[str, int]] | None = None
 
     nbytes_each: ClassVar[int] = 450
 
     @property
     def nbytes(self) -> int:
-        """About what it takes, with its rows in the index, without their small values."""
+        """About what it takes, with its rows in the index, without its chunks."""
         nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
         if self.names is not None:
             nbytes += sum([60 + len(one) if type(one) is str else 32 for one in self.names])
         if self.tags is not None:
             nbytes += self.tags.nbytes
-        if self.progress is not None:
-            nbytes += sum([one.nbytes for one in self.progress.values()])
         return nbytes
-
-    @property
-    def inline_bytes(self) -> int:
-        if self.progress is None:
-            return len(self.values.inline)
-        return sum([len(one.inline) for one in self.everything])
-
-    @property
-    def everything(self) -> Iterator[Values]:
-        """Its values, and what stages gave back of it."""
-        yield self.values
-        if self.progress is not None:
-            yield from self.progress.values()
 
     def key(self, row: int) -> bytes:
         return self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
@@ -109,9 +92,21 @@ class Block(msgspec.Struct, gc=False, eq=False):
         """A row's key as users see it."""
         return format_minted(self.key(row)) if self.names is None else self.names[row]
 
-    def added(self, stage: str, field: str) -> int:
-        """The rows whose value of a field, if there is one, this stage has added."""
-        return 0 if self.wrote is None else self.wrote.get(stage, {}).get(field, 0)
+
+def progress_field(stage: str, field: str) -> str:
+    """The name under which a block keeps what a stage gave back of a row as `field`."""
+    return stage + PROGRESS + field
+
+
+def progress_in(fields: Iterable[str], stage: str) -> dict[str, str]:
+    """Those of these fields that are the progress of a stage: each with the name that it has for
+    the stage."""
+    found = {}
+    for field in fields:
+        of, mark, name = field.rpartition(PROGRESS)
+        if mark and of == stage:
+            found[field] = name
+    return found
 
 
 class Group(msgspec.Struct, gc=False, eq=False):

@@ -22,17 +22,17 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
 )
-from dataplane.metadata.shard.leases import Part
-from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts, note_added
+from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
-from dataplane.metadata.shard.state import State
+from dataplane.metadata.shard.state import Arrived, State
 from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import bits_of, rows_of
+from dataplane.metadata.tables.bits import bits_of
 from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_in
+from dataplane.metadata.tables.pieces import ANY_STAGE, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
+from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.records import U4, column
 
 MAX_UNITS_PER_SURVEY = 1 << 20
@@ -80,10 +80,10 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     for key in keys_in(rows):
         found = [part for part in state.find(key).parts if not part[0].group]
         units.append((None, found))
-    many, size, bytes_of = 0, 0, dict[int, list[int]]()
+    many = size = 0
     for taken, (_, parts) in enumerate(units):
         many += sum([bits.bit_count() for _, bits in parts])
-        size += sum([_row_bytes(bytes_of, block, bits) for block, bits in parts])
+        size += nbytes_of((block.values, bits) for block, bits in parts)
         if taken and (many > MAX_ROWS_PER_SAVE or size > nbytes):
             units = units[:taken]
             break
@@ -91,18 +91,8 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     gone = [key for key, (group, _) in zip(asked, units, strict=False) if group is None]
     saved = Rows([part for _, parts in units for part in parts])
     ended = sum([not state.tombstones.dropped(of_group(key)) for key in gone])
-    table = table_of(state, saved, values_of(saved, None), [group.key for group in here])
+    table = table_of(state, saved, values_of(state, saved, None), [group.key for group in here])
     return SaveDone(table, _progress(state, saved, here), len(units), ended)
-
-
-def _row_bytes(known: dict[int, list[int]], block: Block, bits: int) -> int:
-    """The bytes of these rows' values."""
-    if block.number not in known:
-        sizes = np.zeros(block.count, np.int64)
-        for _, rows, records in block.values.per_row():
-            np.add.at(sizes, rows, records["nbytes"].astype(np.int64))
-        known[block.number] = sizes.tolist()
-    return sum([known[block.number][row] for row in rows_of(bits)])
 
 
 def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:
@@ -143,8 +133,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the snapshot has {dropped} dropped rows out of {gone} freed rows: "
-                f"expected 0 to {gone}"
+                f"group {at} of the snapshot has {dropped} dropped rows: expected 0 to {gone}, the "
+                "number of its freed rows"
             )
     return found
 
@@ -158,7 +148,8 @@ def restore(state: State, op: Restore) -> None:
     Readiness and the states of groups follow from what is there, so nothing that a file says can
     make the groups contradict each other. Its answer is remembered for its retries.
     """
-    rows, values, sizes = _checked(state, op)
+    rows, arrived, sizes = _checked(state, op)
+    state.hold(arrived)
     names, groups = op.rows.group_names, []
     for at, (key, told) in enumerate(zip(keys_in(op.rows.group_keys), sizes, strict=True)):
         group = state.add_group(key, None if names is None else names[at], UNKNOWN_SIZE)
@@ -166,7 +157,8 @@ def restore(state: State, op: Restore) -> None:
         groups.append(group)
     blocks: list[Block] = []
     if rows is not None:
-        blocks = _enter_rows(state, op, rows, values, groups)
+        blocks = _enter_rows(state, op, rows, arrived, groups)
+    state.settled(arrived)
     closed = [group for group, told in zip(groups, sizes, strict=True) if told[3]]
     for group in closed:
         group.closed, group.expected = True, group.seen
@@ -187,15 +179,14 @@ def restore(state: State, op: Restore) -> None:
 
 
 def _enter_rows(
-    state: State, op: Restore, rows: RowsIn, values: Values, groups: Sequence[Group]
+    state: State, op: Restore, rows: RowsIn, arrived: Arrived, groups: Sequence[Group]
 ) -> list[Block]:
     plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
-    blocks = enter_rows(state, plan, values)
+    # A checkpoint does not say whose value it is: whoever adds it again finds his own.
+    pieces = [one._replace(by=ANY_STAGE) for one in arrived.pieces]
+    blocks = enter_rows(state, plan, arrived._replace(pieces=pieces))
     for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
-        everything = Part(0, block, range(block.count), range(block.count))
-        # A checkpoint does not say whose value it is: whoever adds it again finds his own.
         for name, stage in state.stages.items():
-            note_added(block, name, everything, block.values)
             done = op.progress.acked.get(name, b"")
             if bits := bits_of(row for row, place in enumerate(places) if done and done[place]):
                 stage.move(block, bits, PENDING, ACKED)
@@ -208,7 +199,7 @@ def _enter_rows(
     return blocks
 
 
-def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Sizes]]:
+def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_Sizes]]:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
@@ -218,16 +209,19 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
         raise ProtocolError(
             f"the snapshot has closed_groups={op.closed_groups}: expected 0 or more"
         )
-    if rows is None and (op.columns or op.tags):
+    fields = op.values.fields
+    if rows is None and (fields or op.tags):
         raise ProtocolError(
-            f"the snapshot has {len(op.columns)} columns and {len(op.tags)} tags, but no rows"
+            f"the snapshot has {len(fields)} fields and {len(op.tags)} tags: expected none without "
+            "rows"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
-            f"the snapshot has {len(op.rows.group_names)} names for {len(group_keys)} groups"
+            f"expected one name per group in the snapshot, got {len(op.rows.group_names)} names "
+            f"for {len(group_keys)} groups"
         )
-    values = values_in(op.columns, len(keys), op.specs, op.owners, op.inline)
-    state.check_fields(values.fields)
+    arrived = state.arrived(op.values, len(keys), MAX_CHUNKS_PER_RESTORE)
+    state.check_fields(arrived.fields)
     tagging.check(op.tags, len(keys), state.tag_names)
     for marks, count, known in (
         (told.acked, len(keys), state.stage),
@@ -243,12 +237,15 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Values, list[_Si
     for at, (expected, gone, _, closed) in enumerate(sizes):
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if closed and not live[at]:
-            raise ProtocolError(f"group {at} of the snapshot is closed, but has no rows")
+            raise ProtocolError(
+                f"group {at} of the snapshot is closed: expected at least one row, got none"
+            )
         if full and not closed:
             raise ProtocolError(
-                f"group {at} of the snapshot has all its {expected} rows, but is still open"
+                f"group {at} of the snapshot has all its {expected} rows: expected it to be "
+                "closed, but it is open"
             )
-    return rows, values, sizes
+    return rows, arrived, sizes
 
 
 def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -> list[bytes]:

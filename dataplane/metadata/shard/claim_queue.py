@@ -22,6 +22,7 @@ from dataplane.errors import (
     StreamEnd,
     ValueTooLarge,
     counted,
+    sized,
 )
 from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.blocks import LEASED, PENDING
@@ -337,9 +338,9 @@ class ClaimQueue:
             claim,
             ValueTooLarge(
                 f"a claim for stage {self.stage!r} of partition {self.store.partition!r} needs to "
-                f"pull {needed_bytes} bytes from other hosts, but the arena of this host can hold "
-                f"at most {claim.asked.most_bytes} of them at a time: claim fewer rows at a time "
-                "(or pass min=), or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
+                f"pull {sized(needed_bytes)} from other hosts, but the arena of this host can hold "
+                f"at most {sized(claim.asked.most_bytes)} of that at a time: claim fewer rows at "
+                "a time (or pass min=), or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError, counted
-from dataplane.metadata.shard.blocks import ACKED, LEASED
+from dataplane.metadata.shard.blocks import ACKED, LEASED, progress_field
 from dataplane.metadata.shard.leases import Lease, Part
-from dataplane.metadata.shard.puts import add_fields, check_added, let_go
-from dataplane.metadata.shard.state import State
+from dataplane.metadata.shard.puts import add_fields, check_added
+from dataplane.metadata.shard.state import Arrived, State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.values import Values, values_in
+from dataplane.metadata.tables.pieces import Pieces, distributed, divided
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
@@ -53,59 +53,60 @@ def lease_of(state: State, number: int) -> Lease:
 
 def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     """See `Store.finish`."""
-    outcome, columns, tags = asked_for.outcome, asked_for.columns, asked_for.tags
+    outcome, values, tags = asked_for.outcome, asked_for.values, asked_for.tags
     if outcome not in OUTCOMES:
         raise ProtocolError(
             f"invalid outcome {outcome!r:.40} for a lease: expected one of {', '.join(OUTCOMES)}"
         )
-    if columns and outcome == "drop":
+    if values.fields and outcome == "drop":
         raise InvalidRows("cannot add fields to rows that are being dropped: ack the rows instead")
     index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
     count = sum([len(part.rows) for part in asked])
     if not count:
-        if columns:
+        if values.fields or values.chunks:
             raise InvalidRows(
                 "this call adds fields, but selects no rows of the lease: select at least one row"
             )
         return {}
     parts = [there for part in asked if (there := part.there()).rows]
-    rows = sum([len(part.rows) for part in parts])
-    added: list[tuple[Part, Values]] = []
-    values = Values(count)
-    if columns or asked_for.inline:
-        values = values_in(columns, count, asked_for.specs, asked_for.owners, asked_for.inline)
+    added: list[tuple[Part, Pieces]] = []
+    arrived = state.arrived(values, count)
+    if arrived.pieces:
         released = outcome in BACK
-        state.check_fields(values.fields, lease.stage.name if released else None)
-        added = _added(values, parts)
+        state.check_fields(arrived.fields, lease.stage.name if released else None)
+        added = _added(arrived, parts)
         check_added(None if released else lease.stage, added)
     if tags:
         tagging.check(tags, count, state.tag_names)
-    if rows < count and values.fields:
-        let_go(state, values, [place for part in parts for place in part.at])
     if tags:
         for part in parts:
             state.set_tags(part.block, part.rows, tagging.only(tags, part.at, count))
         state.retag([part.block for part in parts])
     kept: dict[str, int] = {}
+    stage = lease.stage.name
+    state.hold(arrived)
     if outcome in BACK:
         for part, mine in added:
-            state.note_progress(part.block, lease.stage.name, part.rows, mine)
+            names = {field: progress_field(stage, field) for field in mine.fields}
+            state.merge(part.block, mine.renamed(names), keep=False)
     elif added:
         kept = add_fields(state, lease.stage, added, lease.holder)
     if state.progress and outcome in ("ack", "keep"):
-        done = None if outcome == "ack" else [one.field for one in columns]
+        done = None if outcome == "ack" else arrived.fields
         for part in parts:
-            state.end_progress(part.block, lease.stage.name, part.rows, done)
+            state.end_progress(part.block, stage, part.bits, done)
+    state.settled(arrived)
     _end(state, lease, outcome, asked, parts)
     return kept
 
 
-def _added(values: Values, parts: Sequence[Part]) -> list[tuple[Part, Values]]:
+def _added(arrived: Arrived, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
     """What each part gets of a message."""
-    if len(parts) == 1 and parts[0].at == range(values.count):
-        return [(parts[0], values)]
-    return list(zip(parts, values.split([part.at for part in parts]), strict=True))
+    if all([isinstance(p.at, range) and p.rows == range(p.block.count) for p in parts]):
+        return list(zip(parts, divided(arrived.pieces, [p.at for p in parts]), strict=True))
+    mine = distributed(arrived.pieces, [(p.at, p.rows, p.block.count) for p in parts])
+    return list(zip(parts, mine, strict=True))
 
 
 def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
@@ -121,7 +122,8 @@ def positions_of(lease: Lease, index: bytes) -> list[int]:
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
         raise InvalidRows(
-            f"row {max(positions)} is out of range: this lease has {counted(lease.count, 'row')}",
+            f"row {max(positions)} is out of range: lease {lease.number} has "
+            f"{counted(lease.count, 'row')}, so expected 0 to {lease.count - 1}",
             rows=lease.count,
         )
     return positions

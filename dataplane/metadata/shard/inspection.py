@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from dataplane.errors import (
     MAX_COMPARED,
     DataplaneError,
@@ -22,10 +20,9 @@ from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.names import hash_name
-from dataplane.metadata.tables.values import by_tables
 from dataplane.metadata.tables.where import tags_of
 from dataplane.wire.messages import Done
-from dataplane.wire.tables import INLINE, Name, Where
+from dataplane.wire.tables import Name, Where
 
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
@@ -236,15 +233,11 @@ def _holders(state: State, counted: Callable[[Lease], int], now: float) -> list[
 
 def _adder(state: State, field: str) -> str:
     """The stage that has added this field to some row; "" where none has."""
-    return next(
-        (
-            name
-            for block in state.blocks.values()
-            for name, fields in (block.wrote or {}).items()
-            if fields.get(field)
-        ),
-        "",
-    )
+    for block in state.blocks.values():
+        for part in block.values.parts:
+            if part.by in state.stages and field in part.fields:
+                return part.by
+    return ""
 
 
 def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float) -> list[Holder]:
@@ -268,20 +261,15 @@ def _weightless(state: State, stage: Stage, tag: str) -> list[Any]:
 
 
 def stats(state: State) -> dict[str, Any]:
-    """Figures of one store. bytes counts every value, shared ranges once a value."""
-    total = inline = 0
-    for owners, records in by_tables(state.everything(), inline=True):
-        total += int(records["nbytes"].sum(dtype=np.int64))
-        if INLINE in owners:
-            here = records["owner"] == owners.index(INLINE)
-            inline += int(records["nbytes"][here].sum(dtype=np.int64))
+    """Figures of one store. bytes counts each chunk once."""
+    total = state.inline_bytes + sum([chunk.nbytes for chunk in state.chunks.values()])
     rows = len(state.index)
     return {
         "rows": rows,
         "groups": len(state.groups),
         "closed_groups": state.closed_groups,
         "bytes": total,
-        "inline_bytes": inline,
+        "inline_bytes": state.inline_bytes,
         "tombstones": len(state.tombstones),
         "tombstones_forgotten": state.tombstones.forgotten,
         "leases": len(state.leases),

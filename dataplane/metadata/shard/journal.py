@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,15 @@ from dataplane.metadata.shard.blocks import (
 )
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
-from dataplane.metadata.shard.puts import add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
-from dataplane.metadata.tables.names import KEY_BYTES
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
+from dataplane.metadata.tables.pieces import Pieces, divided
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values import Values, joined, values_in
+from dataplane.metadata.tables.values_on_wire import Outgoing
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
@@ -69,7 +69,7 @@ from dataplane.wire.journal import (
     Settle,
     Summary,
 )
-from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Finish, Put, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
 from dataplane.wire.tables import Laid
@@ -97,8 +97,8 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
             store.carry_out(op)
     except DataplaneError as exc:
         raise ProtocolError(
-            f"cannot apply {type(op).__name__} to this copy of partition {store.partition!r}, "
-            f"which must be copied again: {exc}",
+            f"cannot apply {type(op).__name__} to the replica of partition {store.partition!r}: "
+            f"{exc}. The replica must resync from a snapshot",
             partition=store.partition,
         ) from exc
 
@@ -107,7 +107,9 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _begun(store: Store, op: Begun, now: float) -> None:
-    raise ProtocolError(f"received a second start of partition {store.partition!r}")
+    raise ProtocolError(
+        f"unexpected start of partition {store.partition!r}: the replica has started it already"
+    )
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -116,7 +118,8 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
         raise ProtocolError(
-            f"lease {op.lease} of stage {op.stage!r} contains a row that is not ready"
+            f"lease {op.lease} of stage {op.stage!r}: expected only ready rows, got one that is "
+            "not ready"
         )
     _each_once(rows)
     if op.unit == "rows":
@@ -127,8 +130,8 @@ def _leased(store: Store, op: Leased, now: float) -> None:
             [one.states[stage.number] != READY for one in groups]
         ):
             raise ProtocolError(
-                f"lease {op.lease} of stage {op.stage!r} contains a group that is not ready or not "
-                "complete"
+                f"lease {op.lease} of stage {op.stage!r}: every group must be ready and complete, "
+                "but at least one group is not"
             )
         for group in groups:
             stage.lease_group(group)
@@ -141,7 +144,10 @@ def _joined(store: Store, op: Joined, now: float) -> None:
     lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
     shape = op.shape if plan is None else plan.shape
     if (lease.number, lease.stage.name, shape) != (op.lease, op.stage, op.shape):
-        raise ProtocolError(f"stage {op.stage!r} already has another plan")
+        raise ProtocolError(
+            f"unexpected plan for stage {op.stage!r}: expected lease {lease.number} of stage "
+            f"{lease.stage.name!r} with {shape}, got lease {op.lease} with {op.shape}"
+        )
     if plan is None:
         for weights in op.laid.weights.values() if op.laid is not None else ():
             column(weights, _F8, lease.count)
@@ -153,14 +159,17 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
-    if permits.limits is None or op.permit in permits.given or op.count < 1:
+    if permits.limits is None:
         raise ProtocolError(
-            f"permit {op.permit} for {op.count} groups already exists, has no groups, or belongs "
-            "to a partition without admission limits"
+            f"unexpected permit {op.permit}: partition {store.partition!r} has no admission limits"
         )
+    if op.permit in permits.given:
+        raise ProtocolError(f"unexpected permit {op.permit}: it already exists")
+    if op.count < 1:
+        raise ProtocolError(f"invalid permit {op.permit}: expected 1 group or more, got {op.count}")
     if not 0 <= op.used <= op.count:
         raise ProtocolError(
-            f"permit {op.permit} is for {op.count} groups, but {op.used} of them are used"
+            f"permit {op.permit}: expected 0 to {op.count} used groups, got {op.used}"
         )
     permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
 
@@ -168,15 +177,14 @@ def _permitted(store: Store, op: Permitted, now: float) -> None:
 def _relocated(store: Store, op: Relocated, now: float) -> None:
     ranges = column(op.ranges, RANGE)
     there = column(op.to_ranges, RANGE, len(ranges))
-    reach = column(op.reach, U8, len(ranges)) if op.reach else None
-    store.relocate(op.owner, ranges, op.to_owner, there, reach)
+    store.relocate(op.owner, ranges, op.to_owner, there)
 
 
 def _paced(store: Store, op: Paced, now: float) -> None:
     permits = store.permits
     if op.version < permits.version:
         raise ProtocolError(
-            f"the trainer's version cannot go back from {permits.version} to {op.version}"
+            f"invalid version of the trainer: expected {permits.version} or more, got {op.version}"
         )
     if op.per_version < 0 or op.max_lag < 0:
         raise ProtocolError(
@@ -199,7 +207,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
-            raise ProtocolError(f"a group has an invalid state: {one}")
+            raise ProtocolError(f"group {one.number} has an invalid state: {one}")
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -213,60 +221,87 @@ def _groups(store: Store, op: Groups, now: float) -> None:
 def _blocks(store: Store, op: Blocks, now: float) -> None:
     for one in op.blocks:
         keys, live = keys_in(one.keys), in_bytes(one.live)
-        sets = [
-            *one.acked,
-            *one.returned,
-            *chain.from_iterable(of.values() for of in one.added.values()),
-        ]
-        sound = one.number > 0 and len(keys) <= MAX_BLOCK_ROWS and 0 < live < 1 << len(keys)
-        if not sound or any([in_bytes(some) & ~live for some in sets]):
+        if one.number < 1:
+            raise ProtocolError(f"invalid block number {one.number}: expected 1 or more")
+        if len(keys) > MAX_BLOCK_ROWS:
             raise ProtocolError(
-                f"block {one.number} of {len(keys)} rows has an invalid number, size or row mask"
+                f"block {one.number}: expected at most {MAX_BLOCK_ROWS} rows, got {len(keys)}"
             )
-        of_stages = len(one.acked) == len(store.stages) == len(one.returned or one.acked)
-        if len(one.names or keys) != len(keys) or not of_stages:
+        if not 0 < live < 1 << len(keys):
             raise ProtocolError(
-                f"block {one.number} has {len(keys)} rows, but {len(one.names or keys)} names and "
-                f"states for {len(one.acked)} of {len(store.stages)} stages"
+                f"block {one.number}: expected at least one live row, and none beyond its "
+                f"{len(keys)} rows"
             )
-        if one.number in store.blocks or (one.group and one.group not in store.groups):
-            raise ProtocolError(f"block {one.number} already exists, or its group does not exist")
+        if any([in_bytes(some) & ~live for some in (*one.acked, *one.returned)]):
+            raise ProtocolError(
+                f"block {one.number}: expected acked and returned rows to be live rows"
+            )
+        if len(one.names or keys) != len(keys):
+            raise ProtocolError(
+                f"block {one.number}: expected one name per row, got {len(one.names or keys)} "
+                f"names for {len(keys)} rows"
+            )
+        if not len(one.acked) == len(store.stages) == len(one.returned or one.acked):
+            raise ProtocolError(
+                f"block {one.number}: expected the rows of {len(store.stages)} stages, got acked "
+                f"rows of {len(one.acked)} and returned rows of {len(one.returned)}"
+            )
+        if one.number in store.blocks:
+            raise ProtocolError(f"unexpected block {one.number}: it already exists")
+        if one.group and one.group not in store.groups:
+            raise ProtocolError(
+                f"block {one.number}: expected an existing group, got key {one.group[:16].hex()}"
+            )
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
-        block = store.add_block(keys, one.names, Values(len(keys)), {}, group, one.number, live)
+        block = store.add_block(keys, one.names, Pieces(len(keys)), {}, group, one.number, live)
         store.last_number = max(store.last_number, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.move(block, in_bytes(acked), PENDING, ACKED)
         for standing, returned in zip(block.standings, one.returned, strict=False):
             standing.returned = in_bytes(returned)
-        for name, fields in one.added.items():
-            store.stage(name)
-            store.check_fields(fields)
-            for field, rows in fields.items():
-                add_to(block, name, field, in_bytes(rows))
 
 
 def _given(store: Store, op: Given, now: float) -> None:
-    blocks = [_block(store, number) for number in column(op.numbers, U8).tolist()]
-    if len(set(blocks)) < len(blocks):
-        raise ProtocolError(f"some of the {len(blocks)} blocks in the record are listed twice")
+    numbers: list[int] = column(op.numbers, U8).tolist()
+    blocks = [_block(store, number) for number in numbers]
+    if len(set(numbers)) < len(numbers):
+        twice = Counter(numbers).most_common(1)[0][0]
+        raise ProtocolError(f"expected each block once in the record, got block {twice} twice")
     counts = [block.count for block in blocks]
-    values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
-    store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)
+    arrived = store.arrived(op.values, sum(counts))
+    _check_fields(store, arrived.fields)
+    if op.by and len(op.by) != len(arrived.pieces):
+        raise ProtocolError(
+            f"expected one writer per piece in the record, got {len(op.by)} writers for "
+            f"{len(arrived.pieces)} pieces"
+        )
+    pieces = arrived.pieces
+    if op.by:
+        pieces = [one._replace(by=by) for one, by in zip(pieces, op.by, strict=True)]
     spans = pairwise(accumulate(counts, initial=0))
-    split = values.split([range(start, end) for start, end in spans])
-    split = [mine.without_empty() for mine in split]
+    split = divided(pieces, [range(start, end) for start, end in spans])
+    store.hold(arrived)
     for block, mine in zip(blocks, split, strict=True):
         gone = all_of(block.count) & ~block.live
-        if gone and any([mine.having([field]) & gone for field in mine.fields]):
+        if gone and any([mine.live(field) & gone for field in mine.fields]):
             raise ProtocolError(
-                f"the record has values for rows that are not in block {block.number}"
+                f"expected values only for live rows of block {block.number}, got values for "
+                "other rows"
             )
-        if op.stage and mine.fields:
-            store.note_progress(block, op.stage, range(block.count), mine)
-        elif mine.fields:
-            store.merge(block, range(block.count), mine, keep=True)
+        if mine.parts:
+            store.merge(block, mine, keep=True)
+    store.settled(arrived)
+
+
+def _check_fields(store: Store, fields: Sequence[str]) -> None:
+    """Progress is known by its stage's name."""
+    store.check_fields([field for field in fields if PROGRESS not in field])
+    for field in fields:
+        stage, mark, name = field.rpartition(PROGRESS)
+        if mark:
+            store.check_fields([name], store.stage(stage).name)
 
 
 def _ready(store: Store, op: Ready, now: float) -> None:
@@ -274,9 +309,15 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     rows = _pending(stage, [(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     keys = different(op.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
-    if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
+    if len(groups) < len(keys):
         raise ProtocolError(
-            f"stage {op.stage!r}: some of {len(keys)} groups do not exist, or are not pending"
+            f"stage {op.stage!r}: expected {len(keys)} existing groups, but "
+            f"{len(keys) - len(groups)} of them do not exist"
+        )
+    if wrong := sum([one.states[stage.number] != PENDING for one in groups]):
+        raise ProtocolError(
+            f"stage {op.stage!r}: expected {len(keys)} pending groups, but {wrong} of them are not "
+            "pending"
         )
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
@@ -291,16 +332,24 @@ def _held(store: Store, op: Held, now: float) -> None:
     parts, left = list[tuple[Block, int]](), list[int]()
     for number, raw, unfinished in op.parts:
         block = store.blocks.get(number) or gone.setdefault(
-            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", Values(0))
+            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", Pieces(MAX_BLOCK_ROWS))
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
-        if not bits or bits >> block.count or rest & ~bits:
-            raise ProtocolError(f"lease {op.lease} refers to rows that are not in its blocks")
+        if not bits or bits >> block.count:
+            raise ProtocolError(
+                f"lease {op.lease}: expected at least one row of block {number}, and none beyond "
+                f"its {block.count} rows"
+            )
+        if rest & ~bits:
+            raise ProtocolError(
+                f"lease {op.lease}: expected the unfinished rows of block {number} to be leased "
+                "rows"
+            )
         parts.append((block, bits))
         left.append(rest)
     lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
     if lease.is_done:
-        raise ProtocolError(f"lease {op.lease} has no rows")
+        raise ProtocolError(f"lease {op.lease}: expected at least one unfinished row, got none")
     for block, bits in _pending(stage, lease.held.parts).parts:
         stage.move(block, bits, PENDING, LEASED)
     store.leases.add(lease)
@@ -346,7 +395,7 @@ def _block(store: Store, number: int) -> Block:
     try:
         return store.blocks[number]
     except KeyError:
-        raise ProtocolError(f"block {number} does not exist") from None
+        raise ProtocolError(f"unknown block {number}: expected an existing block") from None
 
 
 def _each_once(rows: Rows) -> Rows:
@@ -355,31 +404,36 @@ def _each_once(rows: Rows) -> Rows:
         seen = Counter[int]()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
-                raise ProtocolError(f"the record lists a row of block {block.number} twice")
+                raise ProtocolError(
+                    f"expected each row once in the record, got a row of block {block.number} twice"
+                )
             seen[block.number] |= bits
     return rows
 
 
 def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
-    if any([bits & ~stage.pending(block) for block, bits in parts]):
+    if wrong := sum([(bits & ~stage.pending(block)).bit_count() for block, bits in parts]):
         raise ProtocolError(
-            f"stage {stage.name!r}: some of the rows do not exist, or are not pending"
+            f"stage {stage.name!r}: expected only pending rows, but {wrong} rows are not pending"
         )
     return _each_once(Rows(parts))
 
 
 def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
-    if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
+    if len(new) < len(keys):
         raise ProtocolError(
-            f"{len(keys) - len(new)} of {len(keys)} {what}s already exist or are listed twice"
+            f"expected {len(keys)} new {what}s, but {len(keys) - len(new)} of them already exist "
+            "or are listed twice"
         )
+    if wrong := [len(key) for key in new if len(key) != KEY_BYTES]:
+        raise ProtocolError(f"invalid {what} key: expected {KEY_BYTES} bytes, got {wrong[0]}")
 
 
 def _new_lease(store: Store, number: int) -> None:
     if store.is_leased(number):
-        raise ProtocolError(f"lease {number} already exists")
+        raise ProtocolError(f"unexpected lease {number}: it already exists")
 
 
 # a dump
@@ -423,7 +477,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
         yield Groups([_group_told(images.group(one), len(stages)) for one in some])
     for some_blocks in _some_blocks(blocks, images, many):
         yield Blocks([_block_told(one, len(stages)) for one in some_blocks])
-        yield from _values_told(some_blocks)
+        yield from _values_told(some_blocks, images)
         rows = Rows([(block, block.live) for block in some_blocks])
         yield from _tags_told(store.partition, store.generation, rows)
     for stage in stages:
@@ -498,7 +552,7 @@ def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterat
     some, rows, nbytes = list[Block](), 0, 0
     for block in of:
         image = images.block(block)
-        size = image.nbytes + image.inline_bytes
+        size = image.nbytes + sum([len(one.inline) for one in image.values.chunks])
         rows, nbytes = rows + block.count, nbytes + size
         if some and (rows > many or nbytes > MAX_OP_BYTES):
             yield images.blocks(some)
@@ -509,37 +563,40 @@ def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterat
 
 
 def _block_told(block: Block, stages: int) -> OneBlock:
-    added = {
-        stage: {field: bytes_of(rows & block.live) for field, rows in fields.items()}
-        for stage, fields in (block.wrote or {}).items()
-    }
     names = None if block.names is None else list(block.names)
     standings = block.standings[:stages]
     acked = [bytes_of(one.acked) for one in standings]
     returned = [bytes_of(one.returned & block.live) for one in standings]
     live = bytes_of(block.live)
-    sets = acked, added, returned if any(returned) else []
+    sets = acked, returned if any(returned) else []
     return OneBlock(block.number, block.group, block.keys, names, live, *sets)
 
 
-def _values_told(blocks: Sequence[Block]) -> Iterator[Given]:
-    """Their values, and what stages gave back of them."""
-    numbers = np.array([block.number for block in blocks], U8).tobytes()
-    none = {block.number: Values(block.count) for block in blocks}
-    stages = dict.fromkeys(chain.from_iterable(block.progress or () for block in blocks))
-    given = [("", [block.values for block in blocks])]
-    given += [
-        (name, [(block.progress or {}).get(name, none[block.number]) for block in blocks])
-        for name in stages
-    ]
-    for name, parts in given:
-        values = joined(parts)
-        whole = len(values.blob) + len(values.inline) <= MAX_OP_BYTES
-        fields = values.fields
-        for some in [values] if whole else [values.only([field]) for field in fields]:
-            columns = some.columns()
-            if columns:
-                yield Given(numbers, name, columns, some.specs, some.owners, some.inline)
+def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Given]:
+    """Their values, and what stages gave back of them; in more operations where that would be too
+    large for a message, or would describe too many chunks. A copy has an inline chunk once for each
+    operation that describes it."""
+    some, pieces, nbytes = dict[int, Pieces](), 0, 0
+    for block in blocks:
+        for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
+            mine = Pieces(block.count, tuple(parts))
+            size = Outgoing([(mine, all_of(mine.count))]).nbytes
+            full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_OP_BYTES
+            if some and full:
+                yield _given_told(some, images)
+                some, pieces, nbytes = {}, 0, 0
+            some[block.number] = mine
+            pieces, nbytes = pieces + len(parts), nbytes + size
+    if some:
+        yield _given_told(some, images)
+
+
+def _given_told(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
+    """values: by the number of the block."""
+    told = Outgoing([(one, all_of(one.count)) for one in values.values()])
+    by = [one.by for one in told.used()]
+    numbers = np.array(list(values), U8).tobytes()
+    return Given(numbers, told.on_wire(images.names), by if any(by) else [])
 
 
 def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:

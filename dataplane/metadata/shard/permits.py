@@ -154,11 +154,16 @@ class Permits:
     def check(self, state: State, count: int, max_lag: int, per_version: int) -> None:
         """Raise what is to be said at once: InvalidCall, PartitionConflict, PartitionSealed."""
         places = (max_lag + 1) * per_version
-        if count < 1 or max_lag < 0 or per_version < 1 or places > MAX_PLACES:
+        if count < 1:
+            raise InvalidCall(f"admit({count}): expected 1 group or more")
+        if max_lag < 0:
+            raise InvalidCall(f"max_lag={max_lag}: expected 0 or more")
+        if per_version < 1:
+            raise InvalidCall(f"per_version={per_version}: expected 1 or more")
+        if places > MAX_PLACES:
             raise InvalidCall(
-                f"admit({count}, max_lag={max_lag}, per_version={per_version}) is invalid: the "
-                "number of groups and per_version must be at least 1, max_lag at least 0, and "
-                f"(max_lag + 1) * per_version at most {MAX_PLACES}"
+                f"max_lag={max_lag} and per_version={per_version} admit up to {places} unfinished "
+                f"groups, over the limit of {MAX_PLACES}: lower max_lag or per_version"
             )
         if state.definition.group_size is None:
             raise InvalidCall(
@@ -289,14 +294,12 @@ class Permits:
     def advance(self, version: int, state: State) -> None:
         """The trainer is at this version. InvalidCall for an older one."""
         if not 0 <= version < DONE:
-            raise InvalidCall(
-                f"advance({version}) is invalid: a version must be an int of 0 or more"
-            )
+            raise InvalidCall(f"advance({version}): expected a version from 0 to {DONE - 1}")
         if version < self.version:
             raise InvalidCall(
-                f"advance({version}) is invalid: partition {state.partition!r} is already at "
-                f"version {self.version}, and versions only increase. To start again at an older "
-                "version, drop the partition first",
+                f"advance({version}): partition {state.partition!r} is already at version "
+                f"{self.version}, and versions only increase. To start again at an older version, "
+                "drop the partition first",
                 version=self.version,
             )
         if version == self.version:

@@ -38,15 +38,14 @@ MAX_PLAN_ROWS = 1 << 20
 
 def check(shape: Shape, rank: int) -> None:
     """ProtocolError where no plan is like that, or has no such rank."""
-    if not 0 <= rank < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(
-            f"invalid rank {rank} of {shape.ranks}: expected a rank from 0 to {shape.ranks - 1}, "
-            f"and at most {MAX_RANKS} ranks"
-        )
+    if not 0 < shape.ranks <= MAX_RANKS:
+        raise ProtocolError(f"invalid number of ranks {shape.ranks}: expected 1 to {MAX_RANKS}")
+    if not 0 <= rank < shape.ranks:
+        raise ProtocolError(f"invalid rank {rank}: expected 0 to {shape.ranks - 1}")
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"invalid plan of {shape.ranks} ranks × {shape.minibatches} mini-batches: the product "
-            f"must be from 1 to {MAX_PLAN_PARTS}"
+            f"invalid plan of {shape.ranks} ranks × {shape.minibatches} mini-batches: "
+            f"expected a product from {shape.ranks} to {MAX_PLAN_PARTS}"
         )
 
 
@@ -143,10 +142,10 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
     if not whole:
         raise InvalidRows(
-            "cannot ack, release or drop only some rows of a plan: ack or release the whole plan; "
-            "to drop single rows, use part.drop(keys=…)"
+            "cannot ack, release or drop only some rows of a plan: ack or release the whole plan, "
+            "or drop single rows with part.drop(keys=…)"
         )
-    if asked.columns or asked.tags:
+    if asked.values.fields or asked.values.chunks or asked.tags:
         raise InvalidRows(
             "cannot add fields or tags while acking or releasing a plan: add them beforehand"
         )

@@ -8,7 +8,7 @@ meets rows that are here is looked at row by row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -31,16 +31,17 @@ from dataplane.metadata.shard.blocks import (
 from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import State, Written
+from dataplane.metadata.shard.state import Arrived, State, Written
 from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import bits_of, rows_of
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
+from dataplane.metadata.tables.pieces import Pieces, distributed, divided
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.metadata.tables.values import Values, values_in
+from dataplane.metadata.tables.values_on_wire import rows_by_field
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Put, PutDone
-from dataplane.wire.tables import Name, Scalar, volume
+from dataplane.wire.tables import Name, Scalar
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
@@ -67,6 +68,10 @@ class PutPlan(msgspec.Struct, eq=False):
     taken: list[int] | None = None
     gone: int = 0
 
+    def places(self, at: Sequence[int]) -> Sequence[int]:
+        """Where rows of the plan are in the message."""
+        return at if self.taken is None else [self.taken[place] for place in at]
+
     @property
     def answer(self) -> PutDone:
         """What the caller is told once it is carried out."""
@@ -76,11 +81,11 @@ class PutPlan(msgspec.Struct, eq=False):
 
 
 def plan_put(state: State, asked: Put) -> PutPlan:
-    """Check a put against the store; what its records name is not known yet."""
-    columns, tags, reuse = asked.columns, asked.tags, asked.reuse
+    """Check a put against the store."""
+    fields, tags, reuse = asked.values.fields, asked.tags, asked.reuse
     incoming = rows_in(asked.rows)
-    if columns:
-        state.check_fields([one.field for one in columns])
+    if fields:
+        state.check_fields(fields)
     if tags:
         tagging.check(tags, incoming.count, state.tag_names)
     known: list[Block | None] | None = None
@@ -96,7 +101,9 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     if known is not None:
         _check_known_groups(incoming, known)
         if not asked.replace:
-            there = _there(incoming, known, values_in(columns, count, None, None))
+            there = _there(
+                incoming, known, rows_by_field(state.arrived(asked.values, count).pieces)
+            )
     if gone or there:
         over = gone.union(there)
         taken = [i for i in range(count) if i not in over]
@@ -118,8 +125,8 @@ def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) ->
     that have every field which the put brings (without `replace`), and rows that were here under
     given names and have been freed (unless those names may be used again: `reuse`).
 
-    plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows are
-    left as they are. Its answer is remembered for its retries.
+    plan: what `plan_put` said of the same rows, if nothing has changed here since. A row for which
+    the put brings no value of a field keeps what it has. Its answer is remembered for its retries.
     Raises FieldExists for a row that has some of these fields and not all (without `replace`),
     RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
     """
@@ -136,43 +143,46 @@ def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) ->
 
 
 def _apply(state: State, plan: PutPlan, op: Put) -> int:
-    """Return how many groups closed. Once its columns are found sound it cannot fail any more."""
-    values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
-    if plan.taken is not None:
-        let_go(state, values, plan.taken)
-        values = values.split([plan.taken])[0]
+    """Return how many groups closed. Once its values are found sound it cannot fail any more."""
+    arrived = state.arrived(op.values, plan.count)
+    state.hold(arrived)
+    closed = _enter(state, plan, op, arrived) if plan.rows.count else 0
+    state.settled(arrived)
+    return closed
+
+
+def _enter(state: State, plan: PutPlan, op: Put, arrived: Arrived) -> int:
     rows = plan.rows
-    if not rows.count:
-        return 0
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
     _enter_groups(state, plan, op.holder)
-    _note_put(state, plan, op)
+    _note_put(state, plan, op, arrived.nbytes)
     touched = {group.key: group for group in plan.groups if group is not None}
-    blocks = enter_rows(state, plan, values)
-    known: list[Block] = []
-    for part in _known_parts(plan):
-        known.append(part.block)
-        mine = values if len(part.at) == values.count else values.split([part.at])[0]
-        state.merge(part.block, part.rows, mine, keep=False)
+    blocks = enter_rows(state, plan, arrived)
+    parts = _known_parts(plan)
+    known = [part.block for part in parts]
+    homes = [(plan.places(part.at), part.rows, part.block.count) for part in parts]
+    split = distributed(arrived.pieces, homes) if parts else []
+    for part, mine in zip(parts, split, strict=True):
+        state.merge(part.block, mine, keep=False)
         if plan.tags:
             tags = tagging.only(plan.tags, part.at, rows.count)
             state.set_tags(part.block, part.rows, tags)
         if part.block.group:  # it may be in a group that the message leaves out
             touched[part.block.group] = state.groups[part.block.group]
-    by = Written(values.fields, op.holder)
+    by = Written(arrived.fields, op.holder)
     closed = state.written([*blocks, *known], touched.values(), by)
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
     return closed
 
 
-def _note_put(state: State, plan: PutPlan, op: Put) -> None:
+def _note_put(state: State, plan: PutPlan, op: Put, nbytes: int) -> None:
     """Once for each group of the message. Bytes of the message are counted evenly by row."""
     if state.note is None:
         return
-    rows, nbytes, now = plan.rows, volume(op.columns), state.permits.version
+    rows, now = plan.rows, state.permits.version
     if rows.group is None:
         put = Record(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
         state.happened(put)
@@ -191,54 +201,37 @@ def _note_put(state: State, plan: PutPlan, op: Put) -> None:
 
 
 def add_fields(
-    state: State, stage: Stage, parts: Sequence[tuple[Part, Values]], holder: int = 0
+    state: State, stage: Stage, parts: Sequence[tuple[Part, Pieces]], holder: int = 0
 ) -> dict[str, int]:
     """Write values that `check_added` let through; those that are there stay, and are counted.
     holder: of the lease."""
     kept: dict[str, int] = {}
+    fields: dict[str, None] = {}
     for part, values in parts:
-        for name, stayed in state.merge(part.block, part.rows, values, keep=True).items():
+        fields |= dict.fromkeys(values.fields)
+        for name, stayed in state.merge(
+            part.block, values.written_by(stage.name), keep=True
+        ).items():
             kept[name] = kept.get(name, 0) + stayed
-        note_added(part.block, stage.name, part, values)
     blocks = [(part.block, part.bits) for part, _ in parts]
-    by = Written(parts[0][1].fields, holder, stage.name)
+    by = Written(list(fields), holder, stage.name)
     state.written([block for block, _ in blocks], state.groups_of(blocks), by)
     return kept
 
 
-def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
-    """A stage wrote these fields of rows, where they had none yet."""
-    for name in values.fields:
-        rows = part.bits
-        if values.holes is not None and name in values.holes:
-            rows = bits_of(part.rows[i] for i in rows_of(values.having([name])))
-        add_to(block, stage, name, rows)
-
-
-def add_to(block: Block, stage: str, field: str, rows: int) -> None:
-    """The values of these rows, which were merged just now, are the stage's own."""
-    wrote = block.wrote or {}
-    mine = wrote.get(stage, {})
-    block.wrote = wrote | {stage: mine | {field: mine.get(field, 0) | rows}}
-
-
-def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:
+def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> None:
     """FieldExists where another writer has set a field of these rows. What the stage itself added,
     before its rows came to it again, stays; None: of progress, which is of no field that is
     there."""
-    for name in parts[0][1].fields if parts else ():
+    fields = dict.fromkeys([name for _, values in parts for name in values.fields])
+    for name in fields:
         taken: list[Name] = []
         for part, values in parts:
-            block = part.block
-            if name not in block.values.fields:
-                continue
-            there = block.values.having([name])
-            if stage is not None:
-                there &= ~block.added(stage.name, name)
-            if there:
-                came = values.having([name])
-                hit = [r for i, r in enumerate(part.rows) if there >> r & 1 and came >> i & 1]
-                taken += [block.name(row) for row in hit]
+            there = part.block.values.live(name)
+            if stage is not None and there:
+                there &= ~part.block.values.added(stage.name, name)
+            if hit := there & values.live(name):
+                taken += [part.block.name(row) for row in rows_of(hit)]
         if not taken:
             continue
         others = f" by a writer other than stage {stage.name!r}" if stage is not None else ""
@@ -255,13 +248,6 @@ def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[
     """The first few names at these places, for a message and its details."""
     few = places[:SHOWN_NAMES]
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
-
-
-def let_go(state: State, values: Values, taken: Iterable[int]) -> None:
-    """What was brought for rows that are passed over. taken: the others."""
-    kept = set(taken)
-    over = [place for place in range(values.count) if place not in kept]
-    state.released.append(values.split([over])[0].loose)
 
 
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
@@ -307,18 +293,25 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
         )
 
 
-def _there(rows: RowsIn, known: Sequence[Block | None], values: Values) -> list[int]:
+def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, int]) -> list[int]:
     """Places of rows that have every field which the message brings for them. FieldExists for one
-    that has only some: another put has set those."""
-    brought = {name: values.having([name]) for name in values.fields}
+    that has only some: another put has set those. brought: rows of the message, by field."""
     there, partly = [], list[tuple[int, str]]()
+    has_it: dict[tuple[int, str], int] = {}
+    digits = {name: f"{bits:0{len(known)}b}"[::-1] for name, bits in brought.items()}
     for place, block in enumerate(known):
         if block is None:
             continue
-        came = [name for name, bits in brought.items() if bits >> place & 1]
-        row, fields = block.row(rows.keys[place]), block.values.fields
-        has = [name for name in came if name in fields and block.values.having([name]) >> row & 1]
-        if has and len(has) == len(came):
+        row, came, has = block.row(rows.keys[place]), 0, list[str]()
+        for name, given in digits.items():
+            if given[place] == "1":
+                came += 1
+                live = has_it.get((block.number, name))
+                if live is None:
+                    live = has_it[block.number, name] = block.values.live(name)
+                if live >> row & 1:
+                    has.append(name)
+        if has and len(has) == came:
             there.append(place)
         elif has:
             partly.append((place, has[0]))
@@ -414,11 +407,11 @@ def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
         state.permits.use(holder, made)
 
 
-def enter_rows(state: State, plan: PutPlan, values: Values) -> list[Block]:
+def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
     """Make the plan's new rows: a block for what each group gets."""
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count
-    split = [values] if whole else values.split([at for _, at in parts])
+    split = divided(arrived.pieces, [plan.places(at) for _, at in parts])
     blocks = []
     for (group, at), mine in zip(parts, split, strict=True):
         names = rows.names

@@ -10,15 +10,24 @@ import numpy as np
 
 from dataplane.errors import FieldUnknown, ProtocolError, RowsGone, counted
 from dataplane.metadata.shard import blocks
-from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY, Block, Rows
+from dataplane.metadata.shard.blocks import (
+    ACKED,
+    LEASED,
+    PENDING,
+    READY,
+    Block,
+    Rows,
+    progress_in,
+)
 from dataplane.metadata.shard.finishes import lease_of, positions_of
 from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted_many
+from dataplane.metadata.tables.pieces import Pieces
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values import Values, joined
+from dataplane.metadata.tables.values_on_wire import Outgoing
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
@@ -36,7 +45,7 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"lease {number}: {gone} of {counted(left, 'row')} dropped or lost; claim again",
+            f"rows of lease {number} were dropped or lost ({gone} of {left}): claim again",
             rows=gone,
         )
     return held
@@ -63,65 +72,64 @@ def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
 def table(
     state: State, rows: Rows | int, fields: Sequence[str] | None = None, stage: str = ""
 ) -> Table:
-    """A table with VALUE records of these rows, or of those that are left in a lease.
+    """A table of these rows, or of those that are left in a lease.
 
     stage: who claims them, and is also given its progress, what it has given back of these rows
-    before. Rows that lack a field are ABSENT. A field that no row ever had is left out of a claim,
+    before. A field that no row ever had is left out of a claim,
     and FieldUnknown for others. RowsGone when leased rows were dropped."""
     rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
-    here = fields if fields is None else known(state, fields, stage)
+    here = fields if fields is None else known(state, fields)
     if fields is not None and here is not None and len(here) < len(fields) and not stage:
         name = next(name for name in fields if name not in here)
         there = sorted(name for name, had in state.fields.items() if had)
         raise FieldUnknown(f"no row has a field {name!r}; the fields are {there}", field=name)
-    return table_of(state, rows, values_of(rows, here, stage))
+    return table_of(state, rows, values_of(state, rows, here, stage))
 
 
-def table_of(state: State, rows: Rows, values: Values, groups: Sequence[bytes] = ()) -> Table:
+def table_of(state: State, rows: Rows, values: Outgoing, groups: Sequence[bytes] = ()) -> Table:
     """groups: that are told first, also those of which no row is among these."""
-    return Table(
-        told(state, rows, groups),
-        values.columns(),
-        values.specs,
-        values.owners,
-        tags_of(rows),
-        values.inline,
-    )
+    return Table(told(state, rows, groups), values.on_wire(), tags_of(rows))
 
 
-def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> Values:
+def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> Outgoing:
     """What a claim is told of these rows."""
-    return values_of(rows, None if fields is None else known(state, fields, stage), stage)
+    here = None if fields is None else known(state, fields)
+    return values_of(state, rows, here, stage)
 
 
-def known(state: State, fields: Sequence[str], stage: str = "") -> list[str]:
+def known(state: State, fields: Sequence[str]) -> list[str]:
     """Those of these fields that some row here has had."""
-    return [f for f in fields if state.fields.get(f) or (stage, f) in state.progress]
+    return [field for field in fields if state.fields.get(field)]
 
 
-def values_of(rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Values:
+def values_of(state: State, rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Outgoing:
     """Of these fields, None: of all that one of them has; with all of a stage's progress."""
-    parts = []
+    if not state.progress:
+        return Outgoing([(block.values, bits) for block, bits in rows.parts], fields)
     wanted = None if fields is None else dict.fromkeys(fields)
+    parts = []
     for block, bits in rows.parts:
-        values = block.values
-        progress = (block.progress or {}).get(stage)
-        if progress is not None:  # a row's own field goes before progress of that name
-            for name in progress.fields:
-                own = values.having([name])
-                progress = progress.without(rows_of(own), [name])[0] if own else progress
-            if wanted is not None:
-                wanted |= dict.fromkeys(progress.fields)
-            values = values.merged(progress, range(block.count), keep=True)[0]
-        if bits != all_of(block.count):
-            values = values.split([rows_of(bits)])[0]
-        parts.append(values)
-    if not parts:
-        return Values(0, tuple(wanted or ()))
-    found = joined(parts)
-    if wanted is not None:
-        return found.only(list(wanted))
-    return found.without_empty() if found.holes else found
+        own, progress = _own_and_progress(block.values, bits, stage)
+        if fields is not None:
+            own = own.only(fields)
+        if wanted is not None:
+            wanted |= dict.fromkeys(progress.fields)
+        parts.append((own.overlaid(progress, keep=True)[0] if progress.parts else own, bits))
+    return Outgoing(parts, None if wanted is None else list(wanted))
+
+
+def _own_and_progress(values: Pieces, bits: int, stage: str) -> tuple[Pieces, Pieces]:
+    """The rows' own fields; and a stage's progress with these rows, where a row has no field of
+    that name."""
+    fields = values.fields
+    own = values.only([field for field in fields if PROGRESS not in field])
+    names = progress_in(fields, stage) if stage else {}
+    if not names:
+        return own, Pieces(values.count)
+    progress = values.only(names).without(all_of(values.count) & ~bits).renamed(names)
+    for name in names.values():
+        progress = progress.without(own.live(name), [name])
+    return own, progress
 
 
 def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
@@ -183,8 +191,8 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r}: {shown_names}; each was freed, dropped, lost with a peer "
-            "(part.lost() lists those), or never put",
+            f"{state.partition!r}, for example {', '.join(map(repr, shown_names))}: each was never "
+            "put, or was freed, dropped or lost with a peer. part.lost() lists the lost rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),
@@ -229,8 +237,8 @@ def overview(state: State, rows: Rows) -> tuple[dict[str, bytes], dict[str, byte
         places = rows_of(bits)
         end = at + len(places)
         for field in block.values.fields:
-            there = block.values.having([field])
-            if there & bits:
+            there = block.values.live(field)
+            if there & bits and PROGRESS not in field:
                 column = has.setdefault(field, bytearray(len(rows)))
                 column[at:end] = bytes([there >> row & 1 for row in places])
         for name, stage in state.stages.items():
@@ -256,7 +264,9 @@ def place_of(rows: Rows) -> bytes:
 def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
     """What follows a place. Blocks are numbered as they come."""
     if len(place) != _PLACE.size:
-        raise ProtocolError(f"a read position must have {_PLACE.size} bytes, not {len(place)}")
+        raise ProtocolError(
+            f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}"
+        )
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)
     rest = list(parts[first:])

@@ -1,32 +1,30 @@
-"""Second copies of values: which ranges of another peer are named here, and where their copies lie.
+"""Second copies of values: which chunks of another peer are used here, and where their copies are.
 
-Sans-I/O. References are counted as they come and go, so that a copy goes with the last value that
-needed it. What has no copy yet, or too short a one, is `missing` until somebody brought it.
+Sans-I/O. References are counted as they come and go, so that a copy goes with the last row that
+needed it. A chunk that has no copy yet is `missing` until somebody brought it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.references import Array, extents_of, ids_of, ranges_of
+from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, Op
-from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Put
-from dataplane.wire.records import RANGE, U8, VALUE, column
-from dataplane.wire.tables import INLINE, Owner
+from dataplane.wire.records import RANGE, U8
+from dataplane.wire.tables import INLINE, Chunk, Owner
 
 
 @dataclass(slots=True)
 class _Copy:
+    nbytes: int
     refs: int = 0
-    reach: int = 0
-    held: int = 0
-    """bytes that the copy has; 0: there is none"""
-    local: tuple[int, int] = (0, 0)
+    local: tuple[int, int] | None = None
 
 
 class Copies:
@@ -39,19 +37,16 @@ class Copies:
         return sum(map(len, self._known.values()))
 
     def __repr__(self) -> str:
-        return f"<Copies of {len(self)} ranges of {len(self._known)} peers>"
+        return f"<Copies of {len(self)} chunks of {len(self._known)} peers>"
 
-    def note(self, owner: Owner, ranges: Array, counts: Array, reach: Array) -> bool:
-        """More references to ranges of an owner, `reach` bytes into each. Whether there are copies
-        of all of these. Where empty values reach nowhere a byte is copied: what is named has to
-        lie somewhere."""
+    def note(self, owner: Owner, ranges: Array, nbytes: Array) -> bool:
+        """One more reference to each of these chunks of an owner, of so many bytes (u8). Whether
+        there are copies of all of them. Of an empty chunk a byte is copied: it needs a place."""
         known, there = self._known.setdefault(owner, {}), True
-        columns = (ids_of(ranges).tolist(), counts.tolist(), reach.tolist())
-        for id_, count, nbytes in zip(*columns, strict=True):
-            copy = known.setdefault(id_, _Copy())
-            copy.refs += count
-            copy.reach = max(copy.reach, nbytes, 1)
-            there &= copy.held >= copy.reach
+        for id_, size in zip(ids_of(ranges).tolist(), nbytes.tolist(), strict=True):
+            copy = known.setdefault(id_, _Copy(max(size, 1)))
+            copy.refs += 1
+            there &= copy.local is not None
         return there
 
     def freed(self, owner: Owner, ranges: Array, counts: Array) -> Array:
@@ -65,75 +60,86 @@ class Copies:
             copy.refs -= count
             if copy.refs <= 0:
                 del known[id_]
-                spare += [copy.local] if copy.held else []
-        return np.array(spare, RANGE)
+                spare.append(copy.local)
+        return _records(spare)
 
     def missing(self, owner: Owner, among: Array | None = None) -> tuple[Array, Array]:
-        """(RANGE, u8 how many bytes of each) that have no copy, or too short a one; of all, or of
-        those `among` these."""
+        """(RANGE, u8 their bytes) that have no copy; of all, or of those `among` these."""
         known = self._known.get(owner, {})
         asked = known if among is None else dict.fromkeys(ids_of(among).tolist())
-        found = [(id_, known[id_]) for id_ in asked if id_ in known]
-        short = [(id_, copy) for id_, copy in found if copy.held < copy.reach]
-        ranges = ranges_of(np.array([id_ for id_, _ in short], U8))
-        return ranges, np.array([copy.reach for _, copy in short], U8)
+        found = {id_: known[id_] for id_ in asked if id_ in known and known[id_].local is None}
+        return _ranges(found), np.array([copy.nbytes for copy in found.values()], U8)
 
-    def brought(self, owner: Owner, ranges: Array, nbytes: Array, local: Array) -> Array:
-        """Copies of these are here. Returns local ranges that nobody needs, old or new."""
+    def brought(self, owner: Owner, ranges: Array, local: Array) -> Array:
+        """Copies of these are here. Returns those of them that nobody needs."""
         known = self._known.get(owner, {})
         spare = []
-        columns = (ids_of(ranges).tolist(), nbytes.tolist(), local.tolist())
-        for id_, size, place in zip(*columns, strict=True):
+        for id_, place in zip(ids_of(ranges).tolist(), local.tolist(), strict=True):
             copy = known.get(id_)
-            if copy is None or copy.held >= size:
+            if copy is None or copy.local is not None:
                 spare.append(place)
-                continue
-            if copy.held:
-                spare.append(copy.local)
-            copy.held, copy.local = size, place
-        return np.array(spare, RANGE)
+            else:
+                copy.local = place
+        return _records(spare)
 
-    def take(self, owner: Owner) -> tuple[Array, Array, Array]:
-        """The owner is no more, and is forgotten: see `held`."""
-        taken = self.held(owner)
+    def take(self, owner: Owner) -> tuple[Array, Array]:
+        """The owner is no more, and is forgotten: (its chunks, the copies of them here)."""
+        held = self._held(owner)
         self._known.pop(owner, None)
-        return taken
+        return _ranges(held), _records(copy.local for copy in held.values())
 
-    def held(self, owner: Owner) -> tuple[Array, Array, Array]:
-        """(An owner's ranges, u8 how many bytes of each there is a copy of, those copies.)"""
-        held = {id_: c for id_, c in self._known.get(owner, {}).items() if c.held}
-        nbytes = np.array([copy.held for copy in held.values()], U8)
-        local = np.array([copy.local for copy in held.values()], RANGE)
-        return ranges_of(np.array(list(held), U8)), nbytes, local
+    def held(self, owner: Owner) -> tuple[Array, Array]:
+        """(The copies of an owner's chunks, u8 their bytes.)"""
+        held = self._held(owner).values()
+        return _records(copy.local for copy in held), np.array([copy.nbytes for copy in held], U8)
+
+    def _held(self, owner: Owner) -> dict[int, _Copy]:
+        known = self._known.get(owner, {})
+        return {id_: copy for id_, copy in known.items() if copy.local is not None}
 
     def clear(self) -> Array:
         """All local ranges, which nobody needs any more."""
-        held = [c.local for known in self._known.values() for c in known.values() if c.held]
+        local = [copy.local for known in self._known.values() for copy in known.values()]
         self._known.clear()
-        return np.array(held, RANGE)
+        return _records(local)
 
     @property
     def owners(self) -> list[Owner]:
         return [owner for owner, known in self._known.items() if known]
 
 
-Named = tuple[Owner, Array, Array, Array]
-"""Of an owner: RANGE, how many values name each, and how many bytes of it they reach."""
+def _records(local: Iterable[tuple[int, int] | None]) -> Array:
+    return np.array([one for one in local if one is not None], RANGE)
+
+
+def _ranges(copies: Iterable[int]) -> Array:
+    return ranges_of(np.array(list(copies), U8))
+
+
+Named = tuple[Owner, Array, Array]
+"""Chunks of an owner: RANGE, u8 their bytes."""
 
 
 def named_by(op: Op) -> list[Named]:
-    """What an operation writes, or a message asks to."""
-    if not isinstance(op, Given | Finish | Restore | Put) or not op.columns:
+    """The chunks that an operation brings, or a message asks to: it holds one reference to each."""
+    if not isinstance(op, Given | Finish | Restore | Put):
         return []
-    raw = b"".join(part for one in op.columns for part in (one.values, one.leaves))
-    records = column(raw, VALUE)
-    found = []
-    for number in np.unique(records[records["owner"] != ABSENT]["owner"]).tolist():
-        if number >= len(op.owners):
+    by_owner: dict[int, list[Chunk]] = {}
+    for chunk in op.values.chunks:
+        if chunk.number < 0 or chunk.nbytes < 0:
             raise ProtocolError(
-                f"a value refers to owner {number}, but the record has only {len(op.owners)} owners"
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and a "
+                "size of 0 or more"
             )
-        if op.owners[number] != INLINE:
-            mine = records[records["owner"] == number]
-            found.append((op.owners[number], *extents_of(mine)))
+        by_owner.setdefault(chunk.owner, []).append(chunk)
+    found = []
+    for number, chunks in by_owner.items():
+        if not 0 <= number < len(op.values.owners):
+            raise ProtocolError(
+                f"invalid owner {number} of a chunk: expected an index into the "
+                f"{len(op.values.owners)} owners of the record"
+            )
+        if (owner := op.values.owners[number]) != INLINE:
+            nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
+            found.append((owner, _ranges(chunk.number for chunk in chunks), nbytes))
     return found

@@ -12,9 +12,14 @@ from copy import copy
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from dataplane.errors import LimitExceeded, StageUndefined, did_you_mean
+from dataplane.errors import (
+    InvalidRows,
+    LimitExceeded,
+    ProtocolError,
+    StageUndefined,
+    did_you_mean,
+)
 from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
     LEASED,
@@ -26,27 +31,28 @@ from dataplane.metadata.shard.blocks import (
     Rows,
     Standing,
     given,
+    progress_field,
+    progress_in,
 )
 from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.answers import Answers
-from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
+from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES
-from dataplane.metadata.tables.references import Array, Move
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
+from dataplane.metadata.tables.pieces import UNUSED, Chunk, MessagePiece, Pieces, nbytes_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values import Loose, Values, by_tables
+from dataplane.metadata.tables.values_on_wire import pieces_in
 from dataplane.metadata.tables.where import test as holding
+from dataplane.wire import tables as wire
 from dataplane.wire.events import Kind, Reason, Record
 from dataplane.wire.journal import Leased, Op, Unit
-from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
-from dataplane.wire.records import VALUE, joined
-from dataplane.wire.tables import INLINE, Body, Change, Definition, Name, Owner, Scalar, Spec, Where
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
+from dataplane.wire.tables import Body, Change, Definition, Name, Owner, Scalar, Where
 
-_MANY_LAYOUTS = 1_024
-_NO_VALUES = Values(0)
+_NO_VALUES = Pieces(0)
 
 Note = Callable[[Record, float | None], None]
 """Takes a record, and when what it is about began (monotonic), None where it took no time."""
@@ -61,6 +67,26 @@ class Written(NamedTuple):
 
 
 NOBODY = Written()
+
+
+class Arrived(NamedTuple):
+    """The values of a message, checked. pieces: of its rows. chunks: those in arenas; the message
+    has one reference for each. known: which of them the shard had before, by place."""
+
+    pieces: list[MessagePiece]
+    chunks: list[Chunk]
+    known: list[bool]
+
+    @property
+    def fields(self) -> list[str]:
+        """Those of the rows."""
+        used = dict.fromkeys([field for piece in self.pieces for field in piece.fields])
+        return [field for field in used if field != UNUSED]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all chunks that it brought."""
+        return sum([chunk.nbytes for chunk in {piece.chunk for piece in self.pieces}])
 
 
 def _became_ready(stage: Stage, by: Written) -> Record:
@@ -101,8 +127,11 @@ class State:
         """by number, in the order in which they came"""
         self.groups: dict[bytes, Group] = {}
         self.fields: dict[str, bool] = {}
-        self.progress: Counter[tuple[str, str]] = Counter()
-        """in how many blocks a stage has progress of a field"""
+        self.progress: set[str] = set()
+        """names of what stages gave back of rows; of rows that are no more too, while there is room
+        for them"""
+        self.chunks: dict[tuple[Owner, int], Chunk] = {}
+        """those in arenas that rows use; the shard has one reference for each"""
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
@@ -115,7 +144,7 @@ class State:
         self.closed_groups = 0
         self.losses = LostNames()
         self.producers = Producers()
-        self.released: list[Loose] = []
+        self.released: list[tuple[Owner, int]] = []
         """references that went, for their owners to be told"""
         self.peers: set[str] = set()
         """where values have been"""
@@ -127,7 +156,6 @@ class State:
         """that a block or group has got; at every copy they have the same"""
         self.images: BeforeImages | None = None
         """of a dump under way"""
-        self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Spec], list[Owner]]] = {}
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
             self.add_stage(name, fields)
@@ -239,12 +267,21 @@ class State:
     # fields
 
     def check_fields(self, names: Iterable[str], stage: str | None = None) -> None:
-        """LimitExceeded unless the partition may have these fields too. stage: it gives progress of
+        """Raise unless the partition may have these fields too. stage: it gives progress of
         them."""
+        names = list(names)
+        if wrong := next((name for name in names if PROGRESS in name), None):
+            raise InvalidRows(
+                f"field name {wrong[:40]!r} contains {PROGRESS!r}, which is reserved for values "
+                "that release(values=…) stores: use another name"
+            )
         if stage is None:
             new = [name for name in names if name not in self.fields]
         else:
-            new = [name for name in names if (stage, name) not in self.progress]
+            new = [name for name in names if progress_field(stage, name) not in self.progress]
+        if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
+            every = [field for block in self.blocks.values() for field in block.values.fields]
+            self.progress = {field for field in every if PROGRESS in field}
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
                 f"cannot add {', '.join(map(repr, new)):.200}: a partition can have at most "
@@ -252,29 +289,55 @@ class State:
                 limit=MAX_FIELDS,
             )
 
-    def _count_progress(self, block: Block, by: int) -> None:
-        if block.progress is None:
-            return
-        for stage, values in block.progress.items():
-            for field in values.fields:
-                self.progress[stage, field] += by
-                if not self.progress[stage, field]:
-                    del self.progress[stage, field]
+    # values
 
-    def shared(self, values: Values) -> Values:
-        """The same, with the fields noted, and lists that are equal to others' shared with them."""
-        seen = self._known.get(values.fields)
-        if seen is None or seen[1] != values.specs or seen[2] != values.owners:
-            for field in values.fields:
-                self.fields[field] = True
-            self.peers |= {owner.peer for owner in values.owners if owner != INLINE}
-            if len(self._known) >= _MANY_LAYOUTS:
-                self._known.clear()
-            fields = values.fields if seen is None else seen[0]
-            self._known[fields] = fields, values.specs, values.owners
-            return values
-        fields, specs, owners = seen
-        return msgspec.structs.replace(values, fields=fields, specs=specs, owners=owners)
+    def arrived(
+        self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
+    ) -> Arrived:
+        """Check the values of a message about so many rows, and change nothing."""
+        pieces, chunks = pieces_in(values, rows, lambda *name: self.chunks.get(name), most_chunks)
+        return Arrived(pieces, chunks, [one.uses > 0 for one in chunks])
+
+    def hold(self, arrived: Arrived) -> None:
+        """The message is carried out now: until `settled` it uses its chunks itself, so that none
+        is let go that rows take from one block to another."""
+        for chunk in arrived.chunks:
+            self._use(chunk)
+
+    def settled(self, arrived: Arrived) -> None:
+        """The message was carried out: what it brought is used, or let go."""
+        for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
+            if known:  # the shard had a reference, and needs no other
+                self.released.append((chunk.owner, chunk.number))
+            self._let_go(chunk)
+
+    def _count_uses(self, before: Pieces, after: Pieces) -> None:
+        """The values of a block change. What no block uses any more is let go."""
+        old, new = before.chunks, after.chunks
+        kept = set(old).intersection(new) if old and new else ()
+        for chunk in new:
+            if chunk not in kept:
+                self._use(chunk)
+        for chunk in old:
+            if chunk not in kept:
+                self._let_go(chunk)
+        self.chunks = self.chunks or {}  # an emptied dict keeps its size
+
+    def _use(self, chunk: Chunk) -> None:
+        if not chunk.uses:
+            self.inline_bytes += len(chunk.inline)
+            if chunk.number:
+                self.chunks[chunk.owner, chunk.number] = chunk
+                self.peers.add(chunk.owner.peer)
+        chunk.uses += 1
+
+    def _let_go(self, chunk: Chunk) -> None:
+        chunk.uses -= 1
+        if not chunk.uses:
+            self.inline_bytes -= len(chunk.inline)
+            if chunk.number:
+                del self.chunks[chunk.owner, chunk.number]
+                self.released.append((chunk.owner, chunk.number))
 
     # what is where
 
@@ -313,69 +376,72 @@ class State:
         keys = dict.fromkeys([block.group for block, _ in parts])
         return [self.groups[key] for key in keys if key]
 
-    def everything(self) -> Iterator[Loose]:
-        """All values of rows, and progress."""
-        for block in self.blocks.values():
-            for values in block.everything:
-                yield values.loose
-
-    def records_at(self, owner: Owner) -> Array:
-        """VALUE records of all that lies at an owner."""
-        found = [np.zeros(0, VALUE)]
-        here = (one for one in self.everything() if owner in one[0])
-        for owners, records in by_tables(here):
-            found.append(records[records["owner"] == owners.index(owner)])
-        return joined(found, VALUE)
+    def chunks_at(self, owner: Owner) -> list[Chunk]:
+        """Those of an owner."""
+        return [chunk for chunk in self.chunks.values() if chunk.owner == owner]
 
     def at(self, owner: Owner) -> Rows:
-        """The rows with a value, or an array inside of one, at this owner. What they have there of
-        a stage's progress is no more a reason to lose them than it was one to be ready."""
-        return Rows(
-            [
-                (block, bits)
-                for block in self.blocks.values()
-                if (bits := _rows_at(block.values, owner) & block.live)
-            ]
-        )
+        """The rows with a value at this owner. What they have there of a stage's progress is no
+        more a reason to lose them than it was one to be ready."""
+        found = []
+        for block, fields in self._in_chunks(self.chunks_at(owner)):
+            bits = 0
+            for field, rows in fields.items():
+                if PROGRESS not in field:
+                    bits |= rows
+            if bits:
+                found.append((block, bits))
+        return Rows(found)
 
     def lose_progress(self, owner: Owner) -> None:
         """What was at a peer that is no more of anybody's progress is gone."""
+        for block, fields in self._in_chunks(self.chunks_at(owner)):
+            for field, rows in fields.items():
+                if PROGRESS in field:
+                    self.change(block, block.values.without(rows, [field]))
+
+    def _in_chunks(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, dict[str, int]]]:
+        """Each block whose rows use some of these chunks, with the rows, by field."""
+        if chunks:
+            for block in list(self.blocks.values()):
+                if fields := block.values.inside(chunks):
+                    yield block, fields
+
+    def dead_bytes(self, owner: Owner) -> int:
+        """About how many bytes of chunks at this owner are of rows that no longer use them."""
+        used = Counter[Chunk]()
         for block in self.blocks.values():
-            for stage, values in list((block.progress or {}).items()):
-                if owner not in values.owners:
-                    continue
-                for field in values.fields:
-                    if bits := _rows_at(values, owner, field):
-                        self.end_progress(block, stage, rows_of(bits), [field])
+            for chunk, rows in block.values.rows_by_chunk().items():
+                used[chunk] += rows.bit_count()
+        dead = [(one, one.rows - used[one]) for one in self.chunks_at(owner)]
+        return sum([one.nbytes * rows // one.rows for one, rows in dead if rows > 0])
 
     def forget_owner(self, owner: Owner) -> None:
-        """Drop collected references to ranges of a peer that is no more."""
-        kept: list[Loose] = []
-        for owners, blob in self.released:
-            if owner in owners:
-                records = np.frombuffer(blob, VALUE)
-                blob = records[records["owner"] != owners.index(owner)].tobytes()
-            kept.append((owners, blob))
-        self.released = kept
+        """Drop collected references to chunks of a peer that is no more."""
+        self.released = [one for one in self.released if one[0] != owner]
 
-    def move_values(self, old: Owner, move: Move, new: Owner) -> None:
-        """Values move from one owner to another; the old references are collected as freed."""
-        self.peers.add(new.peer)
-        for block in list(self.blocks.values()):
-            for stage, values in [(None, block.values), *(block.progress or {}).items()]:
-                if old not in values.owners:
-                    continue
-                owners = values.owners if new in values.owners else [*values.owners, new]
-                records = np.frombuffer(bytearray(values.blob), VALUE)
-                before = move.carry(records, owners.index(old), owners.index(new))
-                if not len(before):
-                    continue
-                self.released.append((values.owners, before.tobytes()))
-                moved = values.moved(records.tobytes(), owners)
-                if stage is None:
-                    self.change(block, values=self.shared(moved))
-                else:
-                    self.change(block, progress=(block.progress or {}) | {stage: moved})
+    def move_chunks(self, old: Owner, numbers: Mapping[int, int], new: Owner) -> list[int]:
+        """Chunks move from one owner to another: which of these did. The references to the old ones
+        are collected as freed. ProtocolError, and none did, where a new one is used already."""
+        here = {number: there for number, there in numbers.items() if (old, number) in self.chunks}
+        for there in here.values():
+            if there < 1:
+                raise ProtocolError(f"invalid chunk number {there}: expected 1 or more")
+            if (new, there) in self.chunks:
+                raise ProtocolError(
+                    f"unexpected chunk {there} of peer {new.peer}: the partition already has it"
+                )
+        moved = []
+        for number, there in here.items():
+            chunk = self.chunks.pop((old, number))
+            if self.images is not None:
+                self.images.keep_chunk(chunk)
+            chunk.owner, chunk.number = new, there
+            self.chunks[new, there] = chunk
+            self.peers.add(new.peer)
+            self.released.append((old, number))
+            moved.append(number)
+        return moved
 
     # rows come
 
@@ -404,7 +470,7 @@ class State:
         self,
         keys: Sequence[bytes],
         names: Sequence[Name] | None,
-        values: Values,
+        values: Pieces,
         tags: Mapping[str, Sequence[Scalar]],
         group: Group | None,
         number: int = 0,
@@ -413,7 +479,6 @@ class State:
         """New rows. `written` follows. number, live: what it has elsewhere, and which of these rows
         are there; 0: it is new everywhere."""
         many = len(keys)
-        values = self.shared(values)
         block = Block(
             number or self._next(),
             b"".join(keys),
@@ -434,7 +499,8 @@ class State:
             many = len(keys)
         self.index.update(dict.fromkeys(keys, block))
         self.used_bytes += block.nbytes
-        self.inline_bytes += len(values.inline)
+        self._note_fields(values.fields)
+        self._count_uses(_NO_VALUES, values)
         for stage in self.stages.values():
             stage.rows.add(many)
         if group is not None:
@@ -443,27 +509,20 @@ class State:
             group.seen += many
         return block
 
-    def merge(
-        self, block: Block, rows: Sequence[int], values: Values, keep: bool
-    ) -> dict[str, int]:
+    def merge(self, block: Block, values: Pieces, keep: bool) -> dict[str, int]:
         """Values of rows that are here; per field how many stayed that were there (`keep`).
         `written` follows."""
-        if self.images is not None:
-            self.images.keep_block(block)
-        if not keep and block.wrote is not None:  # another writer's now
-            came = {
-                field: bits_of(rows[place] for place in rows_of(values.having([field])))
-                for field in values.fields
-            }
-            block.wrote = {
-                stage: {field: bits & ~came.get(field, 0) for field, bits in fields.items()}
-                for stage, fields in block.wrote.items()
-            }
-        merged, kept, lost = block.values.merged(values, rows, keep)
-        self.change(block, values=self.shared(merged))
-        if lost is not None:
-            self.released.append(lost)
+        found, kept = block.values.overlaid(values, keep)
+        self._note_fields(values.fields)
+        self.change(block, found)
         return kept
+
+    def _note_fields(self, fields: Iterable[str]) -> None:
+        for field in fields:
+            if PROGRESS in field:
+                self.progress.add(field)
+            else:
+                self.fields[field] = True
 
     def set_tags(
         self, block: Block, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]
@@ -477,50 +536,22 @@ class State:
         self.tag_names |= tags.keys()
         self.used_bytes += block.tags.nbytes - before
 
-    def change(
-        self,
-        block: Block,
-        values: Values | None = None,
-        progress: dict[str, Values] | None = None,
-    ) -> None:
-        """Another set of values, or of what stages gave back."""
+    def change(self, block: Block, values: Pieces) -> None:
+        """Another set of values."""
         if self.images is not None:
             self.images.keep_block(block)
-        if values is not None:
-            self.used_bytes += values.nbytes - block.values.nbytes
-            self.inline_bytes += len(values.inline) - len(block.values.inline)
-            block.values = values
-        if progress is not None:
-            used, inline = block.nbytes, block.inline_bytes
-            self._count_progress(block, -1)
-            block.progress = progress or None
-            self._count_progress(block, 1)
-            self.used_bytes += block.nbytes - used
-            self.inline_bytes += block.inline_bytes - inline
-
-    def note_progress(self, block: Block, stage: str, rows: Sequence[int], values: Values) -> None:
-        """What a stage gives back as its progress, in place of what it gave before."""
-        before = dict(block.progress or {})
-        merged, _, lost = before.get(stage, Values(block.count)).merged(values, rows, False)
-        self.peers |= {owner.peer for owner in values.owners if owner != INLINE}
-        self.change(block, progress=before | {stage: merged})
-        if lost is not None:
-            self.released.append(lost)
+        self.used_bytes += values.nbytes - block.values.nbytes
+        self._count_uses(block.values, values)
+        block.values = values
 
     def end_progress(
-        self,
-        block: Block,
-        stage: str,
-        rows: Sequence[int],
-        fields: Sequence[str] | None = None,
+        self, block: Block, stage: str, bits: int, fields: Iterable[str] | None = None
     ) -> None:
         """A stage has no progress with these rows any more: of these fields, None: of any."""
-        if block.progress is None or stage not in block.progress:
-            return
-        left, lost = block.progress[stage].without(rows, fields)
-        self.released.append(lost)
-        rest = {name: one for name, one in block.progress.items() if name != stage}
-        self.change(block, progress=rest | ({stage: left} if left.fields else {}))
+        mine = progress_in(block.values.fields, stage)
+        gone = [field for field, name in mine.items() if fields is None or name in fields]
+        if gone:
+            self.change(block, block.values.without(bits, gone))
 
     def written(
         self, blocks: Sequence[Block], groups: Iterable[Group], by: Written = NOBODY
@@ -580,12 +611,13 @@ class State:
         self, parts: Sequence[tuple[Block, int]], dropped: bool = False, freed: bool = False
     ) -> int:
         """Rows (each once) are no more. Dropped ones are remembered, and given names of freed ones.
-        Returns how many bytes the values of dropped ones had."""
-        before, by_block = len(self.released), dict[int, int]()
+        Returns about how many bytes the values of dropped ones had."""
+        by_block = dict[int, int]()
         for block, bits in parts:
             by_block[block.number] = by_block.get(block.number, 0) | bits
         groups: dict[bytes, Group] = {}
         buried = list[bytes]()
+        values = [(self.blocks[n].values, bits) for n, bits in by_block.items()] if dropped else []
         for number, bits in by_block.items():
             block = self.blocks[number]
             keys = block.keys_of(bits)
@@ -608,12 +640,7 @@ class State:
             self.tombstones.add(buried, freed=not dropped)
         if groups:
             self._leave(list(groups.values()), dropped, freed)
-        return self.bytes_released(before) if dropped else 0
-
-    def bytes_released(self, before: int) -> int:
-        """Bytes of all values that went since `released` had so many entries."""
-        gone = by_tables(self.released[before:], inline=True)
-        return sum(int(records["nbytes"].sum()) for _, records in gone)
+        return nbytes_of(values)
 
     def _take_out(self, block: Block, bits: int, keys: bytes) -> None:
         if self.images is not None:
@@ -624,26 +651,14 @@ class State:
             del self.index[key]
         self.index = self.index or {}  # an emptied dict keeps its size: few partitions are dropped
         if bits == block.live:
-            self.released += [values.loose for values in block.everything]
             self.used_bytes -= block.nbytes
-            self.inline_bytes -= block.inline_bytes
-            self._count_progress(block, -1)
             del self.blocks[block.number]
             self.blocks = self.blocks or {}
-            block.values, block.progress, block.live = _NO_VALUES, None, 0
+            self._count_uses(block.values, _NO_VALUES)
+            block.values, block.live = _NO_VALUES, 0
             return
-        rows = rows_of(bits)
-        left, lost = block.values.without(rows)
-        self.released.append(lost)
-        for stage_name in list(block.progress or {}):
-            self.end_progress(block, stage_name, rows)
-        self.change(block, values=left)
+        self.change(block, block.values.without(bits))
         block.live ^= bits
-        if block.wrote is not None:
-            block.wrote = {
-                stage: {field: rows & ~bits for field, rows in fields.items()}
-                for stage, fields in block.wrote.items()
-            }
 
     def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
         """Groups without rows are no more. ended: those of which not every row was dropped are
@@ -744,14 +759,3 @@ class State:
             return 0
         holds = all(self.test(where, b, b.live) == b.live for b in group.blocks)
         return bits if holds else 0
-
-
-def _rows_at(values: Values, owner: Owner, field: str | None = None) -> int:
-    """The rows that have something at an owner."""
-    if owner not in values.owners:
-        return 0
-    number, mask = values.owners.index(owner), np.zeros(values.count, np.bool_)
-    for name, rows, records in values.per_row():
-        if field is None or name == field:
-            mask[rows[records["owner"] == number]] = True
-    return bits_of(mask.nonzero()[0].tolist())

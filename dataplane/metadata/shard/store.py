@@ -7,7 +7,8 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,12 +18,12 @@ from dataplane.errors import (
     InvalidRows,
     LimitExceeded,
     PartitionConflict,
+    ProtocolError,
     StageUndefined,
     TagConflict,
     counted,
     did_you_mean,
 )
-from dataplane.memory.extents import padded
 from dataplane.metadata.shard import (
     checkpoint,
     drops,
@@ -40,16 +41,13 @@ from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import rows_in
 from dataplane.metadata.tables.names import hash_name
+from dataplane.metadata.tables.pieces import nbytes_of
 from dataplane.metadata.tables.references import (
     Array,
-    Move,
-    by_owner,
-    extents_of,
     ids_of,
     ranges_of,
 )
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values import by_tables
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
@@ -63,7 +61,7 @@ from dataplane.wire.journal import (
     Returned,
     Settle,
 )
-from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
+from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.messages import (
     Advance,
     Body,
@@ -78,7 +76,7 @@ from dataplane.wire.messages import (
     Tag,
     Withdraw,
 )
-from dataplane.wire.records import RANGE, U8
+from dataplane.wire.records import RANGE, U4, U8
 from dataplane.wire.tables import (
     Change,
     Definition,
@@ -214,9 +212,8 @@ class Store(State):
         release it is progress, which only the stage itself gets, with the rows, until it acks them.
         Returns per field the rows whose value was there already, and stayed.
 
-        index: positions in the lease as it was granted; None: all that are left. columns name
-        ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
-        finished before.
+        index: positions in the lease as it was granted; None: all that are left. LeaseExpired for a
+        lease that has ended; InvalidRows for a row that was finished before.
         """
         lease = self.leases.get(asked.lease)
         if lease is None and (member := self.leases.member(asked.lease)) is not None:
@@ -283,9 +280,7 @@ class Store(State):
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
-            raise InvalidRows(
-                "drop takes either rows, groups or a filter: pass exactly one of them"
-            )
+            raise InvalidRows("drop() takes exactly one of rows, groups and a filter")
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
@@ -302,42 +297,46 @@ class Store(State):
 
     def clear(self, change: Change | None = None) -> tuple[int, int]:
         """The partition was dropped: every row goes. Returns (rows, bytes)."""
-        rows, before = len(self), len(self.released)
+        nbytes = nbytes_of((one.values, one.live) for one in self.blocks.values())
+        dropped = len(self), nbytes
         self.remove(self.rows.parts)
-        dropped = rows, self.bytes_released(before)
         self.tell(Ended(change, *dropped))
         self.happened(Record(Kind.DROP, rows=dropped[0], nbytes=dropped[1]))
         return dropped
 
-    def relocate(
-        self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
-    ) -> Array:
-        """Values moved: what lay in ranges[i] of `old` lies in new_ranges[i] of `new` (RANGE), so
-        far as it ends within reach[i] bytes (u8; None: all of it).
+    def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
+        """Chunks moved: what was ranges[i] of `old` is new_ranges[i] of `new` (RANGE).
 
-        Returns u4 per range: the references that now name the new one. The old ones are collected
-        as freed.
+        Returns u4 per range, 1 for a chunk that rows here use. The references to the old ones are
+        collected as freed.
         """
-        move = Move(ranges, new_ranges, reach)
-        self.move_values(old, move, new)
+        ids, there = (ids_of(one).tolist() for one in (ranges, new_ranges))
+        if len({*ids}) != len(ids) or len({*there}) != len(ids):
+            raise ProtocolError(
+                f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
+                "new chunk per old chunk"
+            )
+        moved = set(self.move_chunks(old, dict(zip(ids, there, strict=True)), new))
         if self.emit is not None:
-            here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
-            ends = b"" if reach is None else reach.astype(U8).tobytes()
-            self.emit(Relocated(old, here, new, there, ends))
-        return move.counts
+            here, now = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
+            self.emit(Relocated(old, here, new, now))
+        return np.array([number in moved for number in ids], U4)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
-        return by_owner(by_tables(self.everything()))
+        return _by_owner(self.chunks)
 
-    def named(self, owner: Owner) -> tuple[Array, Array, Array]:
-        """What all rows name of an owner: see `references.extents_of`."""
-        return extents_of(self.records_at(owner))
+    def named(self, owner: Owner) -> tuple[Array, Array]:
+        """The chunks of an owner that rows use: RANGE, u8 their bytes."""
+        chunks = self.chunks_at(owner)
+        numbers = np.array([chunk.number for chunk in chunks], U8)
+        nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
+        return ranges_of(numbers), nbytes
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
         released, self.released = self.released, []
-        return by_owner(by_tables(released)) if released else []
+        return _by_owner(released) if released else []
 
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
@@ -366,13 +365,6 @@ class Store(State):
     def phase(self) -> Literal["open", "sealed"]:
         return "sealed" if self.sealed else "open"
 
-    def packs(self, owner: Owner) -> tuple[Array, int]:
-        """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
-        records = self.records_at(owner)
-        records = records[records["nbytes"] < PACK_LIMIT_BYTES]
-        alive = int(padded(records["nbytes"]).sum())
-        return ranges_of(np.unique(ids_of(records))), alive
-
     def counts(self, stage: str, unit: str = "rows", where: Where | None = None) -> Counts:
         """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
         return self.stage(stage).units(unit).count(where)
@@ -396,6 +388,16 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
     Advance: lambda store, op: store.advance(op.version, op.change),
 }
 """What clients ask for in the words in which a backup is told of it."""
+
+
+def _by_owner(names: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, Array, Array]]:
+    found: dict[Owner, Counter[int]] = {}
+    for owner, number in names:
+        found.setdefault(owner, Counter())[number] += 1
+    return [
+        (owner, ranges_of(np.array(list(many), U8)), np.array(list(many.values()), U4))
+        for owner, many in found.items()
+    ]
 
 
 def check_definition(partition: str, definition: Definition) -> None:

@@ -24,8 +24,7 @@ from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.references import far_owners, pulled
-from dataplane.metadata.tables.values import Values
+from dataplane.metadata.tables.values_on_wire import Outgoing
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import INLINE, Where
@@ -50,10 +49,9 @@ class PullCredit(msgspec.Struct, frozen=True):
     most_bytes: int = 0
     fields: list[str] | None = None
 
-    def pulled(self, values: Values) -> int:
+    def pulled(self, values: Outgoing) -> int:
         """Bytes that it brings to itself for these."""
-        far = far_owners(self.address, values.owners)
-        return pulled(far, values.blob) if far else 0
+        return values.pulled(self.address)
 
 
 _ANY = PullCredit()
@@ -68,7 +66,7 @@ class Taken(msgspec.Struct):
     units: int = 0
     needed_bytes: int = 0
     rows: Rows | None = None
-    values: Values | None = None
+    values: Outgoing | None = None
 
 
 class _Offer(msgspec.Struct, eq=False):
@@ -156,7 +154,7 @@ def take(
         return Taken()
     needed_bytes, rows = 0, offer.rows
     values = rows_out.claimed(state, rows, credit.fields, stage.name)
-    if _told(values) > GRANTED_BYTES or 0 < credit.most_bytes < credit.pulled(values):
+    if values.nbytes > GRANTED_BYTES or 0 < credit.most_bytes < credit.pulled(values):
         offer, needed_bytes = _cut(state, stage, want, offer, least, credit)
         rows = offer.rows
         values = rows_out.claimed(state, rows, credit.fields, stage.name)
@@ -225,16 +223,13 @@ def _host(stage: Stage, unit: Block | Group) -> str:
     """The address of the peer where most of its bytes lie, of the stage's fields if several have
     some; what lives here lies nowhere. Rows lie where those lie that came with them."""
     blocks = [unit] if isinstance(unit, Block) else unit.blocks
-    peers = {owner.peer for block in blocks for owner in block.values.owners} - {INLINE.peer}
-    if len(peers) < 2:
-        return peers.pop() if peers else INLINE.peer
     sizes = Counter[str]()
     for block in blocks:
-        for field, _, records in block.values.per_row():
-            for number in np.unique(records["owner"]).tolist() if field in stage.fields else ():
-                mine = records[records["owner"] == number]
-                sizes[block.values.owners[number].peer] += int(mine["nbytes"].sum())
-    del sizes[INLINE.peer]
+        for part in block.values.parts:
+            if part.chunk.owner != INLINE:
+                used = part.live.bit_count() / max(1, part.chunk.rows)
+                counts = not stage.fields or not set(stage.fields).isdisjoint(part.fields)
+                sizes[part.chunk.owner.peer] += int(part.chunk.nbytes * used) if counts else 0
     return max(sizes, key=sizes.__getitem__, default=INLINE.peer)
 
 
@@ -276,19 +271,19 @@ def _is_short(lane: Lane, want: Want, credit: PullCredit) -> bool:
     )
 
 
-def _share(credit: PullCredit, values: Values) -> float:
+def _share(credit: PullCredit, values: Outgoing) -> float:
     """The part that values take of what one grant can be."""
     pulled = credit.pulled(values) / credit.most_bytes if credit.most_bytes else 0.0
-    return max(pulled, _told(values) / GRANTED_BYTES)
+    return max(pulled, values.nbytes / GRANTED_BYTES)
 
 
-def _note_short(lane: Lane, want: Want, credit: PullCredit, values: Values) -> None:
+def _note_short(lane: Lane, want: Want, credit: PullCredit, values: Outgoing) -> None:
     """All of a lane, with these values, is too little for a budget."""
     assert want.budget_tag is not None
 
     def share(unit: Block | Group) -> float:
         blocks = [unit] if isinstance(unit, Block) else unit.blocks
-        return sum([_share(credit, block.values) for block in blocks])
+        return sum([_share(credit, Outgoing([(b.values, b.live)])) for b in blocks])
 
     free = 1.0 - _share(credit, values)
     short = Short(want.budget_tag, want.budget, credit, share, free, lane.units())
@@ -304,11 +299,11 @@ def _cut(
     """As many as one message tells of, and the claim's peer can have pulled; and which credit that
     peer would have needed for more. FrameTooLarge where a message is too little."""
 
-    def values(count: int) -> Values:
+    def values(count: int) -> Outgoing:
         return rows_out.claimed(state, offer.first(count).rows, credit.fields, stage.name)
 
     count = offer.count
-    while (nbytes := _told(values(count))) > GRANTED_BYTES:
+    while (nbytes := values(count).nbytes) > GRANTED_BYTES:
         if count == least:
             raise _too_large(want, least, nbytes)
         count = max(least, min(count - 1, count * GRANTED_BYTES // nbytes))
@@ -321,16 +316,11 @@ def _cut(
     return offer.first(fitting), credit.pulled(values(enough))
 
 
-def _told(values: Values) -> int:
-    """Bytes of a message that tells of them."""
-    return values.nbytes + len(values.inline)
-
-
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
-        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their small "
+        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their inline "
         f"values would have {nbytes} bytes, over the limit of {GRANTED_BYTES}: claim fewer rows at "
-        "a time (or pass min=), or select fewer fields with fields=",
+        "a time (or pass min=). Small values of a row go together, so fewer fields may not help",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

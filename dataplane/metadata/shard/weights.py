@@ -68,13 +68,16 @@ def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> No
         return
     block, row = rows[0]
     value = MISSING if block.tags is None else block.tags.get(tag, row)
-    has = "lacks the tag" if value is MISSING else f"has {value!r:.80}"
+    name = block.name(row)
+    if value is MISSING:
+        found = f"row {name!r} has no tag {tag!r}"
+    else:
+        found = f"tag {tag!r} of row {name!r} is {value!r:.80}"
     others = sorted(set(tags) - {tag})[:SHOWN]
-    known = f"; other tags here are {', '.join(map(repr, others))}" if others else ""
+    known = f". Other tags here are {', '.join(map(repr, others))}" if others else ""
     raise InvalidRows(
-        f"{counted(len(rows), 'row has', 'rows have')} no valid weight in tag {tag!r}, which "
-        f"{what} uses as the weight: row {block.name(row)!r} {has}{known}. A weight must be a "
-        "number of 0 or more: set it with part.tag(…), or drop the rows",
+        f"{found}, but {what} needs a number of 0 or more in this tag "
+        f"({counted(len(rows), 'such row')}): set it with part.tag(…), or drop the rows{known}",
         tag=tag,
         rows=len(rows),
         keys=[block.name(row) for block, row in rows[:SHOWN]],

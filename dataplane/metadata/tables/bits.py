@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+_FEW = 1024
+"""Up to so many rows numpy's fixed cost would be most of it."""
+
 
 def all_of(count: int) -> int:
     """The first `count` rows."""
@@ -19,6 +22,12 @@ def rows_of(bits: int) -> Sequence[int]:
     run = bits >> low if bits else 0
     if not run & (run + 1):
         return range(low, low + run.bit_length()) if bits else range(0)
+    if bits.bit_length() > _FEW:
+        raw = np.frombuffer(bytes_of(bits), np.uint8)
+        used = raw.nonzero()[0]
+        at, digit = np.unpackbits(raw[used], bitorder="little").reshape(-1, 8).nonzero()
+        rows: list[int] = (used[at] * 8 + digit).tolist()
+        return rows
     return [row for row, digit in enumerate(f"{bits:b}"[::-1]) if digit == "1"]
 
 

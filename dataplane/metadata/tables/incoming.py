@@ -3,6 +3,7 @@ nothing is believed because the sender should have known better."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -54,7 +55,8 @@ def different(raw: bytes, what: str) -> list[bytes]:
     """The same, each once. ProtocolError for one that is there twice."""
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
-        raise ProtocolError(f"the message lists a {what} twice")
+        twice = Counter(keys).most_common(1)[0][0]
+        raise ProtocolError(f"expected each {what} once in the message, got {twice.hex()} twice")
     return keys
 
 
@@ -103,7 +105,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         index = numbers.tolist()
     if max(index) >= len(group_keys):
         raise ProtocolError(
-            f"a row refers to group {max(index)}, but there are only {len(group_keys)} groups",
+            f"invalid group {max(index)} of a row: expected an index into the {len(group_keys)} "
+            "groups of the message",
             groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):

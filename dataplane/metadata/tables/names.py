@@ -19,6 +19,9 @@ from dataplane.wire.tables import Name
 
 KEY_BYTES = 16
 MINTED_MARK = "~"
+PROGRESS = "~"
+"""Between a stage and a field in the name of the stage's progress. Only stages may have it in their
+names."""
 
 _MINTED = re.compile(r"~[0-9a-f]{32}")
 _FEW = 8
@@ -75,7 +78,8 @@ def mint(session: int, counter: int) -> bytes:
 def mint_many(session: int, first: int, count: int) -> bytes:
     """The KEY column of `count` minted keys with consecutive counters."""
     if count <= _FEW:  # numpy costs more than the work
-        return b"".join([mint(session, counter) for counter in range(first, first + count)])
+        start = session.to_bytes(8, "big")
+        return b"".join([start + n.to_bytes(8, "big") for n in range(first, first + count)])
     keys = np.empty(count, _MINTED_RECORD)
     keys["session"] = session
     keys["counter"] = np.arange(first, first + count, dtype=np.uint64)

@@ -165,7 +165,9 @@ def checked(wire: Any) -> WireWhere:
 
 def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
-        raise ProtocolError("a filter must be a list that starts with its kind")
+        raise ProtocolError(
+            "invalid filter: expected a list that starts with the name of an operator"
+        )
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(
@@ -187,7 +189,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
         raise ProtocolError(_misused(how, rest))
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
-            f"the tag of a filter must be a str of at most {MAX_NAME_BYTES} characters"
+            f"invalid tag in a filter: expected a str of at most {MAX_NAME_BYTES} characters"
         )
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
@@ -224,7 +226,7 @@ def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:
         raise ProtocolError(
-            f"a filter has more than {MAX_WHERE_NODES} parts, the maximum", limit=MAX_WHERE_NODES
+            f"a filter has more parts than the limit of {MAX_WHERE_NODES}", limit=MAX_WHERE_NODES
         )
 
 

@@ -195,6 +195,7 @@ class Door:
             pools=host.pools,
             log=_log_path(),
             alone=host.solo,
+            address=host.address,
         )
         sock.setblocking(False)
         try:
@@ -420,8 +421,8 @@ class Connection(asyncio.Protocol):
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
                 f"the reply would have {exc.details['size']} bytes, over the limit of "
-                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time, or select fewer fields with "
-                "fields=",
+                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time. Small values of a row go "
+                "together, so fewer fields may not help",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))

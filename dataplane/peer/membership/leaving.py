@@ -314,7 +314,7 @@ class Leaving:
                 return
             self.copying.succeed(entry, entry.copies, owner)
         while self.host.entries.get(entry.name) is entry:
-            ranges, _, nbytes = entry.store.named(owner)
+            ranges, nbytes = entry.store.named(owner)
             if not len(ranges):
                 break
             count, here, local = await self.copying.fetch(owner, ranges, nbytes)

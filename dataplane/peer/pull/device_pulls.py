@@ -25,7 +25,7 @@ from dataplane.peer.room.admission import PULLER
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.records import RANGE, U4
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -120,24 +120,26 @@ class DevicePulls:
         return 0 if self.engine is None else self.host.space.first_read(reader)
 
     async def bring(
-        self, owner: Owner, remote: Array, needed: Array, holder: int
+        self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
         """As `Pulls.bring`, on the holder's device what is on one there."""
         memory, number = self.host.space, self.device_of(holder)
         copies = memory.devices[number - 1].space.copies
-        local, pins = self.pulls.found(copies, owner, remote, needed), list[int]()
+        local, pins = copies.lookup(owner.incarnation, remote), list[int]()
         try:
-            pins.append(memory.pin(holder, local[local["generation"] != 0]))
-            rest = (local["generation"] == 0).nonzero()[0]
+            here = local["generation"] != 0
+            self.pulls.hits += int(np.count_nonzero(here))
+            pins.append(memory.pin(holder, local[here]))
+            rest = (~here).nonzero()[0]
             if len(rest):
-                fresh = await self._from_device(number, owner, remote[rest], needed[rest])
+                fresh = await self._from_device(number, owner, remote[rest], nbytes[rest])
                 here = fresh["generation"] != 0
                 pins.append(memory.pin(holder, fresh[here]))
                 copies.insert(owner.incarnation, remote[rest][here], fresh[here])
                 local[rest], rest = fresh, rest[~here]
             if len(rest):
                 local[rest], more = await self.pulls.bring(
-                    owner, remote[rest], needed[rest], holder
+                    owner, remote[rest], nbytes[rest], holder
                 )
                 pins += more
         except BaseException:
@@ -145,7 +147,7 @@ class DevicePulls:
             raise
         return local, pins
 
-    async def _from_device(self, number: int, owner: Owner, remote: Array, needed: Array) -> Array:
+    async def _from_device(self, number: int, owner: Owner, remote: Array, nbytes: Array) -> Array:
         """Copies of those that are on a device there, generation 0 for what is to come another
         way."""
         way = STAGED
@@ -154,7 +156,7 @@ class DevicePulls:
             if source is not None:
                 way = await self.paths.take(source, staged, number, FIRST_S)
             if source is not None and way != STAGED:
-                return await self._transfer(number, source, way, remote, needed)
+                return await self._transfer(number, source, way, remote, nbytes)
         except DataplaneError as exc:
             if self.paths.required:
                 raise
@@ -176,12 +178,12 @@ class DevicePulls:
         return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     async def _transfer(
-        self, number: int, source: Remote, way: str, remote: Array, needed: Array
+        self, number: int, source: Remote, way: str, remote: Array, nbytes: Array
     ) -> Array:
         """With one reference to each."""
         engine = self.engine
         assert engine is not None
-        sizes = padded(needed.astype(U8))
+        sizes = padded(nbytes)
         room = self.pulls.devices.at_once(number, PULLER, Admission.PULL, [sizes])
         if room is None:
             return np.zeros(len(remote), RANGE)
@@ -196,7 +198,7 @@ class DevicePulls:
         ones = np.ones(len(sizes), U4)
         fresh = await self.pulls.room.write(sizes, room[1], read, ones, Admission.PULL)
         here = fresh["generation"] != 0
-        self.pulls.note(source.owner, way, int(needed[here].sum()), began)
+        self.pulls.note(source.owner, way, int(nbytes[here].sum()), began)
         return fresh
 
     def gone(self, owner: Owner) -> None:

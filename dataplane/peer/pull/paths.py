@@ -297,7 +297,7 @@ async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -
     others = ", ".join(name for name in candidates(choice) if name != TCP)
     if others:
         engine.left_out = f"--bulk-tls is set, and {others} cannot encrypt values"
-        log.warning("transport: using only tcp with TLS: %s", engine.left_out)
+        log.warning("transport: using only tcp, because %s", engine.left_out)
     await engine.start()
     return engine
 

@@ -1,8 +1,7 @@
 """Bytes of other hosts, and of the spill file, brought here once however many readers ask.
 
-A pulled range becomes a cached copy in the local arena: budgeted in the pull class, evicted when
-nobody pins it. Packs are pulled up to the last byte that was asked for; a later reader that needs
-more of one pulls it again.
+Chunks are pulled whole, and named by their ranges at their owner. A pulled chunk becomes a cached
+copy in the local arena: budgeted in the pull class, evicted when nobody pins it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from dataplane.errors import (
     TransferFailed,
     TransportMissing,
     Unavailable,
+    counted,
     duration,
 )
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
-from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import padded, some
+from dataplane.memory.extents import Bytes, padded, some
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK
 from dataplane.metadata.tables.references import Array
@@ -124,9 +123,9 @@ class Pulls:
     # reading from others
 
     async def bring(
-        self, owner: Owner, remote: Array, needed: Array, holder: int
+        self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """Local RANGE for each remote one, of which `needed` bytes from its start are read.
+        """Local RANGE for each remote one of so many bytes (u8).
 
         They are pinned for `holder`; the caller lets go of the pins. RowsGone, RowsLost.
         """
@@ -135,9 +134,10 @@ class Pulls:
         rest = np.arange(len(remote))
         try:
             while True:
-                found = self.found(space.copies, owner, remote[rest], needed[rest])
+                found = space.copies.lookup(owner.incarnation, remote[rest])
                 here = found["generation"] != 0
                 if some(here):
+                    self.hits += int(np.count_nonzero(here))
                     pins.append(space.pin(holder, found[here]))
                     local[rest[here]] = found[here]
                     rest = rest[~here]
@@ -148,7 +148,7 @@ class Pulls:
                 if waits := [coming[key] for key in keys if key in coming] if coming else []:
                     await self._wait_for_others(waits, owner)
                     continue
-                local[rest], pin = await self._pull(owner, remote[rest], needed[rest], keys, holder)
+                local[rest], pin = await self._pull(owner, remote[rest], nbytes[rest], keys, holder)
                 return local, [*pins, pin]
         except BaseException:
             self.room.unpin(holder, pins)
@@ -169,19 +169,8 @@ class Pulls:
                 limit_s=limit_s,
             )
 
-    def found(self, copies: PulledCopies, owner: Owner, remote: Array, needed: Array) -> Array:
-        """The copies that are there and reach far enough, generation 0 for the others."""
-        found = copies.lookup(owner.incarnation, remote)
-        hit = found["generation"].nonzero()[0]
-        if len(hit):
-            lengths = self.host.space.ranges.extents(found[hit])["length"]
-            short = hit[lengths < needed[hit]]
-            found[short] = 0
-            self.hits += len(hit) - len(short)
-        return found
-
     async def _pull(
-        self, owner: Owner, remote: Array, needed: Array, keys: list[int], holder: int
+        self, owner: Owner, remote: Array, nbytes: Array, keys: list[int], holder: int
     ) -> tuple[Array, int]:
         """Copies of what nobody else is bringing already, in one transfer, and their pin."""
         space = self.host.space
@@ -189,7 +178,7 @@ class Pulls:
         coming = self._under_way.setdefault(owner.incarnation, {})
         coming |= dict.fromkeys(keys, done)
         try:
-            copies = await self._transfer(owner, remote, needed)
+            copies = await self._transfer(owner, remote, padded(nbytes))
             pin = space.pin(holder, copies)
             if owner.incarnation == DISK or self.host.roster.has(owner):
                 space.copies.insert(owner.incarnation, remote, copies)
@@ -235,8 +224,8 @@ class Pulls:
         if self.host.space.copies.drop_owner(owner.incarnation):
             self.room.pump()
 
-    async def _transfer(self, owner: Owner, remote: Array, needed: Array) -> Array:
-        sizes = padded(needed.astype(U8))
+    async def _transfer(self, owner: Owner, remote: Array, sizes: Bytes) -> Array:
+        """With its padding, which belongs to a range."""
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.devices.read, remote))
         began = self.host.now()
@@ -248,8 +237,7 @@ class Pulls:
                 if not await self._is_to_be_asked_again(owner, began, until):
                     raise
 
-    async def _sent(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Array:
-        """With its padding, which belongs to a range: a copy is taken to hold all of its length."""
+    async def _sent(self, owner: Owner, remote: Array, sizes: Bytes) -> Array:
         await self._is_member(owner)
         if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
             return await self._ask(owner, remote, sizes, nbytes)
@@ -263,9 +251,7 @@ class Pulls:
 
         return await self._fill(sizes, write)
 
-    async def _ask(
-        self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64], nbytes: int
-    ) -> Array:
+    async def _ask(self, owner: Owner, remote: Array, sizes: Bytes, nbytes: int) -> Array:
         """Few bytes, in one exchange on the control link, once there is room for them: what waits
         for room holds none."""
         view = self.host.arena.view
@@ -278,7 +264,8 @@ class Pulls:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:
                 raise ProtocolError(
-                    f"the peer at {owner.peer} sent {len(reply.data)} of {nbytes} requested bytes"
+                    f"invalid reply from the peer at {owner.peer}: expected {nbytes} bytes, got "
+                    f"{len(reply.data)}"
                 )
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
@@ -295,7 +282,7 @@ class Pulls:
         record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
         self.host.events.add(record, began)
 
-    async def _exchange(self, owner: Owner, remote: Array, sizes: npt.NDArray[np.uint64]) -> Pulled:
+    async def _exchange(self, owner: Owner, remote: Array, sizes: Bytes) -> Pulled:
         """So many bytes of each of these ranges, one behind the other, or which are gone."""
         reply: Pulled = await self.mesh.call(
             owner.peer,
@@ -305,8 +292,8 @@ class Pulls:
         )
         if reply.gone and len(reply.gone) != len(remote):
             raise ProtocolError(
-                f"the peer at {owner.peer} answered for {len(reply.gone)} of {len(remote)} "
-                "requested ranges"
+                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} ranges, got "
+                f"{len(reply.gone)}"
             )
         return reply
 
@@ -387,9 +374,7 @@ class Pulls:
         everything = sum(sum(by_stage.sums.values()) for by_stage in self.brought.values())
         return everything - self.carried_bytes
 
-    async def _fill(
-        self, sizes: npt.NDArray[np.uint64], write: Callable[[Array], Awaitable[None]]
-    ) -> Array:
+    async def _fill(self, sizes: Bytes, write: Callable[[Array], Awaitable[None]]) -> Array:
         """Copies of what `write` brings to where they begin."""
         room = self.room.for_copies(sizes)
         if room is None:
@@ -426,8 +411,8 @@ class Pulls:
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
             raise Unavailable(
-                f"cannot fetch values from the peer at {owner.peer}: this peer serves one host "
-                "only; to join several hosts, start their peers with --listen and --seeds"
+                f"cannot fetch values from the peer at {owner.peer}, because this peer serves one "
+                "host only: start the peers of several hosts with --listen and --seeds"
             )
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
@@ -441,8 +426,8 @@ class Pulls:
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise ProtocolError(
-                f"the request asks for {nbytes} bytes of values, but one reply can have at most "
-                f"{MAX_PULLED_BYTES}"
+                f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} bytes per "
+                "request"
             )
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
@@ -455,8 +440,12 @@ class Pulls:
         except RowsGone:
             return Pulled(b"", self._gone(ranges))
         wanted, view = sizes.tolist(), self.host.arena.view
-        if any(map(gt, wanted, places["length"].tolist())):
-            raise ProtocolError("the request reads past the end of a range")
+        lengths = places["length"].tolist()
+        if any(map(gt, wanted, lengths)):
+            most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
+            raise ProtocolError(
+                f"invalid pull: expected at most {most} bytes of a range, got {size}"
+            )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
@@ -515,14 +504,14 @@ def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
 
 def _freed(count: int, owner: Owner) -> RowsGone:
     return RowsGone(
-        f"{count} values on the peer at {owner.peer} were freed before they could be read: read "
-        "or claim the rows again"
+        f"{counted(count, 'value was', 'values were')} freed on the peer at {owner.peer} before "
+        "this peer could fetch them: read or claim the rows again"
     )
 
 
 def _went(owner: Owner) -> RowsLost:
     return RowsLost(
-        f"the peer at {owner.peer} was lost, and the values of these rows with it, unless they "
-        "have a second copy: put the rows again",
+        f"the peer at {owner.peer}, which held the values of these rows, was lost: read the rows "
+        "again if the partition has replicas=2, otherwise put them again",
         peer=owner.peer,
     )

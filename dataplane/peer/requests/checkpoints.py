@@ -10,13 +10,11 @@ import asyncio
 from collections.abc import Awaitable
 
 import msgspec
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry, call_context
 from dataplane.peer.net.mesh import CALL_S
 from dataplane.peer.net.router import Router
@@ -32,10 +30,8 @@ from dataplane.wire.checkpoint import (
     Survey,
     SurveyDone,
 )
-from dataplane.wire.limits import ABSENT
+from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, PutDone, Request
-from dataplane.wire.records import VALUE, column
-from dataplane.wire.tables import Column
 
 
 class Checkpoints:
@@ -87,14 +83,13 @@ class Checkpoints:
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         grants = self.writing.grants
         try:
-            present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
-            written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
-            committed = grants.commit(session, written, body.ranges, b"", Admission.OPEN)
+            committed = grants.commit(
+                session, body.values, body.ranges, b"", Admission.OPEN, MAX_CHUNKS_PER_RESTORE
+            )
         except BaseException:
             grants.refused(session, body.ranges)
             raise
-        columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
-        asked = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
+        asked = msgspec.structs.replace(body, values=committed.values, ranges=b"")
         return await self.writing.carry(session, asked, committed)
 
     def restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:
@@ -113,16 +108,3 @@ def _placement(roster: Roster) -> int:
     lives = zip(roster.members, roster.incarnations, strict=True)
     text = "\n".join(f"{member} {incarnation}" for member, incarnation in lives)
     return xxh3_64_intdigest(text.encode() + roster.primaries.tobytes())
-
-
-def _only(source: Column, present: Array) -> Column:
-    """Without the rows that lack the field: what is committed was written."""
-    values = column(source.values, VALUE)[present]
-    return Column(source.field, values.tobytes(), source.leaf_counts, source.leaves)
-
-
-def _spread(source: Column, present: Array) -> Column:
-    values = np.zeros(len(present), VALUE)
-    values["owner"] = ABSENT
-    values[present] = column(source.values, VALUE)
-    return Column(source.field, values.tobytes(), source.leaf_counts, source.leaves)

@@ -194,7 +194,8 @@ class Directory:
         run = f"run {self.host.plane!r}"
         if partition in self._elsewhere or partition in self.host.entries:
             return (
-                f"a peer of {run} has it, but not yet the peer that serves it now: repeat the call"
+                f"a peer of {run} has it, but the peer that serves it now does not have it yet: "
+                "repeat the call"
             )
         again = f"with plane.partition({partition!r}, stages={{…}})"
         if partition in self.partitions.declared:

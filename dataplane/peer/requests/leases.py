@@ -20,9 +20,10 @@ import msgspec
 
 from dataplane.errors import DataplaneError, LeaseExpired, counted
 from dataplane.memory.admission import Admission
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
-from dataplane.peer.requests.puts import NONE, Committed, Writing
+from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import EXTENT, U4, column
@@ -156,7 +157,6 @@ class Finishing:
         """by partition and stage, when such a lease was last logged"""
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
-        committed = NONE
         try:
             lease = self.leases.of(session, body.lease, self.host.now())
             if body.outcome == "leave":
@@ -165,10 +165,11 @@ class Finishing:
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()
-            if body.columns:
-                committed = self.grants.commit(
-                    session, body.columns, body.ranges, body.shared, Admission.CONTINUE
-                )
+            committed = self.grants.commit(
+                session, body.values, body.ranges, body.shared, Admission.CONTINUE
+            )
+            if body.again:
+                self._hold(lease, body, committed)
         except BaseException:
             self.grants.refused(session, body.ranges)
             raise
@@ -176,7 +177,7 @@ class Finishing:
             self.host.space.unpin(session.id, [body.pin])
         asked = _at_shard(lease, body, committed)
         entry = self.host.entry(asked.partition, asked.generation)
-        makes_copies = entry is not None and entry.copies is not None and asked.columns
+        makes_copies = entry is not None and entry.copies is not None and asked.values.chunks
         if makes_copies or not self.host.serves(asked.partition):
             return self._finish_carried(lease, body, asked, committed)
         try:
@@ -189,20 +190,25 @@ class Finishing:
                 self.leases.close(lease)
             raise
         self.writing.settle(entry)
-        return self._finished(lease, body, done)
+        return self._finished(lease, body, committed, done)
 
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
         """An ack that failed is made again with the same values: until the lease ends they stay,
         as ranges that the client is told. What it shared with others stays by the same rule."""
-        if not isinstance(failure, DataplaneError) or isinstance(failure, LeaseExpired):
+        over = isinstance(failure, LeaseExpired) or lease.number not in lease.session.leases
+        if over or not isinstance(failure, DataplaneError):
             return
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
             return
-        written = committed.ranges[: len(column(body.ranges, EXTENT))]
+        failure.details["ranges"] = self._hold(lease, body, committed)
+
+    def _hold(self, lease: Lease, body: Finish, committed: Committed) -> bytes:
+        """Hold what the message wrote until the lease ends; RANGE records."""
+        written = _written(body, committed)
         if len(written):
             lease.kept.append(self.host.space.keep(lease.session.id, written))
-        failure.details["ranges"] = written.tobytes()
+        return written.tobytes()
 
     async def _finish_carried(
         self, lease: Lease, body: Finish, asked: Finish, committed: Committed
@@ -214,9 +220,9 @@ class Finishing:
         except LeaseExpired:
             self.leases.close(lease)
             raise
-        return self._finished(lease, body, done)
+        return self._finished(lease, body, committed, done)
 
-    def _finished(self, lease: Lease, body: Finish, done: PutDone) -> Body:
+    def _finished(self, lease: Lease, body: Finish, committed: Committed, done: PutDone) -> Body:
         """The lease ends with its last row, and not before: what the shard did not answer for is
         repeated, or released when the session ends."""
         leave, before = body.outcome != "keep", len(lease.finished)
@@ -229,7 +235,9 @@ class Finishing:
             self.host.acked_here(lease.stage, upto - before)
         if leave and (body.index is None or len(lease.finished) >= lease.rows):
             self.leases.close(lease)
-        return PutDone(self.grants.ahead(lease.session, body.want_bytes), done.kept)
+        ranges = _written(body, committed).tobytes() if body.again else b""
+        ahead = self.grants.ahead(lease.session, body.want_bytes)
+        return PutDone(ahead, done.kept, ranges=ranges)
 
     def _entry_of(self, body: Finish) -> Entry:
         entry = self.host.entry(body.partition, body.generation)
@@ -241,7 +249,7 @@ class Finishing:
 
     def _finish_at(self, entry: Entry, body: Finish) -> PutDone:
         """At the shard: adds and ack are one operation. `settle` follows."""
-        self.writing.share.check_values(body.inline)
+        self.writing.share.check_values(body.values)
         return PutDone(kept=entry.store.finish(body))
 
     def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
@@ -269,7 +277,8 @@ class Finishing:
         self._logged[key] = now
         log.warning(
             "partition %r, stage %r: %s %s while holding %s that it had not acked, released or "
-            "dropped, so the stage will get them again%s. Logged at most once a minute per stage",
+            "dropped, so the rows are redelivered to the stage%s. Logged at most once a "
+            "minute per stage",
             lease.partition,
             lease.stage,
             lease.session.who,
@@ -303,17 +312,19 @@ class Finishing:
         return len(passed)
 
 
+def _written(body: Finish, committed: Committed) -> Array:
+    """RANGE records of what the message wrote."""
+    return committed.ranges[: len(column(body.ranges, EXTENT))]
+
+
 def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
     """What a client asked for, as its shard is told."""
     return Finish(
         lease.number,
         body.outcome,
         body.index,
-        committed.columns,
-        body.specs,
+        committed.values,
         body.tags,
-        owners=committed.owners,
         partition=lease.partition,
         generation=lease.generation,
-        inline=body.inline,
     )

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, ProtocolError, ShardFull
+from dataplane.errors import DataplaneError, ProtocolError, ShardFull, counted
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import every
+from dataplane.memory.extents import room
 from dataplane.metadata.shard.puts import plan_put
-from dataplane.metadata.tables.references import Array
+from dataplane.metadata.tables.references import Array, ids_of
+from dataplane.metadata.tables.values_on_wire import check_sizes
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -33,6 +33,7 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -45,8 +46,8 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import DIGEST, EXTENT, ONE_VALUE, RANGE, U4, U8, VALUE, column, joined
-from dataplane.wire.tables import INLINE, Column, Owner
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
+from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore
 """What brings values to a shard."""
@@ -57,16 +58,13 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 class Committed(msgspec.Struct, eq=False):
-    """Values as ranges of this peer, held once per value that names them."""
+    """Values whose chunks, but for inline ones, are these ranges of this peer, held once each."""
 
-    columns: list[Column]
-    owners: list[Owner]
+    values: Values
     ranges: Array
-    counts: Array
 
 
-NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
-_NO_LENGTHS = np.zeros(0, U8)
+NO_RANGES = np.zeros(0, RANGE)
 
 
 class Grants:
@@ -99,7 +97,9 @@ class Grants:
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
         if body.device and body.digests:
-            raise ProtocolError("values on a device cannot be deduplicated")
+            raise ProtocolError(
+                "dedup= supports only values in host memory, got values on a device"
+            )
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
             known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
@@ -135,34 +135,37 @@ class Grants:
     def commit(
         self,
         session: Session,
-        columns: list[Column],
+        values: Values,
         written: bytes,
         shared: bytes,
         kind: Admission,
+        most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
-        """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
-        live in the shard stays as it came."""
-        raw = rowset.raw_values(columns)
+        """Ranges for the chunks that a client wrote, and holds on those that it shares; all or
+        nothing."""
+        space, me = self.host.space, self.host.owner
+        check_sizes(values, most_chunks)
         if not written and not shared:
-            _, inline = _named(raw, _NO_LENGTHS)
-            renamed = _renamed(columns, raw, NONE.ranges)
-            return Committed(renamed, [INLINE] if inline else [], NONE.ranges, NONE.counts)
-        space = self.host.space
+            _check_chunks(values, me, [])
+            return Committed(values, NO_RANGES)
         extents, known = column(written, EXTENT), column(shared, RANGE)
-        lengths = extents["length"]
-        if len(known):
-            lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
-        named, inline = _named(raw, lengths)
-        counts = np.array(named, U4)
-        space.hold(known, counts[len(extents) :])
+        if len(extents) + len(known) > len(values.chunks):
+            raise ProtocolError(
+                f"expected one chunk per range, got {counted(len(values.chunks), 'chunk')} for "
+                f"{counted(len(extents) + len(known), 'range')}"
+            )
+        space.hold(known)
         try:
-            fresh = space.commit(session.id, extents, counts[: len(extents)], kind)
+            rooms = [room(length) for length in extents["length"].tolist()]
+            if len(known):
+                rooms += space.ranges.extents(known)["length"].tolist()
+            _check_chunks(values, me, rooms)
+            fresh = space.commit(session.id, extents, 1, kind)
         except DataplaneError:
-            space.release(known, counts[len(extents) :])
+            space.release(known)
             raise
         ranges = joined((fresh, known), RANGE) if len(known) else fresh
-        owners = [self.host.owner, INLINE] if inline else [self.host.owner]
-        return Committed(_renamed(columns, raw, ranges), owners, ranges, counts)
+        return Committed(_renamed(values, ids_of(ranges).tolist()), ranges)
 
     # for the messages that name what was written
 
@@ -175,7 +178,7 @@ class Grants:
     def not_taken(self, session: Session, committed: Committed) -> None:
         """The message that named these values failed, and no shard has them: they are free."""
         if len(committed.ranges):
-            self.room.release(committed.ranges, committed.counts)
+            self.room.release(committed.ranges)
 
     def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
         """The next extents, of the host arena unless somebody waits for room there."""
@@ -190,7 +193,7 @@ class Grants:
     def keep_where_full(
         self, session: Session, committed: Committed, failure: BaseException
     ) -> None:
-        """Where a shard has no room for a message's small values, its others stay for the one
+        """Where a shard has no room for a message's inline chunks, its others stay for the one
         that comes without such: a refusal takes back what was written."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
             ranges = committed.ranges
@@ -212,7 +215,8 @@ class Writing:
         """At once where the shard is here, and has room, and no second copies are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         try:
-            committed = self.grants.commit(session, body.columns, body.ranges, body.shared, kind)
+            _check_digests(body)
+            committed = self.grants.commit(session, body.values, body.ranges, body.shared, kind)
         except BaseException:
             self.grants.refused(session, body.ranges)
             raise
@@ -220,13 +224,10 @@ class Writing:
             body.partition,
             body.generation,
             body.rows,
-            committed.columns,
-            body.specs,
+            committed.values,
             body.tags,
             replace=body.replace,
             reuse=body.reuse,
-            owners=committed.owners,
-            inline=body.inline,
         )
         entry = self.host.entry(body.partition, body.generation)
         if entry is None or entry.copies is not None or self.share.is_full:
@@ -271,7 +272,7 @@ class Writing:
             raise
         finally:  # the shard has taken references of its own
             if len(committed.ranges):
-                self.grants.room.release(committed.ranges, committed.counts)
+                self.grants.room.release(committed.ranges)
 
     def _put_done(
         self, session: Session, body: Put, committed: Committed, done: PutDone
@@ -295,7 +296,7 @@ class Writing:
     ) -> Body | Awaitable[Body]:
         """Carry out a change that names values: once, whoever asks again. At once, unless second
         copies of the values are made first."""
-        if entry.copies is None or not body.columns or entry.store.knows(body.change):
+        if entry.copies is None or not body.values.chunks or entry.store.knows(body.change):
             return self._once(entry, caller, body, work)
         return self._with_copies(entry, caller, body, work)
 
@@ -320,67 +321,64 @@ class Writing:
         plan = plan_put(entry.store, body)
         if len(plan.new):
             self.share.check_rows()
-        self.share.check_values(body.inline)
+        self.share.check_values(body.values)
         body.holder = holder
         return entry.store.put(body, plan, self.host.now())
 
 
-def _named(raw: bytes, lengths: Array) -> tuple[npt.ArrayLike, bool]:
-    """How many of a client's values lie in each range of their message, which have these lengths,
-    and whether any lies in the message itself: their owner is 1. ProtocolError where one is in
-    neither."""
-    total = len(lengths)
-    if len(raw) % VALUE.itemsize:
-        raise ProtocolError(f"{len(raw)} bytes do not form a column of values")
-    if len(raw) <= rowset.FEW_BYTES:
-        rooms, many, inline = lengths.tolist(), [0] * total, False
-        for index, _, nbytes, _, delta, owner in ONE_VALUE.iter_unpack(raw):
-            if owner == 1:
-                inline = True
-            elif owner or index >= total or delta + nbytes > rooms[index]:
-                break  # what is wrong with it is said below
-            else:
-                many[index] += 1
-        else:
-            return many, inline
-    flat = np.frombuffer(raw, VALUE)
-    elsewhere = flat["owner"] != 1
-    if np.count_nonzero(flat["owner"] > 1):
+def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
+    """ProtocolError unless the chunks of a client's message, but for inline ones, are the ranges
+    that the message lists, which have this much room: each once."""
+    if others := [owner for owner in values.owners if owner not in (me, INLINE)]:
         raise ProtocolError(
-            "a value is neither in a range that this message lists nor in the message itself"
+            f"expected only chunks of the client's own peer {me.peer} (incarnation "
+            f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
+            f"{others[0].incarnation})"
         )
-    flat = flat[elsewhere]
-    index = flat["range"].astype(np.intp)
-    if np.count_nonzero(index >= total):
+    named = set[int]()
+    for chunk in values.chunks:
+        if not 0 <= chunk.owner < len(values.owners):
+            raise ProtocolError(
+                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into the "
+                f"{len(values.owners)} owners of the message"
+            )
+        if values.owners[chunk.owner] == INLINE:
+            continue
+        number = chunk.number
+        if not 0 < number <= len(rooms) or number in named:
+            raise ProtocolError(
+                f"invalid range {number} of a chunk: expected one of the {len(rooms)} ranges of "
+                "the message, which no other chunk uses"
+            )
+        if chunk.nbytes < 0 or room(chunk.nbytes) != rooms[number - 1]:
+            raise ProtocolError(
+                f"chunk {number} and its range differ in size: expected {chunk.nbytes} bytes, but "
+                f"the range has {rooms[number - 1]}"
+            )
+        named.add(number)
+    if len(named) != len(rooms):
         raise ProtocolError(
-            f"a value refers to range {int(index.max())}, but the message has only {total} ranges"
+            f"expected one chunk per range, got {counted(len(named), 'chunk')} for "
+            f"{counted(len(rooms), 'range')}"
         )
-    room = lengths[index]
-    if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
-        raise ProtocolError("a value extends past the end of its range")
-    return np.bincount(index, minlength=total), not every(elsewhere)
 
 
-def _renamed(columns: list[Column], raw: bytes, ranges: Array) -> list[Column]:
-    """The columns with these ranges in place of the message's. Where there is none, what lies in
-    the message has the first owner."""
-    if len(raw) <= rowset.FEW_BYTES:
-        names, inline = ranges.tolist(), min(1, len(ranges))
-        few = b"".join(
-            [
-                ONE_VALUE.pack(*one[:5], inline)
-                if one[5]
-                else ONE_VALUE.pack(*names[one[0]], *one[2:])
-                for one in ONE_VALUE.iter_unpack(raw)
-            ]
+def _renamed(values: Values, numbers: list[int]) -> Values:
+    """With the numbers of committed ranges in place of the message's own."""
+    chunks = [
+        Chunk(one.owner, numbers[one.number - 1], one.rows, one.nbytes, one.layout, one.inline)
+        if values.owners[one.owner] != INLINE
+        else one
+        for one in values.chunks
+    ]
+    return msgspec.structs.replace(values, chunks=chunks)
+
+
+def _check_digests(body: Put) -> None:
+    """ProtocolError where a digest is of no range that the message lists."""
+    at = column(body.digest_index, U4, len(column(body.digests, DIGEST)))
+    many = len(column(body.ranges, EXTENT))
+    if len(at) and int(at.max()) >= many:
+        raise ProtocolError(
+            f"a digest refers to range {int(at.max())}, but the client wrote only {many} ranges"
         )
-        return rowset.with_records(columns, few)
-    made = bytearray(raw)
-    flat = np.frombuffer(made, VALUE)
-    if not len(ranges):
-        flat["owner"] = 0
-    else:
-        here = (flat["owner"] == 0).nonzero()[0]
-        to = ranges[flat["range"][here]]
-        flat["range"][here], flat["generation"][here] = to["range"], to["generation"]
-    return rowset.with_records(columns, made)

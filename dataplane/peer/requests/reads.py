@@ -1,7 +1,7 @@
-"""From where values lie to where a client can read them.
+"""From the chunks that a shard names to places where a client can read them.
 
-`resolve` turns VALUE columns into PLACE columns of the local arena and pins what they name; values
-of other hosts are pulled first. `Read` and `Fetch` are answered here.
+`resolve` gives every chunk of a table its place in the arenas of this host and pins it; chunks of
+other hosts are pulled first. `Read` and `Fetch` are answered here. Nobody here looks into a chunk.
 """
 
 from __future__ import annotations
@@ -13,32 +13,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.errors import LeaseExpired, RowsGone, RowsLost, Unavailable
-from dataplane.memory.extents import every, some
-from dataplane.memory.space import Space
+from dataplane.errors import LeaseExpired, ProtocolError, RowsGone, RowsLost, Unavailable
 from dataplane.metadata.shard import inspection, rows_out
-from dataplane.metadata.tables.references import Array, ids_of, ranges_of
-from dataplane.peer import rows as rowset
+from dataplane.metadata.tables.references import Array, ranges_of
+from dataplane.metadata.tables.values_on_wire import message_bytes
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
+from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.records import (
-    ONE_PLACE,
-    ONE_VALUE,
-    PLACE,
-    PLACE_ABSENT,
-    PLACE_INLINE,
-    RANGE,
-    VALUE,
-)
-from dataplane.wire.tables import INLINE, Owner, Table
+from dataplane.wire.records import EXTENT, U8
+from dataplane.wire.tables import INLINE, Owner, Table, Values
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
@@ -49,7 +38,7 @@ LEARN_S = 1.0
 """A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 
 Resolved = tuple[Table, int]
-"""A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
+"""A table with places, and the pin that holds them (0: nothing to hold)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -67,134 +56,60 @@ class Reading:
     def resolve(
         self, table: Table, holder: int, *, in_place: bool = True
     ) -> Resolved | Awaitable[Resolved]:
-        """At once where all bytes are here, else after pulling them. in_place: on devices too,
+        """At once where all chunks are here, else after pulling them. in_place: on devices too,
         where the holder reads those."""
-        raw, space, me = rowset.raw_values(table.columns), self.host.space, self.host.owner
-        own = all([owner in (me, INLINE) for owner in table.owners])
+        named = _Named(table.values)
+        if not named.at:
+            return _with_places(table, np.zeros(len(table.values.chunks), EXTENT)), 0
         reader = holder if in_place else PULLER
-        if own and len(raw) <= rowset.FEW_BYTES:
-            found = self._places_of_few(table, raw, holder, reader)
-            if found is not None:
-                return found
-        flat = np.frombuffer(raw, VALUE)
-        here = rowset.in_ranges(flat, table.owners)
-        if not some(here):
-            return self._places(table, flat, here, holder)
-        if own and not space.any_away(ranges_of(ids_of(flat[here])), reader):
-            return self._places(table, flat, here, holder)
-        return self._pull(table, flat, here, holder, reader)
+        if named.owners == {self.host.owner} and not self.host.space.any_away(named.ranges, reader):
+            return self._placed(table, named, named.ranges, holder)
+        return self._pull(table, named, holder, reader)
 
     async def resolved(self, table: Table, holder: int, *, in_place: bool = True) -> Resolved:
         """As `resolve`."""
         found = self.resolve(table, holder, in_place=in_place)
         return found if isinstance(found, tuple) else await found
 
-    def _places_of_few(self, table: Table, raw: bytes, holder: int, reader: int) -> Resolved | None:
-        """As `_places`, one by one; None where any is away from the reader."""
-        inline = table.owners.index(INLINE) if INLINE in table.owners else ABSENT
-        places: list[tuple[int, int, int, int]] = []
-        ranges, pin = [], 0
-        for number, generation, nbytes, spec, delta, owner in ONE_VALUE.iter_unpack(raw):
-            if owner == ABSENT:
-                places.append((0, nbytes, spec, PLACE_ABSENT))
-            elif owner == inline:
-                places.append((number, nbytes, spec, PLACE_INLINE))
-            else:
-                ranges.append((number, generation))
-                places.append((delta, nbytes, spec, 0))
-        if ranges:
-            named = np.array(ranges, RANGE)
-            if self.host.space.any_away(named, reader):
-                return None
-            pin, starts = self.host.space.pin_places(holder, named)
-            start = iter(starts.tolist())
-            places = [one if one[3] else (next(start) + one[0], *one[1:]) for one in places]
-        made = b"".join([ONE_PLACE.pack(*one) for one in places])
-        columns = rowset.with_records(table.columns, made)
-        return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
+    def _placed(self, table: Table, named: _Named, local: Array, holder: int) -> Resolved:
+        """local: a RANGE of this host for each chunk that is in an arena. They are pinned."""
+        space = self.host.space
+        extents = space.ranges.extents(local)
+        if (short := extents["length"] < named.nbytes).any():
+            at = int(short.argmax())
+            raise ProtocolError(
+                "the shard and the owner disagree on the size of a chunk: expected "
+                f"{named.nbytes[at]} bytes, but the range has {extents['length'][at]}"
+            )
+        extents["length"] = named.nbytes
+        places = np.zeros(len(table.values.chunks), EXTENT)
+        places[named.at] = extents
+        return _with_places(table, places), space.pin(holder, local)
 
-    def _places(
-        self, table: Table, flat: Array, here: Array, holder: int, pinned: list[int] | None = None
-    ) -> Resolved:
-        """pinned: the pin that all of them have already. It is taken out."""
-        # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
-        # offset where that has its range, of generation 0.
-        made, whole, pin = bytearray(flat), every(here), 0
-        places = np.frombuffer(made, PLACE)
-        if not whole:
-            places["flags"] = PLACE_INLINE
-            places["flags"][flat["owner"] == ABSENT] = PLACE_ABSENT
-        if some(here):
-            space: Space = self.host.space
-            values = flat if whole else flat[here]
-            ranges = ranges_of(ids_of(values))
-            if pinned:
-                starts = space.ranges.offsets(ranges)
-                pin = pinned.pop()
-            else:
-                pin, starts = space.pin_places(holder, ranges)
-            at = slice(None) if whole else here
-            places["offset"][at] = starts + values["delta"]
-            places["flags"][at] = 0
-        columns = rowset.with_records(table.columns, made)
-        return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
-
-    async def _pull(
-        self, table: Table, flat: Array, here: Array, holder: int, reader: int
-    ) -> Resolved:
-        """Local copies take the place of ranges that are remote or away; they are pinned as they
+    async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
+        """Local copies take the place of chunks that are remote or away; they are pinned as they
         arrive."""
-        flat = flat.copy()
-        interim: list[int] = []
-        asked = []
-        for code, owner in enumerate(table.owners):
-            at = (flat["owner"] == code).nonzero()[0]
-            if len(at) and owner != INLINE:
-                asked.append(self._of_one(owner, flat, at, holder, reader, interim))
-        try:
-            if len(asked) == 1:
-                await asked[0]
-            else:  # nobody's pins are forgotten where one of them fails
-                for failed in await asyncio.gather(*asked, return_exceptions=True):
-                    if failed is not None:
-                        raise failed
-            if len(asked) == len(interim) == 1:  # they are pinned already, and by nothing else
-                return self._places(table, flat, here, holder, interim)
-            return self._places(table, flat, here, holder)
-        finally:
-            if interim:
-                self.pulls.room.unpin(holder, interim)
+        local, pins = named.ranges.copy(), list[int]()
 
-    async def _of_one(
-        self,
-        owner: Owner,
-        flat: Array,
-        at: npt.NDArray[np.intp],
-        holder: int,
-        reader: int,
-        pins: list[int],
-    ) -> None:
-        """A local RANGE for each of these values of an owner, in its place."""
-        wanted = flat[at]
-        keys = ids_of(wanted)
-        order = keys.argsort(kind="stable")
-        keys = keys[order]
-        first = np.empty(len(keys), np.bool_)  # of the values in one range
-        first[0] = True
-        np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        starts = first.nonzero()[0]
-        ranges = keys[starts].view(RANGE)
-        if owner == self.host.owner:
-            local, more = await self.pulls.at_hand(ranges, holder, reader)
-        else:
-            reach = (wanted["nbytes"] + wanted["delta"])[order]
-            needed = np.maximum.reduceat(reach, starts)
-            to_device = reader != PULLER and self.device_pulls.device_of(reader)
-            bring = self.device_pulls.bring if to_device else self.pulls.bring
-            local, more = await bring(owner, ranges, needed, holder)
-        pins += more
-        local, at = local[first.cumsum() - 1], at[order]
-        flat["range"][at], flat["generation"][at] = local["range"], local["generation"]
+        async def of_one(owner: Owner) -> None:
+            its = [n for n, one in enumerate(named.owner_of) if one == owner]
+            ranges = named.ranges[its]
+            if owner == self.host.owner:
+                local[its], more = await self.pulls.at_hand(ranges, holder, reader)
+            else:
+                to_device = reader != PULLER and self.device_pulls.device_of(reader)
+                bring = self.device_pulls.bring if to_device else self.pulls.bring
+                local[its], more = await bring(owner, ranges, named.nbytes[its], holder)
+            pins.extend(more)
+
+        try:  # nobody's pins are forgotten where one of them fails
+            asked = [of_one(owner) for owner in named.owners]
+            for failed in await asyncio.gather(*asked, return_exceptions=True):
+                if failed is not None:
+                    raise failed
+            return self._placed(table, named, local, holder)
+        finally:
+            self.pulls.room.unpin(holder, pins)
 
     # reads
 
@@ -224,8 +139,8 @@ class Reading:
             raise exc
         if failed == ATTEMPTS:
             raise Unavailable(
-                f"a peer that held values of partition {partition!r} was lost, and the shard has "
-                f"not noticed it yet ({exc}): {call} again",
+                f"a peer that holds values of partition {partition!r} was lost, and the shard has "
+                f"not detected this yet ({exc}): {call} again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):
@@ -273,7 +188,34 @@ class Reading:
         return Fetched(0, rows_out.table(entry.store, rows, body.fields), index)
 
 
+class _Named:
+    """The chunks of a message that are in arenas. at: where they stand among all its chunks."""
+
+    def __init__(self, values: Values) -> None:
+        owners = values.owners
+        for chunk in values.chunks:
+            if not 0 <= chunk.owner < len(owners):
+                raise ProtocolError(
+                    f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into "
+                    f"the {len(owners)} owners of the message"
+                )
+            if chunk.number < 0 or chunk.nbytes < 0:
+                raise ProtocolError(
+                    f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and "
+                    "a size of 0 or more"
+                )
+        self.at = [n for n, one in enumerate(values.chunks) if owners[one.owner] != INLINE]
+        chunks = [values.chunks[n] for n in self.at]
+        self.owner_of = [owners[one.owner] for one in chunks]
+        self.owners = dict.fromkeys(self.owner_of).keys()
+        self.ranges = ranges_of(np.array([one.number for one in chunks], U8))
+        self.nbytes = np.array([one.nbytes for one in chunks], U8)
+
+
+def _with_places(table: Table, places: Array) -> Table:
+    return Table(table.rows, table.values, table.tags, places.tobytes())
+
+
 def _volume(table: Table) -> int:
     """Bytes that a message has of it, but for names and tags."""
-    parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
-    return len(table.rows.keys) + len(table.inline) + sum(parts)
+    return len(table.rows.keys) + message_bytes(table.values)

@@ -19,16 +19,16 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure, duration, sized
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place, remainder
+from dataplane.memory.placement import extents_of, placed
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
-from dataplane.metadata.tables.references import Array, far_owners, pulled
+from dataplane.metadata.tables.references import Array
+from dataplane.metadata.tables.values_on_wire import pulled
 from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
-from dataplane.peer.rows import raw_values
 from dataplane.peer.tasks import within
 from dataplane.wire.events import Kind, Reason, Record
-from dataplane.wire.records import EXTENT
+from dataplane.wire.records import EXTENT, U8
 from dataplane.wire.tables import Table
 
 _DOING = {
@@ -161,7 +161,8 @@ class Room:
         be; those are of generation 0."""
         space = self.space
         try:
-            dest = place(sizes, extents)
+            offsets, left = placed(sizes.tolist(), extents.tolist())
+            dest = np.array(offsets, U8)
             gone = await write(dest)
             written = np.zeros(len(sizes), EXTENT)
             written["offset"], written["length"] = dest, sizes
@@ -169,9 +170,8 @@ class Room:
         except BaseException:
             space.give_back(PULLER, extents)
             raise
-        rest = remainder(sizes, dest, extents)
-        if len(rest):
-            space.give_back(PULLER, rest)
+        if left:
+            space.give_back(PULLER, extents_of(left))
         if gone is not None and gone.any():
             self.release(fresh[gone], refs[gone])
             fresh[gone] = 0
@@ -393,5 +393,6 @@ class Room:
 
     def needed(self, table: Table) -> int:
         """What a granted table brings to this host."""
-        far = far_owners(self._host.address, table.owners)
-        return pulled(far, raw_values(table.columns)) if far else 0
+        owners = table.values.owners
+        chunks = [(owners[chunk.owner], chunk.nbytes) for chunk in table.values.chunks]
+        return pulled(chunks, self._host.address)

@@ -70,7 +70,7 @@ class Devices:
         room now, or never."""
         arenas = self._host.space.devices
         if not 0 < number <= len(arenas):
-            raise ProtocolError(f"this peer has no device arena {number}: it has {len(arenas)}")
+            raise ProtocolError(f"invalid device arena {number}: this peer has {len(arenas)}")
         try:
             count, extents = arenas[number - 1].space.reserve(holder, admission, units)
         except ValueTooLarge:

@@ -285,7 +285,10 @@ class Shipping:
                 await self.mesh.tell(before, Rostered(self.host.roster.table))
                 told = True
             except Exception:  # nothing may leave, whatever it was
-                log.exception("backup %s: cannot confirm that it left the in-sync set", before.peer)
+                log.exception(
+                    "backup %s: the roster keeper did not confirm its removal from the in-sync set",
+                    before.peer,
+                )
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
         self._parted()
 

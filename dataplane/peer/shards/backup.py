@@ -119,7 +119,8 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(
-                f"received operations from {caller.address} without the operations before them"
+                f"gap in the replication log from {caller.address}: expected operation 0 of a new "
+                f"stream, got operation {body.first}"
             )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
@@ -152,14 +153,13 @@ class Replicas:
     async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
         """Copies of what rows are about to name. BackPressure where there is no room for them."""
         ranges = column(body.ranges, RANGE)
-        counts = column(body.counts, U4, len(ranges))
-        reach = column(body.sizes, U8, len(ranges))
+        nbytes = column(body.sizes, U8, len(ranges))
         key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
         copy = origin.copies.get(key) if origin is not None else None
         if origin is None or copy is None or copy.values is None:
             return Done()  # of a partition that only begins here, it is no copy yet
         held = contextlib.ExitStack()
-        held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, counts, reach)]))
+        held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, nbytes)]))
         try:
             await self.copying.copy_here(copy.values, caller.owner, ranges)
         except BaseException:
@@ -260,8 +260,8 @@ class Replicas:
                 origin.valued += values is not None
             elif copy is None:
                 raise ProtocolError(
-                    f"received operations for partition {name!r} (generation {generation}) before "
-                    "its declaration"
+                    f"unexpected operation for partition {name!r} (generation {generation}): "
+                    "expected its declaration first"
                 )
             else:
                 apply(copy.store, op, self.host.now())
@@ -287,7 +287,7 @@ class Replicas:
         if isinstance(op, Relocated) and op.to_owner == owner:
             named.append(_those(copy.store, owner, column(op.to_ranges, RANGE)))
         there = [copy.values.note(owner, *one) for one in named]
-        for ranges, *_ in named:
+        for ranges, _ in named:
             _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
         if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
             here = functools.partial(self._backs_up, owner, origin)
@@ -413,11 +413,11 @@ def _named(
         found.close()
 
 
-def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:
-    """Of all ranges of an owner that rows name, these: RANGE, how many values, and how far."""
-    named = store.named(owner)
-    among = np.isin(ids_of(named[0]), ids_of(ranges))
-    return named[0][among], named[1][among], named[2][among]
+def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array]:
+    """Of all chunks of an owner that rows use, these: RANGE, u8 their bytes."""
+    used, nbytes = store.named(owner)
+    among = np.isin(ids_of(used), ids_of(ranges))
+    return used[among], nbytes[among]
 
 
 def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -431,7 +431,7 @@ def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
         raise ProtocolError(
-            f"expected operation {origin.next} next, but received operation {body.first}"
+            f"gap in the replication log: expected operation {origin.next}, got {body.first}"
         )
     passed, rest = origin.next - body.first, []
     for one in body.shipments:
@@ -446,16 +446,16 @@ def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]
     and what those name."""
     ops: list[Op] = []
     named: list[Named] = []
-    nbytes = 0
+    written = 0
     for op in one.ops:
         mine = [found for found in named_by(op) if found[0] == owner]
-        more = sum(int(reach.sum()) for *_, reach in mine)
-        if ops and nbytes + more > BATCH_BYTES:
+        more = sum(int(nbytes.sum()) for *_, nbytes in mine)
+        if ops and written + more > BATCH_BYTES:
             yield Shipment(one.partition, one.generation, ops), named
-            ops, named, nbytes = [], [], 0
+            ops, named, written = [], [], 0
         ops.append(op)
         named += mine
-        nbytes += more
+        written += more
     yield Shipment(one.partition, one.generation, ops), named
 
 

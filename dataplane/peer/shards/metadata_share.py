@@ -17,6 +17,7 @@ from dataplane.errors import BackPressure, ShardFull, sized
 from dataplane.peer.host import Host, call_context
 from dataplane.peer.sessions import Session
 from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.tables import Values
 
 WITH_VALUES, IN_ALL = 20, 5
 """One part in so many of the arena's size: up to where small values are taken, and new rows. A
@@ -72,7 +73,7 @@ class MetadataShare:
             told()
         raise ShardFull(
             f"peer {self._host.name!r}, which serves this partition, accepts no new rows: their "
-            f"keys, tags and small values use {sized(self.used_bytes)}, over the limit of "
+            f"keys, tags and inline values use {sized(self.used_bytes)}, over the limit of "
             f"{sized(self.size_bytes)} (a fifth of its arena). Consume or drop rows, or give that "
             "peer a larger arena (--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
@@ -80,18 +81,20 @@ class MetadataShare:
             size_bytes=self.size_bytes,
         )
 
-    def check_values(self, inline: bytes) -> None:
-        """ShardFull, with `values`, where these are not to live in the shard; else they count."""
-        if not inline:
+    def check_values(self, values: Values) -> None:
+        """ShardFull, with `values`, where inline chunks are not to live in the shard; else they
+        count."""
+        nbytes = values.inline_bytes
+        if not nbytes:
             return
-        if self.used_bytes + len(inline) > self.inline_bytes:
+        if self.used_bytes + nbytes > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
-                f"peer {self._host.name!r} has no metadata space for {len(inline)} more bytes of "
-                "small values: store them in the arena",
+                f"peer {self._host.name!r} has no metadata space for {nbytes} more bytes of "
+                "inline values: store the values in the arena",
                 values=True,
             )
-        self._since += len(inline)
+        self._since += nbytes
 
     # for clients of this host
 

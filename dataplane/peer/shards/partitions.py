@@ -187,7 +187,7 @@ class Partitions:
     async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
             raise ProtocolError(
-                f"cannot list lost rows after number {body.after}: expected 0 or more"
+                f"invalid start {body.after} of the list of lost rows: expected 0 or more"
             )
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)

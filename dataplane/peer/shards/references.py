@@ -21,14 +21,12 @@ from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_context
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
-from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Settle
-from dataplane.wire.messages import Body, Done, Finish, Put
+from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Inherited, Release, Settled
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.tables import Change, Owner
@@ -66,8 +64,8 @@ class References:
     async def change(self, body: Any, caller: Caller, carried: Ranges = NONE) -> Any:
         """Ask the shard for a change, wherever the shard is then, under one number, and return the
         answer. Values that the shard refuses are let go; a peer that may have taken them and did
-        not answer is asked about that until it says so. carried: all ranges that the message
-        names, once each."""
+        not answer is asked about that until it says so. carried: the chunks that the message
+        names."""
         end = min(self.host.now() + CALL_S, call_context.get().until)
         of = body.partition, body.generation
         body.change = await self.host.changes.begin(*of, end)
@@ -82,15 +80,14 @@ class References:
         self, roster: Roster, body: Any, carried: Ranges, caller: Caller, left_s: float
     ) -> Any:
         home = roster.home(body.partition)
-        ranges = _named(body) if len(carried) else carried
         if home != self.host.address:
             to = Owner(home, (await self.mesh.hello(home)).incarnation)
-            return await self.doubts.lend(to, body, ranges, caller, roster.epoch)
-        self.host.space.hold(ranges)
+            return await self.doubts.lend(to, body, carried, caller, roster.epoch)
+        self.host.space.hold(carried)
         try:
             return await self.router.at(roster, body, caller, left_s)
         except BaseException:
-            self.host.space.release(ranges)
+            self.host.space.release(carried)
             raise
 
     # at the peer of the shards: of values anywhere
@@ -107,8 +104,8 @@ class References:
         answer = entry.store.answers.to(change)
         if answer is not None and (change.caller, change.number) in entry.inherited:
             entry.inherited.discard((change.caller, change.number))
-            for owner, ranges, counts, _ in named_by(body):
-                self.let_go(owner, ranges, counts)
+            for owner, ranges, _ in named_by(body):
+                self.let_go(owner, ranges, np.ones(len(ranges), U4))
         return answer
 
     def settle_here(self, caller: Caller, body: Settle) -> Body:
@@ -235,17 +232,11 @@ class References:
         return False
 
 
-def _named(body: Put | Finish | Restore) -> Ranges:
-    """The RANGE of every value and leaf, as often as one names it; of those that lie at peers."""
-    flat = rowset.flat_values(body.columns)
-    return ranges_of(ids_of(flat[rowset.in_ranges(flat, body.owners)]))
-
-
 def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
-            f"peer {caller.address} sent a change of peer {change.caller.peer}; a peer may only "
-            "send its own changes"
+            f"expected a change of peer {caller.address}, got one of peer {change.caller.peer}: a "
+            "peer may send only its own changes"
         )
 
 
@@ -270,8 +261,8 @@ class Doubts:
     async def lend(
         self, to: Owner, body: Any, ranges: Ranges, caller: Caller, epoch: tuple[int, int]
     ) -> Any:
-        """Ask a peer for a change whose message names these ranges of this host, once for each
-        value. What the peer refuses is let go; what it does not answer is in doubt."""
+        """Ask a peer for a change whose message names these ranges of this host. What the peer
+        refuses is let go; what it does not answer is in doubt."""
         number: int = body.change.number
         again = to in self._open.get(number, ())
         if not again:
@@ -306,8 +297,8 @@ class Doubts:
             ranges = self._open.get(number, {}).get(to, NONE)
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error(
-                "partition %r: peer %s did not settle change %d, so it keeps references to %d "
-                "bytes: %s",
+                "partition %r: peer %s did not apply change %d, so %d bytes there stay "
+                "referenced: %s",
                 *(asked.partition, to.peer, number, nbytes, exc),
             )
         else:

@@ -71,9 +71,9 @@ class Copying:
         for owner, *_ in entry.store.holdings():
             self._note(entry, owner, *entry.store.named(owner))
 
-    def _note(self, entry: Entry, owner: Owner, ranges: Array, counts: Array, reach: Array) -> None:
+    def _note(self, entry: Entry, owner: Owner, ranges: Array, nbytes: Array) -> None:
         assert entry.copies is not None
-        if owner != self.host.owner and not entry.copies.note(owner, ranges, counts, reach):
+        if owner != self.host.owner and not entry.copies.note(owner, ranges, nbytes):
             here = functools.partial(self._serves, entry)
             self.copy_here_later(entry.copies, entry.name, owner, here)
 
@@ -92,14 +92,14 @@ class Copying:
             return
         others = [one for one in named if one[0] != self.host.owner]
         with self.held(copies, others):
-            for owner, ranges, *_ in others:
+            for owner, ranges, _ in others:
                 await self.copy_here(copies, owner, ranges)
-            for owner, *mine in named:
+            for owner, ranges, nbytes in named:
                 if owner == self.host.owner:
-                    await self.copy_to_backup(entry, *mine)
+                    await self.copy_to_backup(entry, ranges, nbytes)
             if self.host.roster is not roster:
                 raise StaleEpoch(
-                    "the roster changed while second copies were being made: repeat the call"
+                    "the roster changed while replicas were being created: repeat the call"
                 )
             self.host.speak()
             yield
@@ -110,25 +110,19 @@ class Copying:
         told = None
         while (backup := self.host.roster.backup_of(self.host.address)[0]) != told:
             told = backup
-            _, nbytes, local = copies.held(owner)
-            await self.copy_to_backup(entry, local, np.ones(len(local), U4), nbytes)
+            await self.copy_to_backup(entry, *copies.held(owner))
 
-    async def copy_to_backup(
-        self, entry: Entry, ranges: Array, counts: Array, reach: Array
-    ) -> None:
+    async def copy_to_backup(self, entry: Entry, ranges: Array, nbytes: Array) -> None:
         """The backup has copies of these before it hears of rows that name them: there everything
         else that is done here would wait behind."""
         for at in range(0, len(ranges), MAX_RANGES):
             part = slice(at, at + MAX_RANGES)
-            told = ranges[part].tobytes(), counts[part].astype(U4).tobytes()
-            await self.have_copied(entry, *told, reach[part].astype(U8).tobytes())
+            await self.have_copied(entry, ranges[part].tobytes(), nbytes[part].tobytes())
 
-    async def have_copied(
-        self, entry: Entry, ranges: bytes = b"", counts: bytes = b"", sizes: bytes = b""
-    ) -> None:
+    async def have_copied(self, entry: Entry, ranges: bytes = b"", sizes: bytes = b"") -> None:
         """The backup has copies of these. It has its own backup make copies of what is here and
         there, where this peer leaves."""
-        body = Duplicate(entry.name, entry.generation, ranges, counts, sizes)
+        body = Duplicate(entry.name, entry.generation, ranges, sizes)
         while self.host.progress.required:
             roster = self.host.roster
             address, _ = roster.backup_of(self.host.address)
@@ -168,13 +162,13 @@ class Copying:
     def held(self, copies: Copies, named: list[Named]) -> Iterator[None]:
         """What is named counts as needed meanwhile, before any row names it and whether or not one
         will."""
-        for owner, ranges, counts, reach in named:
-            copies.note(owner, ranges, counts, reach)
+        for one in named:
+            copies.note(*one)
         try:
             yield
         finally:
-            for owner, ranges, counts, _ in named:
-                self.room.release(copies.freed(owner, ranges, counts))
+            for owner, ranges, _ in named:
+                self.room.release(copies.freed(owner, ranges, np.ones(len(ranges), U4)))
 
     def copy_here_later(
         self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
@@ -197,28 +191,25 @@ class Copying:
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
-                    log.warning("partition %r: second copies delayed: %s", name, exc)
+                    log.warning("partition %r: replication delayed, retrying: %s", name, exc)
                     self._coming[key] = True
                     await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
         finally:
             del self._coming[key]
 
     def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
-        """Values of an owner that is no more are those that lie here, as far as they reach. Others
-        are lost: of these another peer had the copy."""
-        ranges, nbytes, local = copies.take(owner)
+        """Values of an owner that is no more are those that lie here. Others are lost: of these
+        another peer had the copy."""
+        ranges, local = copies.take(owner)
         if len(ranges):
-            self.replace(entry, owner, ranges, local, nbytes)
+            self.replace(entry, owner, ranges, local)
 
-    def replace(
-        self, entry: Entry, owner: Owner, ranges: Array, local: Array, nbytes: Array | None = None
-    ) -> None:
-        """The rows name these copies, held once each so far, in place of the owner's ranges; of so
-        many bytes of each, all where None."""
-        moved = entry.store.relocate(owner, ranges, self.host.owner, local, nbytes)
+    def replace(self, entry: Entry, owner: Owner, ranges: Array, local: Array) -> None:
+        """The rows name these copies, held once each so far, in place of the owner's ranges."""
+        moved = entry.store.relocate(owner, ranges, self.host.owner, local)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
-        log.info("partition %r: %d values moved to this peer", entry.name, int(moved.sum()))
+        log.info("partition %r: %d chunks moved to this peer", entry.name, int(moved.sum()))
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
         """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is
@@ -234,8 +225,7 @@ class Copying:
                     raise
                 ranges, nbytes = ranges[~dead], nbytes[~dead]
                 continue
-            brought, sizes = ranges[:count][here], nbytes[:count][here]
-            self.room.release(copies.brought(owner, brought, sizes, local))
+            self.room.release(copies.brought(owner, ranges[:count][here], local))
             ranges, nbytes = ranges[count:], nbytes[count:]
 
     async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:

@@ -36,7 +36,7 @@ from dataplane.peer.host import OTHER, ByLabel
 from dataplane.transport.registry import TCP
 from dataplane.version import __version__
 from dataplane.wire import messages as m
-from dataplane.wire.tables import volume
+from dataplane.wire import tables
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -158,7 +158,7 @@ GROUPS = {
     },
     "between hosts": {
         "pulled_bytes_total": "Bytes pulled in bulk from other hosts.",
-        "pull_hits_total": "Values found in the cache of pulled copies.",
+        "pull_hits_total": "Chunks found in the cache of pulled copies.",
         "stage_remote_bytes_total{stage}": "Bytes of claimed rows from other hosts.",
         "stage_transport_bytes_total{stage,transport}": "Bytes pulled for claims.",
         "transport_bytes_total{transport,direction}": "Bytes moved between arenas.",
@@ -218,10 +218,19 @@ class Meters:
                 self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
             self.put_rows += rowset.count(request.rows)
-            self.put_bytes += volume(request.columns)
+            self.put_bytes += request.values.nbytes
         elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
             self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
-            self.claimed_bytes.add(request.stage, volume(answer.table.columns))
+            self.claimed_bytes.add(request.stage, _bytes_of_rows(answer.table.values))
+
+
+def _bytes_of_rows(values: tables.Values) -> int:
+    """About how many bytes of its chunks are of its rows: each row of a chunk counts alike."""
+    rows = Counter[int]()
+    for piece in values.pieces:
+        rows[piece.chunk] += int.from_bytes(piece.given).bit_count()
+    chunks = enumerate(values.chunks)
+    return sum([one.nbytes * min(rows[n], one.rows) // max(1, one.rows) for n, one in chunks])
 
 
 def page() -> str:

@@ -37,7 +37,7 @@ class Stretches:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         if not stretches:
-            raise ProtocolError("the region lists no memory: expected at least one stretch")
+            raise ProtocolError("the region is empty: expected at least one memory range")
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T

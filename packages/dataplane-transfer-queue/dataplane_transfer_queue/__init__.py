@@ -83,7 +83,7 @@ _DEFAULTS = {
     "metrics": {"enabled": False, "port": 0, "endpoint": None},
     "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
     "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": None}},
-    # Ours: `dedup` names fields whose equal values are stored once, besides arrays in objects.
+    # Ours: `dedup` names fields whose equal values are stored once, besides objects with arrays.
     "dataplane": {"run": None, "dedup": []},
 }
 

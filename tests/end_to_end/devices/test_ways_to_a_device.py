@@ -91,7 +91,7 @@ def test_values_on_a_device_of_another_host_are_pulled(
         assert list(batch["text"]) == [str(i) for i in range(12)]
         batch.ack()
         few = b.partition("small").claim("s", rows=5, timeout=20)
-        assert same(few["hidden"], tiny), "packs of small values are not what was put"
+        assert same(few["hidden"], tiny), "small values are not what was put"
         few.ack()
         del batch, few
         all_free(a)

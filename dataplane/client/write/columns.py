@@ -1,21 +1,21 @@
-"""The columns of a put, brought into the two forms that travel: arrays and objects.
+"""The columns of a write: one field each, as it lies in the caller's memory.
 
-Runs in the client, before any room is asked for. Everything stays a view of the caller's memory
-until the one copy into the arena; only encoded objects, flat lists of numbers and arrays that numpy
-cannot read in place (non-contiguous, byte-swapped, on a device) are made anew. Bytes are never
-looked at here.
+Runs in the client, before any space is reserved. Nothing is copied here but what numpy cannot read
+in place: encoded objects, lists of numbers, and arrays that are not contiguous, byte-swapped or on
+a device. Bytes of values are never looked at.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.client.write import schema
 from dataplane.errors import (
@@ -37,57 +37,88 @@ from dataplane.wire.arrays import (
     jagged_parts,
     kind_of,
     raw,
-    spec_of,
 )
-from dataplane.wire.limits import (
-    MAX_FIELDS,
-    MAX_NAME_BYTES,
-    MAX_SPECS_PER_MESSAGE,
-    PACK_LIMIT_BYTES,
-)
-from dataplane.wire.tables import Spec
+from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
+from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
+from dataplane.wire.objects import Buffer
 
-Buffer = Any
-"""bytes, or a contiguous array whose dtype the buffer protocol knows."""
-_OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
+Form = tuple[np.dtype[Any], tuple[int, ...]]
+"""dtype and shape of an array"""
+
+LARGE_ROW_BYTES = 4 << 10
+"""Rows of at least this size are left where they are until the one copy, whatever their order."""
+MAX_LENGTH = (1 << 32) - 1
+"""Of an open axis, a text, bytes or an object: chunks say lengths as u4."""
+_TEXT, _BYTES = ColumnSpec("text"), ColumnSpec("bytes")
+_OBJECT, _LOOSE_OBJECT = ColumnSpec("object"), ColumnSpec("object", loose=True)
 _TIMED_ROWS = 1_024
-"""Objects are encoded in Python: after so many the call looks whether its time is up."""
+"""Objects are encoded in Python: after this many rows the call checks its deadline."""
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
-_ANY_LENGTH = (1,)
-"""Whatever the length of a row of one dimension, its spec is the same."""
-_nbytes, _ndim = attrgetter("nbytes"), attrgetter("ndim")
-_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
+_dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
 
 
-class Strip(msgspec.Struct, eq=False):
-    """Values of one field in order: one a row, or the array leaves of its objects.
+class ValueColumn(msgspec.Struct, eq=False):
+    """One field of a write.
 
-    source: uint8 [count, row bytes] where all have one shape, else one contiguous buffer a value.
-    sizes, specs: a value each, or one number for all.
+    source: an array [count, ...], or a buffer a row, or of objects a list of buffers a row. sizes:
+    bytes of each row, or one number for all. lengths: what a chunk says of the rows before their
+    bytes, `spec.width` numbers a row. mixed: of arrays that are stored as objects, because they
+    differ in dtype or rank.
     """
 
-    count: int
-    source: npt.NDArray[np.uint8] | list[Buffer]
-    sizes: int | npt.NDArray[np.int64]
-    specs: int | npt.NDArray[np.uint32]
-
-
-class PreparedColumn(msgspec.Struct, eq=False):
-    """One field: its values, and the leaves of its objects where there are any."""
-
     field: str
-    values: Strip
-    leaf_counts: npt.NDArray[np.int64] | None = None
-    leaves: Strip | None = None
+    count: int
+    spec: ColumnSpec
+    source: Array | list[Buffer]
+    nbytes: int
+    sizes: int | list[int]
+    lengths: list[int] = []
+    mixed: list[Form] = []
     dedup: bool = False
 
+    def bytes_of(self, first: int, last: int) -> int:
+        """Bytes of the rows from `first` to `last`."""
+        if last - first == self.count:
+            return self.nbytes
+        sizes = self.sizes
+        return sizes * (last - first) if isinstance(sizes, int) else sum(sizes[first:last])
 
-class Prepared(msgspec.Struct, eq=False):
-    """The columns of one put. `specs` is what the spec numbers of the strips index."""
+    def size_of(self, row: int) -> int:
+        return self.sizes if isinstance(self.sizes, int) else self.sizes[row]
 
-    n: int
-    columns: list[PreparedColumn]
-    specs: list[Spec]
+    def lengths_of(self, first: int, last: int) -> list[int]:
+        """What a chunk of these rows says of them."""
+        width = self.spec.width
+        return self.lengths[first * width : last * width]
+
+    def buffers(self, first: int, last: int) -> list[Buffer]:
+        """What these rows are copied from, in order."""
+        source = self.source[first:last]
+        if isinstance(source, np.ndarray):
+            return [source]
+        return list(chain.from_iterable(source)) if type(source[0]) is list else source
+
+    def take(self, order: Sequence[int]) -> ValueColumn:
+        """These rows, in this order. Large rows stay where they are."""
+        source: Array | list[Buffer]
+        if isinstance(self.source, np.ndarray) and self.size_of(0) < LARGE_ROW_BYTES:
+            source = self.source[order]
+        else:
+            source = [self.source[row] for row in order]
+        lengths = self.lengths
+        if lengths:
+            width = self.spec.width
+            lengths = [n for row in order for n in lengths[row * width : (row + 1) * width]]
+        sizes: int | list[int] = self.sizes
+        if isinstance(sizes, int):
+            nbytes = sizes * len(order)
+        else:
+            sizes = [sizes[row] for row in order]
+            nbytes = sum(sizes)
+        return ValueColumn(
+            self.field, len(order), self.spec, source, nbytes, sizes, lengths, [], self.dedup
+        )
 
 
 class Kept:
@@ -106,20 +137,6 @@ class Kept:
         return f"dataplane.object({self.value!r:.60})"
 
 
-class Specs:
-    """Numbers each spec of a put once."""
-
-    def __init__(self) -> None:
-        self.specs: list[Spec] = []
-        self._numbers: dict[Spec, int] = {}
-
-    def number(self, spec: Spec) -> int:
-        number = self._numbers.setdefault(spec, len(self.specs))
-        if number == len(self.specs):
-            self.specs.append(spec)
-        return number
-
-
 def prepare(
     columns: Mapping[str, Any],
     n: int | None = None,
@@ -127,15 +144,15 @@ def prepare(
     fields: Mapping[str, str] | None = None,
     whose: str = "key= names",
     check_time: Callable[[], object] = lambda: None,
-) -> Prepared:
-    """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
+) -> list[ValueColumn]:
+    """The columns of a write of `n` rows (None: of as many rows as they have).
 
-    A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
-    flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
-    fields: the partition's schema. whose: who says n, for an error. check_time: is called now and
-    then, and raises once the time of the call is up. InvalidRows where the columns do not fit
-    together, InvalidValue with field and row for a value that cannot travel or is not as the schema
-    says.
+    A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values. A flat list
+    of numbers of one kind is an array. An array of one dimension is one 0-d value a row.
+    fields: the partition's schema. whose: what says n, for an error. check_time: called now and
+    then; raises once the deadline of the call has passed. InvalidRows where the columns do not fit
+    together. InvalidValue, with field and row, for a value that cannot travel or does not match the
+    schema.
     """
     columns, fields = by_name(columns), fields or {}
     if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
@@ -143,8 +160,11 @@ def prepare(
             "columns must be a mapping of field names to columns with one entry per row, "
             f"such as {{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
         )
-    sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
-    rows = _common_length(sized, n, whose)
+    sized = {
+        checked_name(name): column if type(column) is list else _column(name, column)
+        for name, column in columns.items()
+    }
+    _check_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(
             f"this call has {len(sized)} fields, over the limit of {MAX_FIELDS}", limit=MAX_FIELDS
@@ -152,21 +172,13 @@ def prepare(
     for name in dedup:
         if name not in sized:
             raise FieldUnknown(f"dedup= names field {name!r}, which this put does not have")
-    specs = Specs()
-    prepared = []
-    for name, column in sized.items():
-        check_time()
-        prepared.append(_prepare(name, column, specs, check_time, fields.get(name)))
-    if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
-        raise LimitExceeded(
-            f"the values of this call have {len(specs.specs)} different dtypes and shapes, over "
-            f"the limit of {MAX_SPECS_PER_MESSAGE}: split the rows across several put() calls",
-            limit=MAX_SPECS_PER_MESSAGE,
-        )
-    if dedup:
-        for one in prepared:
-            one.dedup = one.field in dedup
-    made = Prepared(rows, prepared, specs.specs)
+    made = [
+        _values(name, column, check_time, fields.get(name), name in dedup)
+        for name, column in sized.items()
+    ]
+    for one in made:
+        if one.nbytes > MAX_LENGTH:
+            check_lengths(one)
     if fields:
         schema.check(made, fields)
     return made
@@ -179,7 +191,7 @@ def by_name(columns: Any) -> Any:
     InvalidRows for one without a batch size, with a "." in a key, or whose rows have different
     keys. A field of a tensorclass that is None is not put.
     """
-    if not objects.is_tensordict(columns):
+    if type(columns) is dict or not objects.is_tensordict(columns):
         return columns
     if not columns.batch_size:
         raise InvalidRows("a TensorDict with batch_size [] has no rows: give it a batch_size [n]")
@@ -188,7 +200,7 @@ def by_name(columns: Any) -> Any:
         if any("." in part for part in key):
             raise InvalidRows(
                 f"the TensorDict's key {key[-1]!r} contains '.', which separates the keys "
-                "of nested TensorDicts; rename it"
+                "of nested TensorDicts: rename it"
             )
         found[".".join(key)] = column
     return found
@@ -200,7 +212,8 @@ def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     given = {} if columns is None else dict(by_name(columns))
     if twice := given.keys() & named.keys():
         raise InvalidCall(
-            f"the call has field {min(twice)!r} in its mapping and by name: pass each field once"
+            f"field {min(twice)!r} was passed both in the mapping and as a keyword argument: pass "
+            "each field once"
         )
     return {**given, **named}
 
@@ -268,6 +281,7 @@ def _entries(column: Any, n: int, library: Any) -> list[Any]:
     return list(whole) if of_rows else [whole] * n
 
 
+@lru_cache(1024)
 def checked_name(name: object) -> str:
     """InvalidRows for what cannot name a field, such as half of a surrogate pair."""
     try:
@@ -276,12 +290,17 @@ def checked_name(name: object) -> str:
         fits = False
     if not isinstance(name, str) or not fits:
         raise InvalidRows(
-            f"the name of a field must be a str of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+            f"invalid field name {name!r:.80}: expected a str of 1 to {MAX_NAME_BYTES} bytes"
+        )
+    if "~" in name:
+        raise InvalidRows(
+            f"field name {name!r:.80} contains '~', which is reserved for values that "
+            "release(values=…) stores: use another name"
         )
     return name if type(name) is str else str.__str__(name)
 
 
-def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> int:
+def _check_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> None:
     found = set(map(len, columns.values()))
     if not found:
         raise InvalidRows("the call has no fields to write: pass at least one")
@@ -299,7 +318,6 @@ def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, who
         raise InvalidRows(what, lengths=lengths)
     if expected == 0:
         raise InvalidRows("the columns have no rows to write: pass at least one")
-    return expected
 
 
 def _column(name: str, column: Any) -> Sequence[Any] | Array:
@@ -343,7 +361,7 @@ def _rows_array(column: Any) -> Any:
         and not column.flags.c_contiguous
         and len(column)
         and column[0].flags.c_contiguous
-        and column[0].nbytes >= PACK_LIMIT_BYTES
+        and column[0].nbytes >= LARGE_ROW_BYTES
     ):
         return _Rows(column)
     return as_array(column)
@@ -369,36 +387,47 @@ class _JaggedRows(list[Array]):
         super().__init__(rows if self.axis == 0 else map(np.ascontiguousarray, rows))
 
 
-def _prepare(
+def _values(
     name: str,
     column: Sequence[Any] | Array,
-    specs: Specs,
     check_time: Callable[[], object],
-    form: str | None = None,
-) -> PreparedColumn:
-    if isinstance(column, np.ndarray):
-        return PreparedColumn(name, _dense(column, specs))
-    if isinstance(column, _Rows):
-        return PreparedColumn(name, _ragged(column, specs))
-    if isinstance(column, _JaggedRows):
-        return PreparedColumn(name, _loose(column, specs, column.axis))
+    form: str | None,
+    dedup: bool,
+) -> ValueColumn:
+    if type(column) is not list and type(column) is not tuple:
+        if isinstance(column, np.ndarray):
+            return _of_array(name, column, dedup)
+        if isinstance(column, _Rows):
+            return _of_arrays(name, column, dedup, loose=False)
+        if isinstance(column, _JaggedRows):
+            return _of_arrays(name, column, dedup, column.axis)
     if form is not None and schema.parsed(form).shape == ():
-        numbers = _of_flat(list(column))  # of Python, which are objects where nobody says a dtype
+        numbers = _of_flat(list(column))  # Python numbers are objects where nobody says a dtype
         if isinstance(numbers, np.ndarray):
-            return PreparedColumn(name, _dense(numbers, specs))
+            return _of_array(name, numbers, dedup)
     kinds = set(map(type, column))
-    heads = None if np.ndarray in kinds else objects.encode_many(column)
-    if heads is not None:
-        return PreparedColumn(name, _heads(heads, specs))
+    only = type(column[0]) if len(kinds) == 1 else None
+    if only is np.ndarray:
+        found = _of_vectors(name, column, dedup)
+        if found is not None:
+            return found
+    elif only is bytes:
+        return _of_bytes(name, list(column), _BYTES, dedup)
+    elif only is str and (texts := _encoded(column)) is not None:
+        return _of_bytes(name, texts, _TEXT, dedup)
+    check_time()
+    rows = None if np.ndarray in kinds else objects.encode_many(column)
+    if rows is not None:
+        return _of_rows(name, [[row] for row in rows], _OBJECT, dedup)
     if Kept in kinds:
         column = [v.value if type(v) is Kept else v for v in column]
-        return _objects(name, column, specs, check_time, _LOOSE_OBJECT)
+        return _of_objects(name, column, dedup, check_time, _LOOSE_OBJECT)
     if list in kinds:
         column = _without_flat_lists(column, schema.empty_dtype(form))
     arrays = _arrays(name, column)
     if arrays is not None:
-        return PreparedColumn(name, _loose(arrays, specs))
-    return _objects(name, column, specs, check_time)
+        return _of_vectors(name, arrays, dedup) or _of_arrays(name, arrays, dedup)
+    return _of_objects(name, column, dedup, check_time)
 
 
 def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
@@ -432,15 +461,6 @@ def _of_flat(values: list[Any]) -> Any:
     return values
 
 
-def _dense(array: Array, specs: Specs) -> Strip:
-    n, shape = len(array), array.shape[1:]
-    spec = specs.number(spec_of(array.dtype, shape))
-    size = array.nbytes // n
-    if size == 0:
-        return Strip(n, np.empty((n, 0), np.uint8), 0, spec)
-    return Strip(n, array.reshape(n, -1).view(np.uint8), size, spec)
-
-
 def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
     """The column as plain arrays; None where not every value is one."""
     arrays: list[Array] = []
@@ -462,69 +482,140 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
         raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
 
 
-def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Strip:
-    """Rows that were given one by one. ragged: the axis in which they differ, where it is known."""
-    if len(arrays) == 1:
-        one = arrays[0]
-        shape = one.shape if ragged or one.ndim != 1 else _ANY_LENGTH
-        spec = specs.number(spec_of(one.dtype, shape, True, ragged or 0))
-        return Strip(1, [raw(one)], one.nbytes, spec)
-    if ragged is None and set(map(_ndim, arrays)) == {1} and len(set(map(_dtype, arrays))) == 1:
-        sizes = np.fromiter(map(_nbytes, arrays), np.int64, len(arrays))
-        spec = specs.number(spec_of(arrays[0].dtype, _ANY_LENGTH, True))
-        return Strip(len(arrays), [raw(array) for array in arrays], sizes, spec)
-    if ragged is None:
-        shapes = set(map(_shape, arrays))
-        lengths = list(map(set, zip(*shapes, strict=False)))
-        differ = [axis for axis, some in enumerate(lengths) if len(some) > 1]
-        alike = len(set(map(len, shapes))) == 1
-        ragged = differ[0] if alike and len(differ) == 1 else 0
-    return _ragged(arrays, specs, True, ragged)
+def _encoded(texts: Sequence[str]) -> list[Buffer] | None:
+    """Texts as bytes; None where one is not valid text."""
+    try:
+        return [text.encode() for text in texts]
+    except UnicodeEncodeError:
+        return None
 
 
-def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int = 0) -> Strip:
-    count = len(arrays)
-    sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
-    forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
-    if not ragged:
-        forms = [(dtype, shape if len(shape) != 1 else _ANY_LENGTH) for dtype, shape in forms]
-    different = dict.fromkeys(forms)
-    numbers = {form: specs.number(spec_of(*form, loose, ragged)) for form in different}
-    if len(set(numbers.values())) == 1:
-        return Strip(count, [raw(array) for array in arrays], sizes, next(iter(numbers.values())))
-    each = np.fromiter(map(numbers.__getitem__, forms), np.uint32, count)
-    return Strip(count, [raw(array) for array in arrays], sizes, each)
+@lru_cache(4096)
+def _array_spec(dtype: np.dtype[Any], shape: tuple[int, ...], loose: bool) -> ColumnSpec:
+    name = dtype_name(dtype)
+    assert name is not None, dtype
+    return ColumnSpec("array", name, shape, loose)
 
 
-def _heads(heads: list[bytes], specs: Specs, spec: Spec = _OBJECT) -> Strip:
-    if len(heads) == 1:
-        return Strip(1, heads, len(heads[0]), specs.number(spec))
-    sizes = np.fromiter(map(len, heads), np.int64, len(heads))
-    return Strip(len(heads), heads, sizes, specs.number(spec))
+def spec_of(
+    dtype: np.dtype[Any],
+    shapes: Sequence[tuple[int, ...]],
+    loose: bool = False,
+    ragged: int | None = None,
+) -> tuple[ColumnSpec, list[int]]:
+    """The spec of arrays of one dtype and rank, and their lengths along its open axes: those along
+    which they differ, and `ragged`. Arrays of one dimension that were given one by one may always
+    have any length."""
+    if ragged is None and loose and len(shapes[0]) == 1:
+        ragged = 0
+    sides = enumerate(zip(*shapes, strict=True))
+    axes = [axis for axis, some in sides if axis == ragged or len({*some}) > 1]
+    if not axes:
+        return _array_spec(dtype, shapes[0], loose), []
+    shape = tuple([OPEN if axis in axes else n for axis, n in enumerate(shapes[0])])
+    lengths = [shape[axis] for shape in shapes for axis in axes]
+    return _array_spec(dtype, shape, loose), lengths
 
 
-def _objects(
+@lru_cache(4096)
+def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec | None, bool]:
+    """The spec of arrays of one dimension, None for a dtype that cannot travel, and whether they
+    are copied as they are."""
+    if dtype_name(dtype) is None:
+        return None, False
+    empty = np.empty(0, dtype)
+    return _array_spec(dtype, (OPEN,), True), raw(empty) is empty
+
+
+def _of_array(name: str, array: Array, dedup: bool) -> ValueColumn:
+    size = array.nbytes // len(array)
+    spec = _array_spec(array.dtype, array.shape[1:], False)
+    return ValueColumn(name, len(array), spec, raw(array), array.nbytes, size, dedup=dedup)
+
+
+def _of_vectors(name: str, arrays: Sequence[Array], dedup: bool) -> ValueColumn | None:
+    """Arrays of one dimension and one dtype, which most columns are; None where they are not."""
+    first = arrays[0]
+    dtype, step = first.dtype, first.itemsize
+    steps, (spec, is_raw) = (step,), _vectors(dtype)
+    if spec is None or [
+        one
+        for one in arrays
+        if one.strides != steps or (one.dtype is not dtype and one.dtype != dtype)
+    ]:
+        return None
+    source = list(arrays) if is_raw else list(map(raw, arrays))
+    lengths = list(map(len, arrays))
+    sizes = [length * step for length in lengths]
+    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+
+
+def _of_arrays(
+    name: str, arrays: Sequence[Array], dedup: bool, ragged: int | None = None, loose: bool = True
+) -> ValueColumn:
+    """Arrays that were given one by one. ragged: an axis in which they may differ, if it is
+    known. Arrays that differ in dtype or rank become objects."""
+    shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
+    if len({*dtypes}) > 1 or len({*map(len, shapes)}) > 1:
+        rows = [objects.encode(array) for array in arrays]
+        column = _of_rows(name, rows, _OBJECT, dedup)
+        column.mixed = list(zip(dtypes, shapes, strict=True))
+        return column
+    spec, lengths = spec_of(dtypes[0], shapes, loose, ragged)
+    sizes = list(map(_nbytes, arrays))
+    source = list(map(raw, arrays))
+    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+
+
+def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+    """Texts or bytes."""
+    lengths = list(map(len, values))
+    nbytes = sum(lengths)
+    return ValueColumn(name, len(values), spec, values, nbytes, lengths, lengths, dedup=dedup)
+
+
+def _of_objects(
     name: str,
     column: Sequence[Any],
-    specs: Specs,
+    dedup: bool,
     check_time: Callable[[], object],
-    spec: Spec = _OBJECT,
-) -> PreparedColumn:
-    heads: list[bytes] = []
-    leaves: list[Array] = []
-    counts = np.zeros(len(column), np.int64)
+    spec: ColumnSpec = _OBJECT,
+) -> ValueColumn:
+    rows: list[list[Buffer]] = []
     for index, value in enumerate(column):
         if not index % _TIMED_ROWS:
             check_time()
         try:
-            head, own = objects.encode(value, f"{name}[{index}]")
+            rows.append(objects.encode(value, f"{name}[{index}]"))
         except (InvalidValue, LimitExceeded) as exc:
             exc.details.update(field=name, row=index)
             raise
-        heads.append(head)
-        leaves += own
-        counts[index] = len(own)
-    values = _heads(heads, specs, spec)
-    if not leaves:
-        return PreparedColumn(name, values)
-    return PreparedColumn(name, values, counts, _ragged(leaves, specs))
+    return _of_rows(name, rows, spec, dedup)
+
+
+def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+    """Rows of objects."""
+    if max(map(len, rows)) == 1:  # none has arrays
+        heads = [row[0] for row in rows]
+        lengths = list(map(len, heads))
+        gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
+        source: list[Buffer] = [head + _PADDING[gap] for head, gap in zip(heads, gaps, strict=True)]
+        sizes = list(map(len, source))
+    else:
+        lengths = [sum([memoryview(buffer).nbytes for buffer in row]) for row in rows]
+        gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
+        source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
+        sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
+    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+
+
+def check_lengths(column: ValueColumn) -> None:
+    """LimitExceeded for a value of which a chunk cannot say how long it is."""
+    most = max(column.lengths, default=0)
+    if most > MAX_LENGTH:
+        raise LimitExceeded(
+            f"field {column.field!r}: a value has the length {most}, over the limit of "
+            f"{MAX_LENGTH}: split it into several values",
+            field=column.field,
+            limit=MAX_LENGTH,
+        )

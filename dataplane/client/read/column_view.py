@@ -1,0 +1,357 @@
+"""One field of some rows as a sequence, over the chunks that hold it.
+
+A view is a list of runs: neighbouring rows of one chunk, or rows that lack the field. Slices and
+selections of a view are other runs over the same chunks. Arrays are read-only views of the arena,
+made when they are asked for; they keep it pinned through their base. Texts and bytes are copied out
+as they are decoded.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory
+from dataplane.client.read.ragged import Ragged, ragged_of
+from dataplane.client.write.parallel import carry_out
+from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
+from dataplane.wire import objects
+from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch, jagged_parts
+from dataplane.wire.layouts import OPEN
+
+Form = tuple[np.dtype[Any], tuple[int, ...]]
+_SHOWN = 4
+"""How many numbers of a value a representation shows."""
+
+
+class Run(NamedTuple):
+    """Rows `first` to `last` of a column of a chunk; None: of rows that lack the field."""
+
+    column: ChunkColumn | None
+    first: int
+    last: int
+
+
+class ColumnView(Sequence[Any]):
+    """One field of some rows: entry i is the value of row i.
+
+    Arrays come as zero-copy read-only ndarrays (0-d where a row has one number of an array column),
+    objects with the Python types they were put with. FieldUnknown at a row that lacks the field.
+    """
+
+    def __init__(
+        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+    ) -> None:
+        """name_of: what a row is called in messages."""
+        self.field = field
+        self.runs = [run for run in runs if run.last > run.first]
+        self.name_of = name_of
+        self._ends = list(accumulate([run.last - run.first for run in self.runs]))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __reduce__(self) -> Any:
+        """Another process gets a list of private copies."""
+        return list, (list(self),)
+
+    def __repr__(self) -> str:
+        return f"<{self.field}: {len(self)} rows, {self.described()}>"
+
+    def described(self) -> str:
+        """What is here, for people: dtype and shape, the lengths of rows, and the first value."""
+        rows = np.flatnonzero(~self.absent)
+        if not len(rows):
+            return "no values"
+        try:
+            first = self[int(rows[0])]
+            shown = _shown(first)
+        except DataplaneError as exc:  # a representation is no place to fail
+            return f"unreadable: {exc.message:.80}"
+        lacking = f", {len(self) - len(rows)} lacking" if len(rows) < len(self) else ""
+        return f"{arrays_of(self)._described_form(first)}{lacking}, first {shown}"
+
+    def _described_form(self, first: Any) -> str:
+        if not self.holds_arrays:
+            return type(first).__name__ if not isinstance(first, np.ndarray) else "mixed values"
+        ragged, uniform = self.ragged, self.uniform
+        if uniform is not None:
+            return f"{uniform[0].name}{list(uniform[1]) or ''}"
+        if ragged is None:
+            return f"arrays of {' and '.join(sorted({one.name for one in self.dtypes}))}"
+        shape = ",".join(map(str, (*ragged.head, "*", *ragged.tail)))
+        least, most = int(ragged.lengths.min()), int(ragged.lengths.max())
+        return f"{ragged.dtype.name}[{shape}] of length {least} to {most}"
+
+    # values
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> ColumnView: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        row = range(len(self))[index]
+        column, at = self.place(row)
+        if column is not None and column.is_array:
+            return column.array(at)
+        (value,) = self.run_values(Run(column, at, at + 1), row)
+        return value
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(map(self.run_values, self.runs, [0, *self._ends]))
+
+    def run_values(self, run: Run, row: int = 0) -> Iterable[Any]:
+        """The values of one run. row: the first of it."""
+        column, first, last = run
+        if column is None:
+            raise self.lacking(row)
+        if column.is_array:
+            return column.arrays(first, last)
+        cells, kind = column.cells(first, last), column.spec.kind
+        try:
+            if kind == "text":
+                return [str(cell, "utf-8", "surrogatepass") for cell in cells]
+            return map(bytes if kind == "bytes" else objects.decode, cells)
+        except UnicodeDecodeError as exc:
+            raise ProtocolError(f"field {self.field!r}: expected UTF-8 text: {exc}") from exc
+
+    def present(self, row: int) -> bool:
+        """Whether this row has the field."""
+        return self.place(row)[0] is not None
+
+    def place(self, row: int) -> tuple[ChunkColumn | None, int]:
+        """The column of a chunk that has a row, and which of its rows it is."""
+        number = bisect_right(self._ends, row)
+        column, _, last = self.runs[number]
+        return column, last - self._ends[number] + row
+
+    def take(self, rows: npt.ArrayLike) -> ColumnView:
+        """The same field of only these rows (indexes), still without a copy."""
+        chosen: npt.NDArray[np.intp] = np.arange(len(self))[np.asarray(rows, np.intp)]
+        name_of = self.name_of
+        return type(self)(
+            self.field,
+            cut(self.runs, stretches(chosen)),
+            None if name_of is None else lambda row: name_of(int(chosen[row])),
+        )
+
+    def equals(self, other: Sequence[Any]) -> bool:
+        """Whether the other has the same values: types, dtypes, shapes and bytes; NaN is itself."""
+        return len(self) == len(other) and all(map(same, self, other))
+
+    def lacking(self, row: int) -> FieldUnknown:
+        """The error of a row that lacks the field."""
+        named = f"row {row}" if self.name_of is None else f"row {self.name_of(row)!r}"
+        return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
+
+    # what all of them have in common
+
+    @property
+    def columns(self) -> list[ChunkColumn]:
+        """Each column of a chunk that has rows here, once."""
+        return list({id(run.column): run.column for run in self.runs if run.column}.values())
+
+    @cached_property
+    def absent(self) -> npt.NDArray[np.bool_]:
+        """Per row whether it lacks the field."""
+        lacks = [run.column is None for run in self.runs]
+        return np.repeat(np.array(lacks, bool), [run.last - run.first for run in self.runs])
+
+    @cached_property
+    def holds_arrays(self) -> bool:
+        """Whether every row is an array (not an object, not absent)."""
+        return bool(self.runs) and all(
+            [run.column is not None and run.column.is_array for run in self.runs]
+        )
+
+    @property
+    def loose(self) -> bool:
+        """Whether rows were given one by one: a nested tensor, a list of arrays; or are kept as
+        objects that are no tensors."""
+        return any([column.spec.loose for column in self.columns])
+
+    @cached_property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Those of the rows that are arrays."""
+        arrays = [column for column in self.columns if column.is_array]
+        return list(dict.fromkeys([column.dtype for column in arrays]))
+
+    @cached_property
+    def uniform(self) -> Form | None:
+        """dtype and shape that all rows share; None where they differ or are no arrays."""
+        if not self.holds_arrays or len(self.dtypes) > 1:
+            return None
+        shapes = {run.column.shared_shape(run.first, run.last) for run in self.runs if run.column}
+        shape = shapes.pop()
+        return None if shapes or shape is None else (self.dtypes[0], shape)
+
+    def forms(self) -> list[Form]:
+        """dtype and shape of each row, where all are arrays."""
+        return [
+            (run.column.dtype, run.column.shape_of(row))
+            for run in self.runs
+            if run.column is not None
+            for row in range(run.first, run.last)
+        ]
+
+    @cached_property
+    def ragged(self) -> Ragged | None:
+        """How the rows lie side by side, where they are arrays of one dtype that differ along one
+        axis at most; of numbers, None. Where all are alike it is the axis as it was put."""
+        if not self.holds_arrays or len(self.dtypes) > 1:
+            return None
+        specs = {column.spec.shape for column in self.columns}
+        if len(specs) == 1 and (shape := specs.pop()).count(OPEN) == 1:
+            axis = shape.index(OPEN)
+            own = [run.column.lengths[run.first : run.last] for run in self.runs if run.column]
+            lengths = np.array(list(chain.from_iterable(own)), np.int64)
+            return Ragged(self.dtypes[0], shape[:axis], shape[axis + 1 :], lengths)
+        axes = [column.spec.shape.index(OPEN) for column in self.columns if column.spec.width]
+        return ragged_of(self.dtypes[0], [form[1] for form in self.forms()], max(axes, default=0))
+
+    # bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows that have the field."""
+        return sum(
+            [
+                run.column.starts[run.last] - run.column.starts[run.first]
+                for run in self.runs
+                if run.column is not None
+            ]
+        )
+
+    def spans(self) -> list[Memory]:
+        """The bytes of all rows, which are arrays, run by run."""
+        return [run.column.span(run.first, run.last) for run in self.runs if run.column is not None]
+
+    def dense(self) -> Array | None:
+        """All rows as one read-only array [n, ...] where they lie side by side."""
+        if self.uniform is None:
+            return None
+        dtype, shape = self.uniform
+        memory = _side_by_side(self.spans())
+        return None if memory is None else np.ndarray((len(self), *shape), dtype, memory)
+
+    def pack(self, target: Memory) -> None:
+        """Copy the bytes of all rows, which are arrays, one behind the other into `target`."""
+        at, copies = 0, []
+        for span in self.spans():
+            copies.append((target[at : at + len(span)], span))
+            at += len(span)
+        carry_out(copies, at)
+
+
+def arrays_of(view: ColumnView) -> ColumnView:
+    """The view with its rows as arrays, where all of them are. Arrays of several dtypes or ranks
+    are stored as objects."""
+    runs: list[Run] = []
+    for run in view.runs:
+        column = run.column
+        if (
+            column is None
+            or not column.is_array
+            and (column.spec.kind != "object" or column.spec.loose)
+        ):
+            return view
+        if column.is_array:
+            runs.append(run)
+            continue
+        for value in view.run_values(run):
+            if type(value) is not np.ndarray:
+                return view
+            runs.append(Run(ChunkColumn.of(value), 0, 1))
+    return view if runs == view.runs else type(view)(view.field, runs, view.name_of)
+
+
+def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
+    """Rows that follow each other, as (first, last) each."""
+    if not len(rows):
+        return []
+    bounds = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
+    firsts = rows[bounds[:-1]].tolist()
+    return [
+        (first, first + end - start)
+        for first, (start, end) in zip(firsts, pairwise(bounds), strict=True)
+    ]
+
+
+def cut(runs: Sequence[Run], chosen: Iterable[tuple[int, int]]) -> list[Run]:
+    """The runs of these stretches of rows, in this order. Rows that no run has lack the field."""
+    ends = list(accumulate([run.last - run.first for run in runs]))
+    found: list[Run] = []
+    for first, last in chosen:
+        number = bisect_right(ends, first)
+        while first < last:
+            if first < 0 or number == len(runs):
+                found.append(Run(None, 0, last - first))
+                break
+            column, _, end = runs[number]
+            shift = end - ends[number]
+            stop = min(last, ends[number])
+            run = Run(column, first + shift, stop + shift)
+            if found and found[-1].column is column and found[-1].last == run.first:
+                run = Run(column, found.pop().first, run.last)
+            found.append(run)
+            first, number = stop, number + 1  # noqa: PLW2901
+    return found
+
+
+def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
+    """All of this memory as one, where each part follows the one before it; None elsewhere."""
+    if len(spans) == 1:
+        return spans[0]
+    base = spans[0].base
+    if not isinstance(base, np.ndarray) or any([span.base is not base for span in spans]):
+        return None
+    first, *others = [span.__array_interface__["data"][0] for span in spans]
+    sizes = list(map(len, spans))
+    if others != list(accumulate(sizes[:-1], initial=first))[1:]:
+        return None
+    start = first - base.__array_interface__["data"][0]
+    whole: Memory = base[start : start + sum(sizes)]
+    return whole
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value on one line."""
+    if not isinstance(value, np.ndarray) or not value.ndim:
+        return f"{reprlib.repr(value.item() if isinstance(value, np.ndarray) else value):.60}"
+    few = value.reshape(-1)[:_SHOWN]
+    more = ", …" if value.size > _SHOWN else ""
+    return f"[{', '.join(map(str, few.tolist()))}{more}]"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to the last bit: types, order of keys, dtypes, shapes."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.ndarray, np.generic)):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and (
+            one.tobytes() == other.tobytes()
+        )
+    if is_torch(one):
+        parts = (
+            map(np.asarray, jagged_parts(t)) if is_jagged(t) else [as_array(t)]
+            for t in (one, other)
+        )
+        return (one.dtype, one.is_nested) == (other.dtype, other.is_nested) and all(
+            map(same, *parts)
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
+    if isinstance(one, float):
+        return np.float64(one).tobytes() == np.float64(other).tobytes()
+    return bool(one == other)

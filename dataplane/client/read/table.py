@@ -1,0 +1,280 @@
+"""The values of a table that arrived: which rows of which chunk each field has.
+
+A chunk is opened when a field in it is first used, once for all fields and selections of rows. What
+a peer said is checked on the way: ProtocolError for a chunk outside the arena, or a piece that does
+not fit its chunk or the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import itemgetter
+
+import numpy as np
+from msgspec.structs import replace
+
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
+from dataplane.client.read.column_view import ColumnView, Run
+from dataplane.client.write.rows import group_names, row_names, tag_values
+from dataplane.errors import ProtocolError
+from dataplane.metadata.tables.bits import in_bytes, rows_of
+from dataplane.wire import layouts
+from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
+from dataplane.wire.records import EXTENT, KEY, U4, column
+from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
+
+NOWHERE = np.zeros(0, np.uint8)
+"""The arena of rows of which nothing is pinned there."""
+
+_NO_CHUNK = Chunk(0, 0, 0, 0, 0)
+_Stretch = tuple[int, int, int]
+"""A row of the table, the row of the chunk that has its value, and how many rows follow each other
+from there in both."""
+
+
+class TableReader:
+    """Reads the values of a table, field by field."""
+
+    def __init__(self, table: Table, arena: Memory = NOWHERE) -> None:
+        """arena: the whole arena, read-only. Its base is the pin of the reply."""
+        self.count = len(table.rows.keys) // KEY.itemsize
+        self._values = table.values
+        self._arena = arena
+        places = column(table.places, EXTENT, len(table.values.chunks))
+        self._places: list[tuple[int, int]] = places.tolist()
+        self._columns: list[list[ChunkColumn] | None] = [None] * len(self._places)
+        self._uses: dict[str, list[tuple[int, int]]] = _uses(table.values)
+        self._stretches: dict[int, list[_Stretch]] = {}
+        self._runs: dict[str, list[Run]] = {}
+
+    @property
+    def fields(self) -> list[str]:
+        return self._values.fields
+
+    def view(
+        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+    ) -> ColumnView:
+        """A field of these runs of it."""
+        return ColumnView(field, runs, name_of)
+
+    def runs(self, field: str) -> list[Run]:
+        """The field of all rows."""
+        found = self._runs.get(field)
+        if found is None:
+            found = self._runs[field] = self._find(field)
+        return found
+
+    def _find(self, field: str) -> list[Run]:
+        placed: list[tuple[int, Run]] = []
+        for piece, number in self._uses[field]:
+            mine = self._column(piece, number)
+            for row, first, many in self._stretches_of(piece):
+                placed.append((row, Run(mine, first, first + many)))
+        if len(placed) > 1:
+            placed.sort(key=itemgetter(0))
+        runs: list[Run] = []
+        end = 0
+        for row, run in placed:
+            if row < end:
+                raise ProtocolError(f"field {field!r}: expected one value for row {row}, got two")
+            if row > end:
+                runs.append(Run(None, 0, row - end))
+            runs.append(run)
+            end = row + run.last - run.first
+        if end < self.count:
+            runs.append(Run(None, 0, self.count - end))
+        return runs
+
+    def _column(self, piece: int, number: int) -> ChunkColumn:
+        """A column of the chunk of a piece."""
+        said = self._values.pieces[piece]
+        columns = self._columns[said.chunk]
+        if columns is None:
+            columns = self._columns[said.chunk] = self._open(said.chunk)
+        if len(said.fields) != len(columns):
+            raise ProtocolError(
+                f"expected one field per column of the chunk, got {len(said.fields)} fields for "
+                f"{len(columns)} columns"
+            )
+        return columns[number]
+
+    def _open(self, number: int) -> list[ChunkColumn]:
+        chunk, known = self._values.chunks[number], self._values.layouts
+        if not 0 <= chunk.layout < len(known):
+            raise ProtocolError(
+                f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
+                f"{len(known)} layouts of the table"
+            )
+        if not 0 <= chunk.rows <= MAX_ROWS_PER_MESSAGE:
+            raise ProtocolError(
+                f"chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows, got {chunk.rows}"
+            )
+        specs = layouts.decode(known[chunk.layout])
+        inline = np.frombuffer(chunk.inline, np.uint8)
+        if not chunk.number:
+            return columns_of(specs, chunk.rows, inline)
+        offset, nbytes = self._places[number]
+        if nbytes != chunk.nbytes:
+            raise ProtocolError(
+                f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, got "
+                f"{nbytes}"
+            )
+        memory = self._memory(offset, nbytes)
+        in_front = not chunk.inline and isinstance(memory, np.ndarray)
+        return columns_of(specs, chunk.rows, memory, None if in_front else inline)
+
+    def _memory(self, offset: int, nbytes: int) -> Memory:
+        """A place in the arena."""
+        if offset + nbytes > len(self._arena):
+            raise ProtocolError(
+                f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
+                f"{len(self._arena)} bytes"
+            )
+        return self._arena[offset : offset + nbytes]
+
+    def _stretches_of(self, number: int) -> list[_Stretch]:
+        found = self._stretches.get(number)
+        if found is None:
+            piece = self._values.pieces[number]
+            found = self._stretches[number] = _stretches(piece, self._values.chunks, self.count)
+        return found
+
+
+def _uses(values: Values) -> dict[str, list[tuple[int, int]]]:
+    """By field, the pieces that have it, and the column of the chunk of each."""
+    uses: list[list[tuple[int, int]]] = [[] for _ in values.fields]
+    for number, piece in enumerate(values.pieces):
+        if not 0 <= piece.chunk < len(values.chunks):
+            raise ProtocolError(
+                f"invalid chunk {piece.chunk} of piece {number}: expected an index into the "
+                f"{len(values.chunks)} chunks of the table"
+            )
+        for at, field in enumerate(piece.fields):
+            if not -1 <= field < len(uses):
+                raise ProtocolError(
+                    f"invalid field {field} of piece {number}: expected an index into the "
+                    f"{len(uses)} fields of the table, or -1"
+                )
+            if field >= 0:
+                uses[field].append((number, at))
+    return dict(zip(values.fields, uses, strict=True))
+
+
+def _check_rows(piece: Piece, given: int, count: int) -> None:
+    if not given or piece.base < 0 or piece.base + given.bit_length() > count:
+        raise ProtocolError(
+            f"invalid rows of a piece: expected one or more of the {count} rows of the table, got "
+            f"{given.bit_count()} from row {piece.base} on"
+        )
+
+
+def _stretches(piece: Piece, chunks: Sequence[Chunk], count: int) -> list[_Stretch]:
+    """Where the rows of a piece are."""
+    given, base = in_bytes(piece.given), piece.base
+    _check_rows(piece, given, count)
+    rows, first = rows_of(given), piece.first
+    at = column(piece.at, U4, len(rows)).tolist() if piece.at else None
+    end = first + len(rows) if at is None else max(at) + 1
+    if first < 0 or end > chunks[piece.chunk].rows:
+        raise ProtocolError(
+            f"invalid rows of a piece: expected rows of its chunk below "
+            f"{chunks[piece.chunk].rows}, got row {first if first < 0 else end - 1}"
+        )
+    if at is None and isinstance(rows, range):
+        return [(base + rows.start, first, len(rows))]
+    at = at or range(first, end)
+    cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
+    bounds = pairwise([0, *cuts, len(rows)])
+    return [(base + rows[start], at[start], stop - start) for start, stop in bounds]
+
+
+def _check_page(table: Table) -> None:
+    """Before this table becomes a part of a larger one: ProtocolError where its values refer to
+    what is not in it, and would be found in another part then."""
+    values, count = table.values, len(table.rows.keys) // KEY.itemsize
+    _uses(values)
+    column(table.places, EXTENT, len(values.chunks))
+    for number, chunk in enumerate(values.chunks):
+        if not 0 <= chunk.layout < len(values.layouts):
+            raise ProtocolError(
+                f"chunk {number} has layout {chunk.layout} of {len(values.layouts)}"
+            )
+    for piece in values.pieces:
+        _check_rows(piece, in_bytes(piece.given), count)
+
+
+def volume(values: Values) -> int:
+    """About the bytes of these values: of each chunk, the share of its rows that pieces use."""
+    total, chunks = 0, values.chunks
+    for piece in values.pieces:
+        chunk = chunks[piece.chunk] if 0 <= piece.chunk < len(chunks) else _NO_CHUNK
+        total += chunk.nbytes * in_bytes(piece.given).bit_count() // max(1, chunk.rows)
+    return total
+
+
+def join_tables(tables: list[Table]) -> Table:
+    """Join the tables of several replies. A field or tag that one lacks is absent in its rows."""
+    if len(tables) == 1:
+        return tables[0]
+    for one in tables:
+        _check_page(one)
+    counts = [len(t.rows.keys) // KEY.itemsize for t in tables]
+    tag_names = dict.fromkeys(name for t in tables for name in t.tags)
+    return Table(
+        _join_rows([t.rows for t in tables]),
+        _join_values([t.values for t in tables], counts),
+        {
+            name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
+            for name in tag_names
+        },
+        b"".join([t.places for t in tables]),
+    )
+
+
+def _join_values(parts: list[Values], counts: list[int]) -> Values:
+    fields = list(dict.fromkeys(field for part in parts for field in part.fields))
+    numbers = {field: number for number, field in enumerate(fields)}
+    layouts, chunks, pieces = list[bytes](), list[Chunk](), list[Piece]()
+    base = 0
+    for part, count in zip(parts, counts, strict=True):
+        renumbered = {at: numbers[field] for at, field in enumerate(part.fields)} | {-1: -1}
+        for piece in part.pieces:
+            own = [renumbered[field] for field in piece.fields]
+            where = (piece.given, piece.first, piece.at)
+            pieces.append(Piece(len(chunks) + piece.chunk, own, base + piece.base, *where))
+        chunks += [replace(chunk, layout=len(layouts) + chunk.layout) for chunk in part.chunks]
+        layouts += part.layouts
+        base += count
+    # The owners of chunks are of no interest here.
+    return Values(fields, [], layouts, chunks, pieces)
+
+
+def _join_rows(parts: list[Rows]) -> Rows:
+    """A group may go on behind a page's end, so equal group keys are one group."""
+    keys = b"".join(p.keys for p in parts)
+    names: list[Name] | None = None
+    if any(p.names is not None for p in parts):
+        names = [name for p in parts for name in row_names(p)]
+    if not any(p.group_index for p in parts):
+        return Rows(keys, names)
+    numbers: dict[bytes, int] = {}
+    ids: list[Name] = []
+    columns = []
+    for part in parts:
+        n = len(part.keys) // KEY.itemsize
+        if not part.group_index:
+            columns.append(np.full(n, NO_GROUP, U4))
+            continue
+        renumber = []
+        for at, name in enumerate(group_names(part)):
+            key = part.group_keys[at * KEY.itemsize : (at + 1) * KEY.itemsize]
+            renumber.append(numbers.setdefault(key, len(numbers)))
+            if len(ids) < len(numbers):
+                ids.append(name)
+        groups = column(part.group_index, U4, n)
+        known = groups != NO_GROUP
+        joined = np.full(n, NO_GROUP, U4)
+        joined[known] = np.array(renumber, U4)[groups[known]]
+        columns.append(joined)
+    return Rows(keys, names, np.concatenate(columns).tobytes(), b"".join(numbers), ids)

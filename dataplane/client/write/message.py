@@ -1,0 +1,134 @@
+"""The values of a message, made of the pieces of a write.
+
+A chunk is one range of the message. Its number is its place, from 1 on, among the ranges that this
+client wrote, then among those that the peer has already. Small chunks go with the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.write.chunks import UNUSED, Chunk, Piece, chunks_of
+from dataplane.wire import tables
+from dataplane.wire.records import DIGEST, U4
+from dataplane.wire.tables import INLINE, Owner, Values
+
+Records = npt.NDArray[Any]
+_EXTENT, _RANGE = Struct("<QQ"), Struct("<II")
+CHUNK_COST_BYTES = 64
+"""About what a chunk, its piece and its range take in a message."""
+
+
+class MessageValues(msgspec.Struct, eq=False):
+    """values: as the message has them. chunks: those that it names by `ranges` (EXTENT), in order.
+    shared: those that it names by `shared_ranges` (RANGE). copied_bytes: what was copied for it,
+    into the arena or the message."""
+
+    values: Values
+    chunks: list[Chunk]
+    shared: list[Chunk]
+    copied_bytes: int
+
+    @property
+    def ranges(self) -> bytes:
+        """EXTENT records."""
+        return b"".join([_EXTENT.pack(chunk.offset, chunk.nbytes) for chunk in self.chunks])
+
+    @property
+    def shared_ranges(self) -> bytes:
+        """RANGE records."""
+        return b"".join([_RANGE.pack(*chunk.range) for chunk in self.shared if chunk.range])
+
+    @property
+    def deduplicated(self) -> tuple[bytes, bytes]:
+        """DIGEST records, and which of `chunks` have them."""
+        named = [number for number, chunk in enumerate(self.chunks) if chunk.digest]
+        if not named:
+            return b"", b""
+        return digests_of([self.chunks[n] for n in named]), np.array(named, U4).tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values."""
+        return self.copied_bytes + sum([chunk.nbytes for chunk in self.shared])
+
+    def committed(self, ranges: Records | None = None) -> None:
+        """The peer has the chunks. ranges: what it calls them (RANGE), where it holds them."""
+        for chunk in self.chunks:
+            chunk.offset = -1
+        if ranges is not None:
+            for chunk, known in zip(self.chunks, ranges.tolist(), strict=False):
+                chunk.range = known
+
+
+def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageValues:
+    """What a message says of these pieces. owner: the peer of this host. base: the row of the
+    write that is the first one of the message."""
+    own: list[Chunk] = []
+    shared: list[Chunk] = []
+    inline: list[Chunk] = []
+    for chunk in chunks_of(pieces):
+        (inline if chunk.is_inline else own if chunk.range is None else shared).append(chunk)
+    owners = [owner] if own or shared else []
+    layouts: dict[bytes, int] = {}
+    numbers: dict[Chunk, int] = {}
+    said: list[tables.Chunk] = []
+    copied_bytes = 0
+    for chunk in (*own, *shared, *inline):
+        numbers[chunk] = len(said)
+        layout = layouts.setdefault(chunk.layout, len(layouts))
+        if chunk.is_inline:
+            where, number, beside = len(owners), 0, chunk.data
+        else:
+            where, number, beside = 0, len(said) + 1, chunk.lengths
+        said.append(tables.Chunk(where, number, chunk.rows, chunk.nbytes, layout, beside or b""))
+        if chunk.range is None:
+            copied_bytes += chunk.nbytes
+    if inline:
+        owners.append(INLINE)
+    fields: dict[str, int] = {}
+    parts: list[tables.Piece] = []
+    for piece in pieces:
+        mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in piece.fields]
+        at = b"" if piece.at is None else np.array(piece.at, U4).tobytes()
+        number, first = numbers[piece.chunk], piece.rows[0] - base
+        parts.append(tables.Piece(number, mine, first, _mask(piece.rows), piece.first, at))
+    values = Values(list(fields), owners, list(layouts), said, parts)
+    return MessageValues(values, own, shared, copied_bytes)
+
+
+def _mask(rows: Sequence[int]) -> bytes:
+    """The bits of these rows, counted from the first."""
+    first, count = rows[0], rows[-1] + 1 - rows[0]
+    if len(rows) == count:
+        return _all(count)
+    bits = 0
+    for row in rows:
+        bits |= 1 << row - first
+    return bits.to_bytes((count + 7) // 8, "little")
+
+
+@lru_cache(1024)
+def _all(count: int) -> bytes:
+    return ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+
+
+def digests_of(chunks: Sequence[Chunk]) -> bytes:
+    """A DIGEST record per deduplicated chunk."""
+    return np.array([(chunk.digest, chunk.nbytes) for chunk in chunks], DIGEST).tobytes()
+
+
+def message_bytes(chunks: Iterable[Chunk]) -> int:
+    """About what these chunks add to a message."""
+    nbytes = 0
+    for chunk in chunks:
+        nbytes += CHUNK_COST_BYTES + (chunk.nbytes if chunk.is_inline else 0)
+        nbytes += len(chunk.lengths or b"")
+    return nbytes

@@ -1,0 +1,348 @@
+"""Pieces: which rows of a block have their values in which chunk.
+
+A chunk holds the values of several rows, column after column. A piece says how the rows of one
+block use one chunk: the row r of the block has its values in the chunk row `first` plus the number
+of given rows before r, or in the row that `at` names. Nobody here looks into a chunk.
+
+A piece never changes. When rows lose a value, another piece takes its place with fewer `live` rows;
+`given` stays, so that the other rows keep their places in the chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.wire.tables import Owner
+
+UNUSED = ""
+"""In `Piece.fields`: a column of the chunk that no row of the piece uses."""
+
+
+class Chunk(msgspec.Struct, gc=False, eq=False):
+    """What a shard knows of a chunk. Compares and hashes by identity.
+
+    owner, number: where its bytes are, and its name there. An inline chunk is at INLINE and has no
+    number; its bytes are `inline`, which of a chunk in device memory are its lengths. uses: blocks
+    whose rows use it.
+    """
+
+    owner: Owner
+    number: int
+    rows: int
+    nbytes: int
+    layout: bytes = b""
+    inline: bytes = b""
+    uses: int = 0
+
+
+ANY_STAGE = "\0"
+"""In `Piece.by`: any stage may take these values for its own, as those of a checkpoint."""
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """fields: by column of the chunk. given: the rows of the block that the chunk has rows for.
+    live: those of them that still have these values. at: the chunk row of each given row, where
+    these do not follow each other from `first` on. by: the stage that added the values; "": a put
+    brought them."""
+
+    chunk: Chunk
+    fields: tuple[str, ...]
+    given: int
+    live: int
+    first: int = 0
+    at: tuple[int, ...] | None = None
+    by: str = ""
+
+    def chunk_rows(self, bits: int) -> Sequence[int]:
+        """The chunk row of each of these given rows, in their order."""
+        rows = rows_of(self.given)
+        if bits == self.given:
+            return self.at or range(self.first, self.first + len(rows))
+        at = self.at
+        return [
+            self.first + rank if at is None else at[rank]
+            for rank, row in enumerate(rows)
+            if bits >> row & 1
+        ]
+
+
+class MessagePiece(NamedTuple):
+    """A piece of a message: `given` counts from the row `base` of the message."""
+
+    chunk: Chunk
+    fields: tuple[str, ...]
+    base: int
+    given: int
+    first: int = 0
+    at: tuple[int, ...] | None = None
+    by: str = ""
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one that it has."""
+        return self.base + self.given.bit_length()
+
+
+class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The values of a block of `count` rows. The live rows of one field in different pieces never
+    overlap."""
+
+    count: int
+    parts: tuple[Piece, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those that some row has."""
+        return tuple(dict.fromkeys([f for part in self.parts for f in part.fields if f != UNUSED]))
+
+    @property
+    def nbytes(self) -> int:
+        """About what they take, without the chunks."""
+        return sum([200 + (0 if part.at is None else 36 * len(part.at)) for part in self.parts])
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Each chunk once."""
+        return list(dict.fromkeys([part.chunk for part in self.parts]))
+
+    def live(self, field: str) -> int:
+        """The rows that have a value of this field."""
+        bits = 0
+        for part in self.parts:
+            if field in part.fields:
+                bits |= part.live
+        return bits
+
+    def added(self, stage: str, field: str) -> int:
+        """The rows whose value of this field this stage has added."""
+        bits = 0
+        for part in self.parts:
+            if part.by in (stage, ANY_STAGE) and field in part.fields:
+                bits |= part.live
+        return bits
+
+    def having(self, fields: Iterable[str]) -> int:
+        """The rows that have all of these fields."""
+        bits = all_of(self.count)
+        for field in fields:
+            bits &= self.live(field)
+        return bits
+
+    def inside(self, chunks: Iterable[Chunk]) -> dict[str, int]:
+        """Field → the rows whose value lies in one of these chunks."""
+        wanted = set(chunks)
+        found: dict[str, int] = {}
+        for part in self.parts:
+            if part.chunk in wanted:
+                for field in part.fields:
+                    if field != UNUSED:
+                        found[field] = found.get(field, 0) | part.live
+        return found
+
+    def rows_by_chunk(self) -> dict[Chunk, int]:
+        """Each chunk, with the rows that have a value in it."""
+        used: dict[Chunk, int] = {}
+        for part in self.parts:
+            used[part.chunk] = used.get(part.chunk, 0) | part.live
+        return used
+
+    def only(self, fields: Iterable[str]) -> Pieces:
+        """These fields alone."""
+        wanted = set(fields)
+        parts = []
+        for part in self.parts:
+            kept = tuple([f if f in wanted else UNUSED for f in part.fields])
+            if kept == part.fields:
+                parts.append(part)
+            elif any(kept):
+                parts.append(msgspec.structs.replace(part, fields=kept))
+        return Pieces(self.count, tuple(parts))
+
+    def overlaid(self, new: Pieces, keep: bool) -> tuple[Pieces, dict[str, int]]:
+        """Add the values of `new`, which has the same rows.
+
+        Where a row has a field already, the old value stays (`keep`) or the new one takes its
+        place. Returns also how many old values stayed, by field.
+        """
+        meet = {f: bits for f in new.fields if (bits := self.live(f) & new.live(f))}
+        old, came = self.parts, new.parts
+        if meet and keep:
+            came = _without(came, meet)
+        elif meet:
+            old = _without(old, meet)
+        found = Pieces(self.count, _coalesced(old, came))
+        if not meet:
+            return found, {}
+        return found, {f: bits.bit_count() for f, bits in meet.items()} if keep else {}
+
+    def without(self, bits: int, fields: Iterable[str] | None = None) -> Pieces:
+        """Take the values of these rows (of these fields) away."""
+        names = self.fields if fields is None else fields
+        return Pieces(self.count, _without(self.parts, dict.fromkeys(names, bits)))
+
+    def renamed(self, names: Mapping[str, str]) -> Pieces:
+        """With other names for some fields."""
+        parts = []
+        for part in self.parts:
+            fields = tuple([names.get(field, field) for field in part.fields])
+            same = fields == part.fields
+            parts.append(part if same else msgspec.structs.replace(part, fields=fields))
+        return Pieces(self.count, tuple(parts))
+
+    def written_by(self, stage: str) -> Pieces:
+        """As values that this stage added."""
+        parts = [msgspec.structs.replace(part, by=stage) for part in self.parts]
+        return Pieces(self.count, tuple(parts))
+
+
+def divided(pieces: Sequence[MessagePiece], parts: Sequence[Sequence[int]]) -> list[Pieces]:
+    """Cut the pieces of a message: one `Pieces` for each of these lists of its rows, where the
+    n-th row of the list is row n. Rows of a list ascend, and no two lists share one."""
+    found: list[list[Piece]] = [[] for _ in parts]
+    order = sorted(range(len(parts)), key=lambda number: parts[number][0])
+    starts = [parts[number][0] for number in order]
+    whole = all([isinstance(rows, range) for rows in parts])
+    places: dict[int, tuple[int, int]] = {}  # the list of each row, and its place there
+    for piece in pieces:
+        given = rows_of(piece.given)
+        if whole and isinstance(given, range):
+            first, end = piece.base + given.start, piece.base + given.stop
+            near = max(0, bisect_right(starts, first) - 1)
+            for number in order[near : bisect_left(starts, end)]:
+                if (mine := _part_of(piece, first, end, parts[number])) is not None:
+                    found[number].append(mine)
+            continue
+        if not places:
+            places = {row: (n, at) for n, rows in enumerate(parts) for at, row in enumerate(rows)}
+        taken: dict[int, tuple[list[int], list[int]]] = {}
+        for rank, row in enumerate(given):
+            if (place := places.get(piece.base + row)) is not None:
+                rows_there, ranks = taken.setdefault(place[0], ([], []))
+                rows_there.append(place[1])
+                ranks.append(rank)
+        for number, (rows_there, ranks) in taken.items():
+            found[number].append(_piece(piece, bits_of(rows_there), ranks))
+    return [Pieces(len(rows), tuple(mine)) for rows, mine in zip(parts, found, strict=True)]
+
+
+def distributed(
+    pieces: Sequence[MessagePiece], parts: Sequence[tuple[Sequence[int], Sequence[int], int]]
+) -> list[Pieces]:
+    """The same for rows that exist in blocks. parts: rows of the message, the row of the block of
+    each, in any order, and the number of rows of the block. Takes time by the rows of all pieces,
+    however many blocks they are in."""
+    home = {
+        at: (number, row)
+        for number, (places, rows, _) in enumerate(parts)
+        for at, row in zip(places, rows, strict=True)
+    }
+    found: list[list[Piece]] = [[] for _ in parts]
+    for piece in pieces:
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for rank, at in enumerate(rows_of(piece.given)):
+            if (there := home.get(piece.base + at)) is not None:
+                taken.setdefault(there[0], []).append((there[1], rank))
+        for number, pairs in taken.items():
+            pairs.sort()
+            given = bits_of(row for row, _ in pairs)
+            found[number].append(_piece(piece, given, [rank for _, rank in pairs]))
+    return [Pieces(part[2], tuple(mine)) for part, mine in zip(parts, found, strict=True)]
+
+
+def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
+    """About how many bytes these rows of blocks take: the rows of a chunk count alike, and none
+    counts twice where several rows have the same value."""
+    used: dict[Chunk, int] = {}
+    for pieces, bits in values:
+        for chunk, rows in pieces.rows_by_chunk().items():
+            used[chunk] = used.get(chunk, 0) + (rows & bits).bit_count()
+    return sum([c.nbytes * min(c.rows, many) // max(1, c.rows) for c, many in used.items()])
+
+
+def _part_of(piece: MessagePiece, first: int, end: int, rows: Sequence[int]) -> Piece | None:
+    """How these neighbouring rows, counted from 0, use a piece that has all rows of the message
+    from `first` to `end`; None where they do not."""
+    low, high = max(first, rows[0]), min(end, rows[-1] + 1)
+    if low >= high:
+        return None
+    given, before = all_of(high - low) << (low - rows[0]), low - first
+    if piece.at is not None:
+        return _piece(piece, given, range(before, before + high - low))
+    return Piece(piece.chunk, piece.fields, given, given, piece.first + before, None, piece.by)
+
+
+def _piece(piece: MessagePiece, given: int, ranks: Sequence[int]) -> Piece:
+    at = [piece.first + rank if piece.at is None else piece.at[rank] for rank in ranks]
+    return _at(piece.chunk, piece.fields, given, given, at, piece.by)
+
+
+def _at(
+    chunk: Chunk,
+    fields: tuple[str, ...],
+    given: int,
+    live: int,
+    at: Sequence[int],
+    by: str = "",
+) -> Piece:
+    first = at[0]
+    if all([row == first + n for n, row in enumerate(at)]):
+        return Piece(chunk, fields, given, live, first, None, by)
+    return Piece(chunk, fields, given, live, 0, tuple(at), by)
+
+
+def _without(parts: Iterable[Piece], gone: Mapping[str, int]) -> tuple[Piece, ...]:
+    """Without these rows of each of these fields. Fields of a piece that keep the same rows stay
+    together."""
+    found: list[Piece] = []
+    for part in parts:
+        left = [part.live & ~gone.get(f, 0) if f != UNUSED else 0 for f in part.fields]
+        for live in dict.fromkeys(left):
+            if live == part.live and UNUSED not in part.fields and left.count(live) == len(left):
+                found.append(part)
+            elif live:
+                fields = tuple(
+                    [
+                        f if bits == live else UNUSED
+                        for f, bits in zip(part.fields, left, strict=True)
+                    ]
+                )
+                found.append(msgspec.structs.replace(part, fields=fields, live=live))
+    return tuple(found)
+
+
+def _coalesced(old: tuple[Piece, ...], new: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """All of these, and pieces of one chunk and the same fields as one: rows of an add that are
+    acked one by one name its chunk again and again."""
+    if {part.chunk for part in old}.isdisjoint([part.chunk for part in new]):
+        return old + new
+    found = list(old)
+    for part in new:
+        place = next(
+            (
+                n
+                for n, one in enumerate(found)
+                if one.chunk is part.chunk
+                and (one.fields, one.by) == (part.fields, part.by)
+                and not one.live & part.live
+            ),
+            None,
+        )
+        if place is None:
+            found.append(part)
+        else:
+            found[place] = _united(found[place], part)
+    return tuple(found)
+
+
+def _united(one: Piece, other: Piece) -> Piece:
+    """Both in one. What is not live of them is left out: nobody asks for its place any more."""
+    rows = list(zip(rows_of(one.live), one.chunk_rows(one.live), strict=True))
+    rows += zip(rows_of(other.live), other.chunk_rows(other.live), strict=True)
+    rows.sort()
+    live = one.live | other.live
+    return _at(one.chunk, one.fields, live, live, [at for _, at in rows], one.by)

@@ -1,0 +1,94 @@
+"""Views over runs of chunks, beside plain lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.column_view import ColumnView, Run, same
+from dataplane.errors import FieldUnknown
+from dataplane.wire.layouts import ColumnSpec
+from tests.client.test_chunk_columns import columns, laid_out
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[ColumnView, list[Any]]:
+    """A view of several chunks, and what its rows are; None: the row lacks the field."""
+    runs, expected = list[Run](), list[Any]()
+    for _ in range(draw(st.integers(0, 4))):
+        rows = draw(st.integers(1, 5))
+        first, last = sorted(draw(st.integers(0, rows)) for _ in range(2))
+        if not draw(st.integers(0, 5)):
+            runs.append(Run(None, first, last))
+            expected += [None] * (last - first)
+            continue
+        spec, values = draw(columns(rows).filter(lambda made: made[0].kind in ("array", "bytes")))
+        column = columns_of([spec], rows, laid_out([spec], [values]))[0]
+        runs.append(Run(column, first, last))
+        expected += values[first:last]
+    return ColumnView("x", runs), expected
+
+
+def _check(view: ColumnView, expected: list[Any]) -> None:
+    assert len(view) == len(expected)
+    assert view.absent.tolist() == [value is None for value in expected]
+    for row, value in enumerate(expected):
+        assert view.present(row) == (value is not None)
+        if value is None:
+            with pytest.raises(FieldUnknown):
+                view[row]
+        else:
+            assert same(view[row], value)
+    if not any(value is None for value in expected):
+        assert all(map(same, view, expected))
+
+
+@given(st.data())
+def test_rows_slices_and_selections(data: st.DataObject) -> None:
+    view, expected = data.draw(views())
+    _check(view, expected)
+    some = data.draw(st.slices(len(expected)))
+    _check(view[some], expected[some])
+    order = list(data.draw(st.permutations(range(len(expected)))))
+    chosen = order[: data.draw(st.integers(0, len(order)))]
+    part = view.take(chosen)
+    _check(part, [expected[row] for row in chosen])
+    again = list(data.draw(st.permutations(range(len(chosen)))))
+    _check(part.take(again), [expected[chosen[row]] for row in again])
+
+
+@given(st.data())
+def test_what_rows_have_in_common(data: st.DataObject) -> None:
+    view, expected = data.draw(views())
+    arrays = [value for value in expected if isinstance(value, np.ndarray)]
+    assert view.holds_arrays == (len(arrays) == len(expected) > 0)
+    if not view.holds_arrays:
+        assert view.uniform is None
+        return
+    forms = [(value.dtype, value.shape) for value in arrays]
+    assert view.forms() == forms
+    assert view.uniform == (forms[0] if len(set(forms)) == 1 else None)
+    assert set(view.dtypes) == {value.dtype for value in arrays}
+    raw = b"".join([value.tobytes() for value in arrays])
+    packed = np.empty(view.nbytes, np.uint8)
+    view.pack(packed)
+    assert packed.tobytes() == raw
+    dense = view.dense()
+    if dense is not None:
+        assert same(np.array(dense), np.stack(arrays))
+    ragged = view.ragged
+    if ragged is not None:
+        shapes = [(*ragged.head, length, *ragged.tail) for length in ragged.lengths.tolist()]
+        assert shapes == [value.shape for value in arrays]
+
+
+def test_a_text_may_have_any_character() -> None:
+    texts = ["", "a\0b", "\ud800", "漢字"]
+    raw = [text.encode("utf-8", "surrogatepass") for text in texts]
+    column = columns_of([ColumnSpec("text")], 4, laid_out([ColumnSpec("text")], [raw]))[0]
+    assert list(ColumnView("x", [Run(column, 0, 4)])) == texts

@@ -1,0 +1,152 @@
+"""Where clients read the chunks of a table."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import ProtocolError, RowsGone, RowsLost
+from dataplane.memory.admission import Admission
+from dataplane.memory.space import Space
+from dataplane.metadata.tables.references import Array, ids_of
+from dataplane.peer.requests.reads import Reading, Resolved
+from dataplane.wire.records import EXTENT, RANGE, U8, joined
+from dataplane.wire.tables import INLINE, Chunk, Owner, Rows, Table, Values
+
+ME, THERE, ELSEWHERE = Owner("tcp://a", 7), Owner("tcp://b", 8), Owner("tcp://c", 9)
+READER = 9
+
+
+def written(space: Space, *sizes: int) -> Array:
+    """RANGE of so many bytes each."""
+    made = []
+    for size in sizes:
+        _, extents = space.reserve(1, Admission.OPEN, [np.array([size], U8)])
+        extents["length"] = size
+        made.append(space.commit(1, extents, 1, Admission.OPEN))
+    return joined(made, RANGE)
+
+
+class Pulls:
+    """Brings whatever it is asked for, one chunk of an owner after the other."""
+
+    def __init__(self, space: Space, away: Array | None = None) -> None:
+        self.space, self.away = space, away
+        self.room = SimpleNamespace(unpin=space.unpin)
+        self.asked: list[tuple[Owner, list[tuple[int, ...]], list[int]]] = []
+        self.failing: Owner | None = None
+
+    async def bring(
+        self, owner: Owner, remote: Array, nbytes: Array, holder: int
+    ) -> tuple[Array, list[int]]:
+        self.asked.append((owner, remote.tolist(), nbytes.tolist()))
+        await asyncio.sleep(0)
+        if owner == self.failing:
+            raise RowsLost("its peer is lost")
+        local = written(self.space, *nbytes.tolist())
+        pin = self.space.pin(holder, local)
+        self.space.release(local)
+        return local, [pin]
+
+    async def at_hand(self, ranges: Array, holder: int, reader: int) -> tuple[Array, list[int]]:
+        return ranges, [self.space.pin(holder, ranges)]
+
+
+@pytest.fixture
+def reading() -> Any:
+    space = Space(1 << 20)
+    pulls = Pulls(space)
+    device_pulls: Any = SimpleNamespace(pulls=pulls, device_of=lambda reader: 0)
+    nothing: Any = None
+    return Reading(SimpleNamespace(space=space, owner=ME), nothing, nothing, device_pulls)  # type: ignore[arg-type]
+
+
+def table(*chunks: Chunk, owners: tuple[Owner, ...] = (INLINE, ME, THERE, ELSEWHERE)) -> Table:
+    return Table(Rows(b""), Values(owners=list(owners), layouts=[b"layout"], chunks=list(chunks)))
+
+
+def named(owner: int, ranges: Array, nbytes: int) -> Chunk:
+    """The first of these ranges as a chunk."""
+    return Chunk(owner, ids_of(ranges).item(0), 3, nbytes, 0)
+
+
+def places(found: Resolved) -> list[tuple[int, int]]:
+    return np.frombuffer(found[0].places, EXTENT).tolist()  # type: ignore[no-any-return]
+
+
+def test_chunks_of_this_host_are_where_they_are_and_pinned_together(reading: Any) -> None:
+    space = reading.host.space
+    first, second = written(space, 100), written(space, 64)
+    inline = Chunk(0, 0, 3, 5, 0, b"bytes")
+    asked = table(named(1, second, 64), inline, named(1, first, 100))
+    found = reading.resolve(asked, READER)
+    starts = [space.ranges.extents(one)["offset"].item() for one in (second, first)]
+    assert places(found) == [(starts[0], 64), (0, 0), (starts[1], 100)]
+    assert found[0].values is asked.values
+    assert space.pinned(READER)[found[1]].tolist() == [*second.tolist(), *first.tolist()]
+
+
+def test_nothing_is_pinned_for_chunks_in_the_message(reading: Any) -> None:
+    found = reading.resolve(table(Chunk(0, 0, 3, 5, 0, b"bytes")), READER)
+    assert places(found) == [(0, 0)] and found[1] == 0
+    assert places(reading.resolve(table(), READER)) == []
+
+
+async def test_chunks_of_all_other_hosts_are_asked_for_at_once_and_pinned_together(
+    reading: Any,
+) -> None:
+    space, far = reading.host.space, [np.array([(n, 1)], RANGE) for n in range(3)]
+    own = written(space, 64)
+    asked = table(
+        named(2, far[0], 70), named(3, far[1], 5), named(1, own, 64), named(2, far[2], 1 << 17)
+    )
+    found = await reading.resolve(asked, READER)
+    assert reading.pulls.asked == [
+        (THERE, [(0, 1), (2, 1)], [70, 1 << 17]),
+        (ELSEWHERE, [(1, 1)], [5]),
+    ]
+    pinned = space.pinned(READER)
+    assert list(pinned) == [found[1]] and len(pinned[found[1]]) == 4
+    extents = space.ranges.extents(pinned[found[1]])
+    assert places(found) == list(zip(extents["offset"].tolist(), [70, 5, 64, 1 << 17], strict=True))
+    space.unpin(READER, [found[1]])
+    assert space.ranges.live == 1  # copies that no cache keeps here go with their pin
+
+
+async def test_what_came_is_let_go_of_where_one_owner_is_lost(reading: Any) -> None:
+    space, far = reading.host.space, np.array([(5, 1)], RANGE)
+    reading.pulls.failing = ELSEWHERE
+    with pytest.raises(RowsLost):
+        await reading.resolve(table(named(3, far, 64), named(2, far, 64)), READER)
+    assert len(reading.pulls.asked) == 2
+    assert not space.pinned(READER) and not space.ranges.live
+
+
+def test_a_chunk_that_was_freed_meanwhile_is_gone(reading: Any) -> None:
+    space = reading.host.space
+    here, gone = written(space, 64), written(space, 64)
+    space.release(gone)
+    with pytest.raises(RowsGone):
+        reading.resolve(table(named(1, here, 64), named(1, gone, 64)), READER)
+    assert not space.pinned(READER)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [Chunk(4, 1, 1, 1, 0), Chunk(-1, 1, 1, 1, 0), Chunk(1, -1, 1, 1, 0), Chunk(1, 1, 1, -1, 0)],
+    ids=["owner", "negative owner", "number", "size"],
+)
+def test_a_table_that_describes_no_chunk_is_refused(reading: Any, chunk: Chunk) -> None:
+    with pytest.raises(ProtocolError):
+        reading.resolve(table(chunk), READER)
+
+
+def test_a_chunk_never_reaches_behind_its_range(reading: Any) -> None:
+    here = written(reading.host.space, 100)
+    with pytest.raises(ProtocolError, match="129 bytes, but the range has 128"):
+        reading.resolve(table(named(1, here, 129)), READER)
+    assert not reading.host.space.pinned(READER)

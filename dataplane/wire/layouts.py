@@ -29,6 +29,7 @@ from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_RANK
 OPEN = -1
 """In `ColumnSpec.shape`: an axis whose length each row says itself."""
 OBJECT_ALIGNMENT_BYTES = 16
+"""An object starts at a multiple of this, and so does each array inside of it."""
 VERSION = 1
 
 

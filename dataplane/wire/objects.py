@@ -43,6 +43,7 @@ from dataplane.wire.arrays import (
     raw,
     tensor_over,
 )
+from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES
 from dataplane.wire.limits import MAX_HEAD_BYTES, MAX_LEAVES_PER_ROW, MAX_NESTING, MAX_RANK
 
 EXT_ARRAY = 1
@@ -57,7 +58,6 @@ EXT_TENSOR = 5
 """As EXT_ARRAY, of an array that went in as a torch tensor."""
 EXT_JAGGED = 6
 """A nested jagged tensor of torch. A MessagePack array: the fields of `Jagged`."""
-LEAF_ALIGNMENT_BYTES = 16
 ONCE_BYTES = 64 << 10
 """Arrays of at least this size with the same bytes are in a row once."""
 Buffer = Any
@@ -90,7 +90,7 @@ class Jagged(msgspec.Struct, array_like=True, frozen=True):
 _leaf_decoder = msgspec.msgpack.Decoder(Leaf)
 _jagged_decoder = msgspec.msgpack.Decoder(Jagged)
 _SIZE = Struct("<I")
-_PADDING = [bytes(length) for length in range(LEAF_ALIGNMENT_BYTES)]
+_PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 
 
 def encode(value: object, path: str = "value") -> list[Buffer]:
@@ -142,7 +142,7 @@ def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
     buffers: list[Buffer] = [row]
     end = len(row)
     for leaf in leaves:
-        buffers += (_PADDING[-end % LEAF_ALIGNMENT_BYTES], raw(leaf))
+        buffers += (_PADDING[-end % OBJECT_ALIGNMENT_BYTES], raw(leaf))
         end = leaf.nbytes
     return buffers
 
@@ -158,7 +158,7 @@ def decode(row: bytes | memoryview) -> Any:
             f"{len(memory)} bytes in all"
         )
     head = memory[_SIZE.size : begin]
-    begin += -begin % LEAF_ALIGNMENT_BYTES
+    begin += -begin % OBJECT_ALIGNMENT_BYTES
     return _value(head, memory[begin:].toreadonly())
 
 
@@ -210,7 +210,7 @@ def _array(arrays: memoryview, leaf: Leaf) -> Array:
         len(shape) > MAX_RANK
         or any([length < 0 for length in shape])
         or offset < 0
-        or offset % LEAF_ALIGNMENT_BYTES
+        or offset % OBJECT_ALIGNMENT_BYTES
         or offset + nbytes > max(len(arrays), offset)
     ):
         raise ProtocolError(
@@ -333,7 +333,7 @@ class _Walk:
                 limit=MAX_LEAVES_PER_ROW,
             )
         self.leaves.append(array)
-        offset = self._end + -self._end % LEAF_ALIGNMENT_BYTES
+        offset = self._end + -self._end % OBJECT_ALIGNMENT_BYTES
         self._end = offset + array.nbytes
         return offset
 

@@ -25,7 +25,6 @@ from dataplane.client.handle import Handle
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
 from dataplane.client.write.chunks import (
-    UNUSED,
     Chunk,
     Piece,
     chunks_of,
@@ -53,6 +52,7 @@ from dataplane.errors import (
     sized,
 )
 from dataplane.metadata.tables.bits import all_of, of_mask, picked, rows_of
+from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,

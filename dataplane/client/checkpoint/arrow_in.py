@@ -21,11 +21,12 @@ import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, corrupt, failing
 from dataplane.client.checkpoint.arrow_out import TABLES, UNKNOWN
-from dataplane.client.write.chunks import UNUSED, Chunk, Piece, select
+from dataplane.client.write.chunks import Chunk, Piece, select
 from dataplane.errors import ProtocolError
 from dataplane.memory.extents import room
 from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.names import format_minted
+from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire.checkpoint import Progress
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import U4, column

@@ -23,6 +23,7 @@ from dataplane.client.write.columns import ValueColumn
 from dataplane.errors import LimitExceeded
 from dataplane.memory.extents import room
 from dataplane.memory.placement import Stretch
+from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import layouts
 from dataplane.wire.limits import (
     ALIGNMENT_BYTES,
@@ -51,8 +52,6 @@ UNIT_BYTES = 16 << 20
 
 DEDUP_BYTES = 4 << 10
 """Values of at least this size, in fields that are deduplicated, have chunks of their own."""
-UNUSED = ""
-"""In `Piece.fields`: a column of the chunk that the piece does not use."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
 
 

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.write.chunks import UNUSED, Chunk, Piece, chunks_of
+from dataplane.client.write.chunks import Chunk, Piece, chunks_of
+from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import tables
 from dataplane.wire.records import DIGEST, U4
 from dataplane.wire.tables import INLINE, Owner, Values

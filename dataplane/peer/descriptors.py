@@ -32,8 +32,9 @@ def allow() -> None:
     most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if most < LEAST:
         raise InvalidConfig(
-            f"a peer needs at least {LEAST} file descriptors, plus {OF_A_CLIENT} per client, but "
-            f"this process may open only {most}: raise the limit (ulimit -n)",
+            f"a peer needs at least {LEAST} file descriptors, plus {OF_A_CLIENT} per "
+            f"client, but this process may open only {most}: raise the limit with ulimit "
+            "-n",
             limit=most,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -53,6 +54,6 @@ def for_clients(members: int) -> int:
 def short() -> str:
     """What to say where one cannot be had."""
     return (
-        f"this peer has reached its limit of {limit()} file descriptors: raise the limit (ulimit "
-        "-n) and restart the peer"
+        f"this peer has reached its limit of {limit()} file descriptors: raise the limit "
+        "with ulimit -n and restart the peer"
     )

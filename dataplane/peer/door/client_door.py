@@ -164,9 +164,10 @@ class Door:
         if taken + (each if session is None else 1) > self._room:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
-                f"this peer cannot accept another {what}: it has {len(self.sessions)} clients and "
-                f"may open only {descriptors.limit()} file descriptors. Raise the limit (ulimit "
-                "-n) and restart the peer, or close unused clients",
+                f"peer {self.host.name!r} cannot accept another {what}: it has "
+                f"{len(self.sessions)} clients and may open only {descriptors.limit()} "
+                "file descriptors. Raise the limit with ulimit -n and restart the peer, "
+                "or close unused clients",
                 limit=descriptors.limit(),
             )
 
@@ -211,14 +212,14 @@ class Door:
         """Why a process of this user is not let in."""
         if uid not in (os.getuid(), 0):
             return ConnectError(
-                f"this peer belongs to uid {os.getuid()} and does not accept clients of uid "
-                f"{uid}: start a peer of your own",
+                f"peer {self.host.name!r} belongs to uid {os.getuid()} and does not "
+                f"accept clients of uid {uid}: start a peer as uid {uid}",
                 uid=uid,
             )
         if len(self.connections) >= limits.MAX_CONNECTIONS:
             return LimitExceeded(
-                f"this peer already has {limits.MAX_CONNECTIONS} client connections, the maximum: "
-                "close unused clients",
+                f"peer {self.host.name!r} already has {limits.MAX_CONNECTIONS} client "
+                "connections, the maximum: close unused clients",
                 limit=limits.MAX_CONNECTIONS,
             )
         return None
@@ -316,7 +317,7 @@ class Connection(asyncio.Protocol):
                     self._inflow.arrived()
                 self._request(frames.decode_request(body))
         except ProtocolError as exc:
-            self.door.refusals.count(f"invalid frame from pid {self._pid}: {exc}")
+            self.door.refusals.count(f"invalid frame from the client with pid {self._pid}: {exc}")
             self.send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
@@ -342,7 +343,10 @@ class Connection(asyncio.Protocol):
         kind = type(body)
         handler = door.handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"clients may not send {kind.__name__} messages")
+            raise ProtocolError(
+                f"clients may not send {kind.__name__} messages: install "
+                "the same release of dataplane on both sides"
+            )
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"this connection already has {len(self._running)} requests in flight, the "
@@ -371,7 +375,9 @@ class Connection(asyncio.Protocol):
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
             raise ProtocolError(
-                f"the first message from a client must be Hello, got {type(body).__name__}"
+                "the first message from a client must be Hello, got "
+                f"{type(body).__name__}: install the same release of dataplane on both "
+                "sides"
             )
         try:
             session = self._session_of(body)
@@ -421,8 +427,8 @@ class Connection(asyncio.Protocol):
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
                 f"the reply would have {exc.details['size']} bytes, over the limit of "
-                f"{limits.MAX_FRAME_BYTES}: read fewer rows at a time. Small values of a row go "
-                "together, so fewer fields may not help",
+                f"{limits.MAX_FRAME_BYTES}: read fewer rows per call. Reading fewer "
+                "fields may not help, because the small values of a row travel together",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))
@@ -494,7 +500,9 @@ class _Call(Call):
         if not rid:
             if isinstance(reply, Failed):
                 log.info(
-                    "client %s: a one-way message failed: %s", self.session.label, reply.message
+                    "client %s: could not handle a message that expects no reply: %s",
+                    self.session.label,
+                    reply.message,
                 )
         elif not self.connection.send(rid, reply):
             self.take_back(reply)

@@ -96,7 +96,8 @@ class Replicas:
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is not the backup of {caller.address}"
+                f"the peer at {self.host.address} is not the backup of {caller.address} "
+                f"in roster version {roster.epoch}: retry with the latest roster"
             )
         self._confirmed[caller.owner] = self.host.now()
         return Done()
@@ -108,7 +109,8 @@ class Replicas:
         and must be made anew."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is not the backup of {caller.address}"
+                f"the peer at {self.host.address} is not the backup of {caller.address} "
+                f"in roster version {self.host.roster.epoch}: retry with the latest roster"
             )
         origin = self._origins.get(caller.owner)
         if origin is None or origin.stream != body.stream:
@@ -119,8 +121,8 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(
-                f"gap in the replication log from {caller.address}: expected operation 0 of a new "
-                f"stream, got operation {body.first}"
+                f"gap in the replication log from {caller.address}: expected operation 0 "
+                f"of a new stream, got operation {body.first}. Send a new dump"
             )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
@@ -260,8 +262,8 @@ class Replicas:
                 origin.valued += values is not None
             elif copy is None:
                 raise ProtocolError(
-                    f"unexpected operation for partition {name!r} (generation {generation}): "
-                    "expected its declaration first"
+                    f"unexpected operation for partition {name!r} (generation "
+                    f"{generation}): expected its declaration first. Send a new dump"
                 )
             else:
                 apply(copy.store, op, self.host.now())
@@ -394,7 +396,10 @@ class Replicas:
                 if not any(one.has_session(holder) for one in members):
                     entry.store.release_holder(holder)  # nobody is left to say that it has ended
             log.warning(
-                "partition %r: took over %d rows from %s", entry.name, len(copy.store), owner.peer
+                "partition %r: took over %d rows from lost peer %s",
+                entry.name,
+                len(copy.store),
+                owner.peer,
             )
         self._named |= held.keys()
         for other in self.host.roster.owners:
@@ -431,7 +436,8 @@ def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
         raise ProtocolError(
-            f"gap in the replication log: expected operation {origin.next}, got {body.first}"
+            f"gap in the replication log: expected operation {origin.next}, got "
+            f"{body.first}. Send a new dump"
         )
     passed, rest = origin.next - body.first, []
     for one in body.shipments:

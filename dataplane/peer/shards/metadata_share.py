@@ -72,10 +72,11 @@ class MetadataShare:
         for told in self.on_refused:
             told()
         raise ShardFull(
-            f"peer {self._host.name!r}, which serves this partition, accepts no new rows: their "
-            f"keys, tags and inline values use {sized(self.used_bytes)}, over the limit of "
-            f"{sized(self.size_bytes)} (a fifth of its arena). Consume or drop rows, or give that "
-            "peer a larger arena (--arena, DATAPLANE_ARENA)",
+            f"peer {self._host.name!r}, which has the metadata of this partition, accepts "
+            "no new rows: their keys, tags and inline values use "
+            f"{sized(self.used_bytes)}, over the limit of {sized(self.size_bytes)} (a "
+            "fifth of its arena). Consume or drop rows, or give that peer a larger arena "
+            "(--arena, DATAPLANE_ARENA)",
             peer=self._host.name,
             used_bytes=self.used_bytes,
             size_bytes=self.size_bytes,
@@ -90,8 +91,8 @@ class MetadataShare:
         if self.used_bytes + nbytes > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
-                f"peer {self._host.name!r} has no metadata space for {nbytes} more bytes of "
-                "inline values: store the values in the arena",
+                f"peer {self._host.name!r} has no metadata space for {nbytes} more bytes "
+                "of small values: store these values in the arena",
                 values=True,
             )
         self._since += nbytes

@@ -180,14 +180,15 @@ class Partitions:
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
                 f"no row of partition {body.partition!r} was lost within "
-                f"{duration(body.timeout_ms / 1000)}, but rows can still be lost",
+                f"{duration(body.timeout_ms / 1000)}: call again to keep waiting",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
     async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
             raise ProtocolError(
-                f"invalid start {body.after} of the list of lost rows: expected 0 or more"
+                f"invalid start {body.after} of the list of lost rows: expected 0 or "
+                "more. Install the same release of dataplane on both sides"
             )
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)
@@ -198,7 +199,9 @@ class Partitions:
             if _over(entry):
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
-                raise DeadlineExceeded("no row was lost before the deadline")
+                raise DeadlineExceeded(
+                    "no row was lost before the deadline: call again to keep waiting"
+                )
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:
                 entry = self.host.shard(body.partition, body.generation)

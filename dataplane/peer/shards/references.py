@@ -117,8 +117,8 @@ class References:
             return Settled(entry.store.settle(body))
         if self.host.address in self.host.roster.leaving:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is leaving and may have handed off the shard: "
-                "repeat the call"
+                f"the peer at {self.host.address} is leaving, and may already have moved "
+                "the shard to another peer: repeat the call"
             )
         return Settled(False)
 
@@ -235,8 +235,9 @@ class References:
 def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
-            f"expected a change of peer {caller.address}, got one of peer {change.caller.peer}: a "
-            "peer may send only its own changes"
+            f"expected a change of peer {caller.address}, got one of peer "
+            f"{change.caller.peer}, but a peer may send only its own changes: install the "
+            "same release of dataplane on all hosts"
         )
 
 
@@ -297,8 +298,8 @@ class Doubts:
             ranges = self._open.get(number, {}).get(to, NONE)
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error(
-                "partition %r: peer %s did not apply change %d, so %d bytes there stay "
-                "referenced: %s",
+                "partition %r: peer %s did not apply change %d, so %d bytes stay "
+                "allocated on it: %s",
                 *(asked.partition, to.peer, number, nbytes, exc),
             )
         else:

@@ -99,7 +99,8 @@ class Copying:
                     await self.copy_to_backup(entry, ranges, nbytes)
             if self.host.roster is not roster:
                 raise StaleEpoch(
-                    "the roster changed while replicas were being created: repeat the call"
+                    "the roster changed while peers were creating replicas for this "
+                    "call: repeat the call"
                 )
             self.host.speak()
             yield
@@ -191,7 +192,9 @@ class Copying:
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
-                    log.warning("partition %r: replication delayed, retrying: %s", name, exc)
+                    log.warning(
+                        "partition %r: could not create replicas yet, retrying: %s", name, exc
+                    )
                     self._coming[key] = True
                     await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
         finally:
@@ -209,7 +212,9 @@ class Copying:
         moved = entry.store.relocate(owner, ranges, self.host.owner, local)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
-        log.info("partition %r: %d chunks moved to this peer", entry.name, int(moved.sum()))
+        log.info(
+            "partition %r: now uses this peer's replicas of %d chunks", entry.name, int(moved.sum())
+        )
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
         """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is

@@ -146,7 +146,7 @@ class WaitingCalls:
             return Admitted(body.number, permits.given[body.number].version)
         permits.check(entry.store, body.count, body.max_lag, body.per_version)
         if body.number in self._past:
-            raise LeaseExpired("this call was cancelled: call part.admit(…) again")
+            raise LeaseExpired("this admit call was cancelled: call part.admit(…) again")
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
         self._check_room(stage, body.number)
@@ -165,8 +165,8 @@ class WaitingCalls:
     def _check_room(self, stage: _Stage, number: int) -> None:
         if len(self._answers) >= MAX_WAITING and number not in stage.queue:
             raise LimitExceeded(
-                f"the peer at {self.host.address} already has {MAX_WAITING} waiting calls, the "
-                "maximum: wait in fewer processes",
+                f"the peer at {self.host.address} already has {MAX_WAITING} waiting "
+                "calls, the maximum: let fewer processes wait at the same time",
                 limit=MAX_WAITING,
             )
 
@@ -175,7 +175,12 @@ class WaitingCalls:
     ) -> Body | Answer:
         """What becomes of a call that is in its queue now; most often that is yet to come."""
         if body.number in self._answers:
-            self._answer(body.number, StaleEpoch("the call was repeated"))
+            self._answer(
+                body.number,
+                StaleEpoch(
+                    "a newer attempt of this call replaced it: wait for the reply to that attempt"
+                ),
+            )
         self.host.label(caller.session, body.label)
         mine = self._serve(stage, body.number)
         if isinstance(mine, DataplaneError):
@@ -243,7 +248,14 @@ class WaitingCalls:
         if (call := stage.queue.get(number)) is not None:
             self._waited(stage, call)
         stage.queue.withdraw(number)
-        self._answer(number, again(why) if why else StaleEpoch("the call was cancelled"))
+        self._answer(
+            number,
+            again(why)
+            if why
+            else StaleEpoch(
+                "the caller cancelled this call: repeat it if its result is still needed"
+            ),
+        )
 
     def _remember(self, number: int) -> None:
         self._past[number] = None
@@ -382,7 +394,9 @@ class WaitingCalls:
         """With what it waits for: `reasons.Facts` by name, and `near`."""
         assert body.key is not None
         told = inspection.around_key(stage.entry.store, body.key, self.host.now())
-        return ClaimTimeout(f"row {body.key!r} does not exist yet", **told)
+        return ClaimTimeout(
+            f"row {body.key!r} does not exist yet: repeat the call to keep waiting", **told
+        )
 
     def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
@@ -400,7 +414,11 @@ class WaitingCalls:
         if claim in stage.queue:
             told["reason"] = str(stage.queue.reason(claim))
         told["waiting_puts"] = self.producers()
-        return ClaimTimeout(f"stage {stage.queue.stage!r} does not have enough rows yet", **told)
+        return ClaimTimeout(
+            f"stage {stage.queue.stage!r} does not have enough rows yet: "
+            "repeat the call to keep waiting",
+            **told,
+        )
 
     def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
         tag = want.budget_tag if isinstance(want, Want) else None
@@ -436,7 +454,10 @@ class WaitingCalls:
     def turned(self) -> None:
         """A new roster: who waits for what is served elsewhere now asks there."""
         for key in [k for k in self._stages if not self.host.serves(k[0])]:
-            self._close(key, StaleEpoch(f"partition {key[0]!r} is now served by another peer"))
+            self._close(
+                key,
+                StaleEpoch(f"partition {key[0]!r} is now served by another peer: repeat the call"),
+            )
 
     def _close(self, key: Key, why: DataplaneError) -> None:
         stage = self._stages.pop(key)
@@ -496,8 +517,8 @@ def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
     if body.count and entry.store.sealed and counts.to_come < body.count:
         return StreamEnd(
             f"partition {body.partition!r} is sealed: stage {body.stage!r} has only "
-            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, so "
-            f"{body.count} will never be ready",
+            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
+            f"so {body.count} will never be ready. Claim what is left, or leave the loop",
             remaining=counts.remaining,
         )
     return None

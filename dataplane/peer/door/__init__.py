@@ -1,1 +1,2 @@
-"""Clients of this host: let in, their requests counted, carried out once and answered."""
+"""The socket for clients of this host: accepting clients, running each request once, and
+replying."""

@@ -1,8 +1,8 @@
-"""The local door: clients of this host, over a unix socket that only this user may open.
+"""The local door: a unix socket for clients of this host, which only this user may open.
 
-The peer speaks first (Welcome, with the arena's descriptors). When a
-connection closes, what it carried is cancelled if it only waits. A bad frame ends that connection
-and nothing else.
+The peer speaks first: it sends Welcome, with the arena's descriptors. When a connection closes,
+the peer cancels the calls of that connection that only wait. An invalid frame closes its
+connection and no other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FRAME_S = 30.0
 
 @dataclass(eq=False, repr=False)
 class Door:
-    """Listens on the socket."""
+    """Accept clients on the socket and count the requests that they have in flight."""
 
     host: Host
     sessions: Sessions
@@ -102,7 +102,7 @@ class Door:
         return self._listener is not None
 
     def open(self, path: str) -> None:
-        """Listen at a path; also anew, where somebody has removed the socket's file."""
+        """Listen on a path. Listen again if another process has removed the socket's file."""
         self.shut()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with contextlib.suppress(FileNotFoundError):
@@ -114,7 +114,7 @@ class Door:
         self._admit()
 
     def is_at(self, path: Path) -> bool:
-        """Whether it needs no file at this path, or its socket's is still there."""
+        """Whether the file at this path is still this door's socket, or the door is not open."""
         if self._listener is None or self._bound is None:
             return True
         try:
@@ -154,8 +154,9 @@ class Door:
         return descriptors.for_clients(len(self.host.roster.members))
 
     def check_room(self, session: Session | None) -> None:
-        """LimitExceeded unless there are descriptors for one more client, or for one more
-        connection of a session. What those that are here may still take is theirs."""
+        """Raise LimitExceeded unless file descriptors are left for one more client, or for one
+        more connection of a session. Descriptors that present clients may still use are not
+        available."""
         each = descriptors.OF_A_CLIENT
         taken = sum([max(one.connections, each - 1) for one in self.sessions])
         taken += self.sessions.watched
@@ -225,7 +226,8 @@ class Door:
         return None
 
     def tell_what_is_there(self, session: Session, done: HelloDone) -> None:
-        """What a new client finds: other clients, or rows that clients have left."""
+        """Fill in what a new client finds: how many other clients, or the rows that earlier
+        clients left."""
         sessions, last = self.sessions, self.sessions.last
         done.clients = len(sessions) - 1
         if done.clients or last is None or last.is_of(session):
@@ -235,7 +237,8 @@ class Door:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all clients have closed their connections, also where that was not read yet."""
+        """Whether all clients have closed their connections, even if the peer has not read that
+        yet."""
         open_ones = [one.fileno() for one in self.connections if one.is_joined]
         poll = select.poll()
         for descriptor in open_ones:
@@ -243,22 +246,22 @@ class Door:
         return len(poll.poll(0)) == len(open_ones)
 
     def shut(self) -> None:
-        """No client comes any more: who tries finds that this peer leaves, and waits for another
-        one. Those that are here stay."""
+        """Accept no new clients. A client that tries finds that this peer is leaving, and waits
+        for another peer. Present clients stay connected."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
 
     async def close(self, why: DataplaneError | None = None) -> None:
-        """why: what clients are told first."""
+        """Close the door and every connection. Clients first receive the error `why`."""
         self.shut()
         for connection in list(self.connections):
             connection.end(why)
 
 
 class Connection(asyncio.Protocol):
-    """One connection: cuts frames into requests, has each served, writes the replies."""
+    """One connection: cuts the stream into requests, starts each, and writes the replies."""
 
     def __init__(self, door: Door, pid: int) -> None:
         self.door = door
@@ -273,16 +276,16 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Not known to be closed."""
+        """Whether the connection is not known to be closed."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
     def is_joined(self) -> bool:
-        """It is a session's, and not known to be closed."""
+        """Whether the connection belongs to a session and is not known to be closed."""
         return self._session is not None and self.is_open
 
     def fileno(self) -> int:
-        """Of an open one."""
+        """The file descriptor of an open connection."""
         assert self._transport is not None
         return cast(socket.socket, self._transport.get_extra_info("socket")).fileno()
 
@@ -326,7 +329,7 @@ class Connection(asyncio.Protocol):
             self.door.spawn(self._inflow.let_in(awaited_bytes))
 
     def pause_writing(self) -> None:
-        """A client that does not take its answers asks nothing more."""
+        """Stop reading requests from a client that does not read its replies."""
         self._is_untaken = True
         self._inflow.hold("answers")
 
@@ -417,8 +420,8 @@ class Connection(asyncio.Protocol):
         self.send(0, Notice(text))
 
     def send(self, rid: int, body: Body) -> bool:
-        """Send a reply; rid 0: it answers no request. False where it is too large for a frame, and
-        that was told instead."""
+        """Send a reply. `rid` 0 answers no request. Return False if the reply was too large for
+        a frame; the client then received FrameTooLarge instead."""
         if self._transport is None:
             return True
         self.door.host.sent_local[type(body).__name__] += 1
@@ -447,7 +450,7 @@ class _Call(Call):
     began: float
 
     def is_admitted(self) -> bool:
-        """Whether it is sure that nobody else serves what this peer does."""
+        """Whether this peer is sure that no other peer serves its partitions."""
         self.session.check()
         if self.request.unpin:
             self.connection.door.unpin(self.session, self.request.unpin)
@@ -455,7 +458,8 @@ class _Call(Call):
         return not self.held or (serving.is_sure() and not serving.waiting)
 
     async def admission(self) -> None:
-        """What a call waits until then is of its own time."""
+        """Wait until this peer may serve its partitions. The wait counts towards the call's
+        deadline."""
         try:
             await self.host.serving.until_sure(self.until)
         except DataplaneError as exc:
@@ -482,7 +486,7 @@ class _Call(Call):
         return not self.held or (self.host.progress.is_settled and self.host.serving.is_sure())
 
     def is_served_here(self) -> bool:
-        """What another peer's shard said that peer has made sure of."""
+        """Whether this peer serves the call's partition. Otherwise its owner checks the reply."""
         partition = getattr(self.request.body, "partition", "")
         return self.held and (not partition or self.host.serves(partition))
 
@@ -511,10 +515,11 @@ class _Call(Call):
 
 
 class Inflow:
-    """When one connection is read, and why not at the moment.
+    """Flow control of one connection: when the peer reads it, and why it is paused.
 
-    A larger frame is read when all that are on their way have room. One that stops on its way gives
-    its room to others: its sender may be frozen, and what it holds must not end for that.
+    A frame above the size of a small one is read once the frames in flight leave enough memory.
+    A frame that stalls halfway gives up its memory to others. The connection stays open, because
+    its client may only be stopped.
     """
 
     def __init__(self, intake: ResourceLimiter) -> None:
@@ -525,7 +530,7 @@ class Inflow:
         self._held: set[str] = set()
 
     def let_in(self, nbytes: int) -> Coroutine[Any, Any, None]:
-        """A larger frame begins: to be run until it is whole."""
+        """Note that a larger frame starts. Reading runs until the frame is complete."""
         self.arriving = asyncio.Event()
         return self._let_in(nbytes, self.arriving)
 
@@ -540,7 +545,7 @@ class Inflow:
             self._intake.release(nbytes)
 
     def arrived(self) -> None:
-        """A frame is whole, or none comes any more."""
+        """Note that a frame is complete, or that no more bytes come."""
         if self.arriving is not None:
             self.arriving.set()
             self.arriving = None

@@ -1,6 +1,7 @@
-"""What an answer hands out that nobody received comes back: leases, permits, extents, pins.
+"""Takes back leases, permits, extents and pins of replies that no client received.
 
-A repetition of the request is not handed it either: it gets what was done, or claims again.
+A repeated request does not receive them again. It receives the outcome of the first attempt, or
+it claims again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Undelivered:
     waits: Waits
 
     def take_back(self, session: Session, request: m.Request, reply: m.Body) -> None:
-        """The client gave the call up, or its connection closed first."""
+        """Take back the contents of a reply whose client cancelled the call or closed its
+        connection."""
         space = self.host.space
         match reply:
             case m.Claimed(lease, pin, _):

@@ -1,2 +1,2 @@
-"""The partitions that this peer serves, as primary or backup: commands to their stores, claims that
-wait, appends to the backup, second copies of values."""
+"""The partitions that this peer serves, as primary or backup: commands to their stores, waiting
+claims, appends to the backup, and replicas of values."""

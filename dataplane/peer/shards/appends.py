@@ -1,19 +1,22 @@
-"""The primary's side of a backup: what this peer's shards do goes to one other peer, in order.
+"""The primary's side of replication: ships the operations of this peer's shards to its backup, in
+order.
 
-A new backup first gets a dump of every store, then each operation. A dump goes in pieces: the peer
-notes how a store stands, encodes some rows at a time, and serves others in between. What happens
-meanwhile waits behind the dump (`_later`), so the stream has one order, and each operation once.
+A new backup first gets a dump of every store, and then each operation. The peer sends a dump in
+pieces: it notes the state of a store, encodes some rows at a time, and serves other calls in
+between. Operations that happen meanwhile queue behind the dump (`_later`), so the stream has one
+order and contains each operation once.
 
-While the roster calls the backup in sync, no answer and no message leaves this peer before the
-backup has all that was done up to then: whoever hears of a change finds it again after this peer's
-death. Nor before a backup that is not in sync any more knows that, unless it confirms nothing
-(`confirming`): a new keeper of the roster may
-hear of none but the one that it was in sync by, and have it take over what it has. What this peer
-has copies of goes along once their primary leaves: its shards move here, and then the backup has
-them already.
+While the roster lists the backup as in sync, no reply and no message leaves this peer before the
+backup has every operation up to then. A caller that has seen a change therefore finds it again
+after this peer dies. If the backup leaves the in-sync set, nothing leaves this peer before the
+backup knows that, unless the backup confirms nothing (`confirming`): a new roster keeper may only
+know the roster in which the backup was in sync, and promote it. When another primary leaves, its
+shards move here, so this peer also ships its copies of them. This peer's backup then has them
+already.
 
-An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
-backup says in its requests how far it is; where somebody else waits for that, it is asked.
+A reply to the backup itself does not wait. It carries the operations that the backup lacks. The
+backup states its position in each request. If another caller waits for that position, this peer
+asks the backup.
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ class Shipping:
     # what the stores do
 
     def watch(self, entry: Entry) -> None:
-        """A partition is new here: from now on its operations are shipped."""
+        """Ship the operations of a new partition from now on."""
         self._record(entry)
         self._ship_op(entry, Begun(entry.store.declared))
 
@@ -155,7 +158,7 @@ class Shipping:
         self._dump_later()
 
     def take_over(self, entry: Entry) -> None:
-        """A partition that another peer served is this one's."""
+        """Serve a partition that another peer served before."""
         passed = self.passed_on.pop(entry.key, None)
         if passed is not None and passed.store is not entry.store:  # two that leave had it
             self._ship_op(passed, Ended())
@@ -165,14 +168,14 @@ class Shipping:
         self._record(entry)
 
     def pass_on(self, store: Store) -> None:
-        """A partition that is this peer's soon."""
+        """Ship a store that this peer will serve soon."""
         entry = Entry(store)
         self.passed_on[entry.key] = entry
         self._ship_all(entry)
 
     def happened(self, store: Store, op: Op) -> None:
-        """To a copy that is here, which may have been passed on; it may end with that. Another one
-        of its partition may have been, of another peer that leaves."""
+        """Ship an operation on a copy here that this peer may have shipped. The operation may
+        end that copy, or another copy of the partition from a peer that leaves."""
         entry = self.passed_on.get((store.partition, store.generation))
         if entry is not None and entry.store is store:
             self._ship_op(entry, op)
@@ -260,7 +263,7 @@ class Shipping:
     # the stream
 
     def turned(self, new: Roster) -> None:
-        """A new roster may name another backup, or call it in sync."""
+        """Apply a new roster, which may name another backup or list the backup as in sync."""
         address, in_sync = new.backup_of(self.host.address)
         owner, before = new.owner_at(address), self.backup
         parted, self._parting = self._parting, None
@@ -293,8 +296,8 @@ class Shipping:
         self._parted()
 
     def follows(self, peer: Owner, epoch: tuple[int, int]) -> None:
-        """A peer says that it works under this roster. The backup that was in sync before this
-        roster knows then that it is not any more."""
+        """Note that a peer uses this roster. The former backup then knows that it is no longer
+        in sync."""
         if self._parting is not None and peer == self.backup and epoch == self.host.roster.epoch:
             self._parting.cancel()
             self._parted()
@@ -305,8 +308,8 @@ class Shipping:
         self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
 
     def unconfirmed(self) -> None:
-        """The backup has confirmed nothing for a while: it is to leave the in-sync set, so that
-        calls go on without it. When it has everything again it is in sync again."""
+        """Remove a backup that has confirmed nothing for a while from the in-sync set, so that
+        calls continue without it. It rejoins the set once it has every operation."""
         if self._is_overdue:
             return
         self._is_overdue = True
@@ -317,8 +320,8 @@ class Shipping:
             self.demote()
 
     def demote(self) -> None:
-        """Have the roster call the backup in sync no more. Unless it is overdue, nothing leaves
-        this peer before the backup knows."""
+        """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
+        nothing leaves this peer before the backup knows."""
         if self.synced and self.backup is not None:
             log.warning(
                 "backup %s: stopped confirming, removed from the in-sync set", self.backup.peer
@@ -330,7 +333,7 @@ class Shipping:
             self.on_whole()
 
     def confirmed(self) -> None:
-        """The backup confirmed what it was asked just now."""
+        """Note that the backup has just confirmed a request."""
         self._is_overdue = False
 
     def _change_to(self, owner: Owner | None) -> None:
@@ -340,8 +343,8 @@ class Shipping:
 
     @property
     def has_all(self) -> bool | None:
-        """Whether the backup that the roster names may be called in sync; None: what was called so
-        is, and what it does not have yet is on its way."""
+        """Whether the roster may list this backup as in sync. None if it is listed already and
+        the missing operations are in flight."""
         if self._parting is not None:
             return False
         return None if self.synced and self.progress.confirmed < self._whole else self.synced
@@ -367,7 +370,7 @@ class Shipping:
             self._awaited = backup, self.host.now()
 
     def going_on(self) -> list[Record]:
-        """Return which backup answers wait for, and for how long so far."""
+        """Return which backup replies wait for, and for how long so far."""
         if self._awaited is None:
             return []
         now, (backup, since) = self.host.now(), self._awaited
@@ -545,10 +548,13 @@ class Shipping:
     # along with answers
 
     def carry(self, to: Owner, connection: bytes) -> Append | None:
-        """What an answer to this peer on this connection brings along, where that peer is the
-        backup: all that it does not have, so that the answer need not wait. None where it must.
+        """Return the operations to send along with a reply to the backup on this connection. They
+        are all that the backup lacks, so the reply need not wait. Return None if the reply must
+        wait.
 
-        What comes on one connection comes in order, so what went before is not sent again there."""
+        Messages of one connection arrive in order, so operations that were sent on it are not
+        sent again.
+        """
         if to != self.backup or not self.synced or self._under_way or self._parting is not None:
             return None
         if self._first < self._with_values or self._later or self._dumping is not None:
@@ -563,7 +569,7 @@ class Shipping:
         return body
 
     def heard(self, by: Owner, stream: int, end: int) -> None:
-        """A peer says how far it is in a stream."""
+        """Note the position in a stream that a peer has reported."""
         if by == self.backup and stream == self._stream and end <= self._end:
             self._confirmed(end)
 

@@ -1,7 +1,7 @@
-"""The backup's side: copies of other peers' stores, kept by replaying what those did.
+"""The backup's side of replication: replays the operations of other peers' stores into copies.
 
-When the roster gives this peer the shards of another one, it serves the copies like its own, and
-tells the owners of values what it holds now.
+When the roster assigns the shards of another peer to this one, this peer serves the copies as
+its own. It tells the owners of values what those shards reference.
 """
 
 from __future__ import annotations
@@ -83,16 +83,20 @@ class Replicas:
         return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
 
     def has(self, address: str) -> tuple[int, int] | None:
-        """(stream, operations of it that are here) of what a peer ships; None where that is not
-        known, as with second copies, whose bytes have to be here as well, or not all, as with what
-        has to be passed on."""
+        """Return the stream of a peer's operations and how many of them are here. None if that is
+        unknown.
+
+        It is unknown if the operations need replicas whose bytes are not all here, or if this
+        peer must ship the operations to its own backup.
+        """
         for owner, origin in self._origins.items():
             if owner.peer == address and not origin.valued and not self._passes_on(address):
                 return origin.stream, origin.next
         return None
 
     def confirm(self, caller: Caller, body: Confirm) -> Body:
-        """StaleEpoch unless this peer backs the sender up, as far as it knows."""
+        """Confirm that this peer is the backup of the sender, as far as it knows. Raise
+        StaleEpoch if it is not."""
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
@@ -105,8 +109,8 @@ class Replicas:
     # replaying
 
     def append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
-        """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
-        and must be made anew."""
+        """Append operations to the sender's copies. Raise StaleEpoch if this peer is not the
+        sender's backup, and ProtocolError if the copy has a gap and needs a new dump."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
                 f"the peer at {self.host.address} is not the backup of {caller.address} "
@@ -153,7 +157,8 @@ class Replicas:
         return Done()
 
     async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
-        """Copies of what rows are about to name. BackPressure where there is no room for them."""
+        """Replicate values that rows will reference soon. Raise BackPressure if the arena is
+        full."""
         ranges = column(body.ranges, RANGE)
         nbytes = column(body.sizes, U8, len(ranges))
         key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
@@ -314,7 +319,8 @@ class Replicas:
     # taking over
 
     def turned(self, old: Roster, new: Roster) -> None:
-        """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
+        """Apply a new roster: take over shards that are now this peer's, and delete copies of
+        peers that it no longer backs up."""
         if self.host.owner in new.owners and self.host.owner not in old.owners:
             self._begin(new)
         # The roster says so, and not who was the backup last: a copy that was never in sync, or is
@@ -362,9 +368,12 @@ class Replicas:
             self.mesh.spawn(self.mesh.tell(other, body))
 
     def lost_before(self) -> list[Owner]:
-        """Peers that shards which were taken over still know, although these peers were lost under
-        a roster before: the peer that had the shards died before it could say so. Rows name their
-        values, or their changes are remembered."""
+        """Return peers that the taken-over shards still know, although an earlier roster removed
+        them.
+
+        The previous primary died before it could process their loss. Rows reference values of
+        these peers, or their changes are remembered.
+        """
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 

@@ -1,13 +1,13 @@
-"""Asking the backup, again and again, whether this peer is still the primary of its shards.
+"""Asks the backup repeatedly whether this peer is still the primary of its shards.
 
-A primary answers only within `host.LEASE_S` of sending the last request that its backup in sync
-confirmed, so a backup that is promoted knows when the old primary has fallen silent. A backup that
-confirms nothing for OVERDUE_S leaves the in-sync set, and calls go on without it: the roster keeper
-knows then that the copy is out of date.
+A primary replies only within `host.LEASE_S` of the last request that its in-sync backup confirmed.
+A promoted backup therefore knows when the old primary has stopped replying. A backup that confirms
+nothing for OVERDUE_S leaves the in-sync set, and calls continue without it. The roster keeper then
+knows that the copy is out of date.
 
-If a primary that keeps the roster itself died, nobody else would know that. It waits until its
-backup confirms or is lost. Where the backup's life signs arrive all the time, so that it is never
-lost, the answer to a life sign tells the backup that it left the in-sync set.
+If the primary is the roster keeper and dies, no other peer would know that. It therefore waits
+until its backup confirms or is lost. While the backup's heartbeats keep arriving, the backup
+cannot be lost. The reply to a heartbeat then tells the backup that it left the in-sync set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Confirming:
         """when a life sign of the backup arrived last, and since when without a pause"""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         while True:
             self._tick()
             await asyncio.sleep(CONFIRM_S)
@@ -67,8 +67,8 @@ class Confirming:
                 self.shipping.demote()
 
     def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
-        """A life sign of a peer that works under this roster arrived at the keeper, which is this
-        peer."""
+        """Note that a heartbeat of a peer that uses this roster reached the keeper, which is
+        this peer."""
         self.shipping.follows(peer, epoch)
         now = self.host.now()
         if peer == self._backup:

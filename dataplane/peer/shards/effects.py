@@ -1,11 +1,11 @@
-"""What follows from a command at a shard for others than its caller: values that nobody names any
-more go back to their owners, and calls that wait are met.
+"""Effects of a shard's command beyond its caller: values that no row references any more are freed
+at their owners, and waiting calls are answered.
 
 Effects run after the command was applied and recorded, outside its error handling: the command
-stands, whatever becomes of them. An effect that fails is logged and tried again within a second
-(`retries`). An effect that frees values is tried only once more: bytes that stay too long are a
-smaller harm than bytes that are freed twice. Telling another owner is no part of that effect: the
-owner is told until it confirms, or is no member any more (`references`).
+stands, whatever happens to them. A failed effect is logged and retried within a second
+(`retries`). An effect that frees values is retried only once: bytes that stay too long do less
+harm than bytes that are freed twice. Notifying another owner is not part of that effect. This
+peer resends to the owner until the owner confirms or is no longer a member (`references`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Effects:
         self.retries = retries
 
     def after(self, entry: Entry) -> None:
-        """A command has changed this partition. Never raises."""
+        """Run the effects of a command that has changed this partition. Never raises."""
         self._run(entry, self._free, entry)
         self._run(entry, self._meet, entry)
 

@@ -1,9 +1,11 @@
-"""What metadata may take at a peer, beside the arena: tables, and small values.
+"""The memory limit of a peer's metadata, which is stored outside the arena: tables and small
+values.
 
-Where it is more than a twentieth of the arena's size, writers keep small values as ranges in their
-arenas; where it is more than a fifth, new rows wait at their writer, which tries again and again. A
-finish, an ack and a drop are always taken, and names that are remembered of rows that went are
-counted, but not waited for: they go when others come. The backup of these shards has as much again.
+When metadata uses more than a twentieth of the arena's size, writers store small values in their
+arenas. When it uses more than a fifth, new rows wait at their writer, which retries. A shard
+always accepts a finish, an ack or a drop. Remembered names of freed rows count towards the
+usage, but do not block new rows, because new names replace them. The backup of these shards uses
+as much memory again.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class MetadataShare:
 
     @property
     def used_bytes(self) -> int:
-        """Tables and small values of all partitions whose shard is here."""
+        """Bytes of tables and small values of all partitions that this peer serves."""
         now = self._host.now()
         if now - self._measured_at > MEASURED_S:
             stores = [entry.store for entry in self._host.entries.values()]
@@ -62,11 +64,11 @@ class MetadataShare:
 
     @property
     def is_full(self) -> bool:
-        """Whether new rows wait."""
+        """Whether new rows must wait."""
         return self.used_bytes > self.size_bytes
 
     def check_rows(self) -> None:
-        """ShardFull where new rows wait."""
+        """Raise ShardFull if new rows must wait."""
         if not self.is_full:
             return
         for told in self.on_refused:
@@ -83,8 +85,8 @@ class MetadataShare:
         )
 
     def check_values(self, values: Values) -> None:
-        """ShardFull, with `values`, where inline chunks are not to live in the shard; else they
-        count."""
+        """Raise ShardFull with `values` if small values must not be stored in the shard.
+        Otherwise count them."""
         nbytes = values.inline_bytes
         if not nbytes:
             return
@@ -100,9 +102,13 @@ class MetadataShare:
     # for clients of this host
 
     async def until_taken(self, session: Session, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What a shard answers to new rows, tried again while it has no room for them, or for their
-        second copies. BackPressure where the call ends before, or nobody is left who could make
-        room; and at once for small values, which their writer keeps."""
+        """Return a shard's reply to new rows, and retry while the shard has no space for them or
+        for their replicas.
+
+        Raise BackPressure if the call's deadline passes, or if no client is left that could free
+        space. Raise it at once for small values, because their writer stores them in the arena
+        instead.
+        """
         began = self._host.now()
         for tries in itertools.count(1):
             try:
@@ -145,7 +151,8 @@ class MetadataShare:
             raise type(full)(f"{full.message}; {why}", **full.details)
 
     def end_in_vain(self) -> None:
-        """Nobody is left who could free rows: BackPressure for all writers here that wait."""
+        """Raise BackPressure in all waiting writers here, because no client is left that could
+        free rows."""
         if self._vain is not None:
             self._vain.set_result(None)
             self._vain = None

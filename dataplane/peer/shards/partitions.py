@@ -1,9 +1,9 @@
-"""Partitions: declaring them and attaching to them, their stages, their seal and their end, and
-which of their rows were lost with a peer.
+"""Partitions: how clients declare, attach to, seal and drop them, their stages, and which of their
+rows were lost with a peer.
 
-All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep nothing
-of it, and are told nothing: every message names the generation that it is about, and the shard
-refuses an old one.
+All of that is state of a partition's shard, and the shard decides it (`Entry`). Other peers
+store none of it and need no notification: every message names a generation, and the shard
+rejects an old one.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class Partitions:
     async def define(
         self, partition: str, definition: Definition | None, wait_s: float = 0
     ) -> Defined:
-        """Declare or attach, at the shard.
+        """Declare or attach to a partition, at its shard.
 
-        PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
+        Raise PartitionUndefined if no process declares it within `wait_s`, or PartitionConflict.
+        """
         in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
         body = Define(partition, definition, int(in_vain_s * 1000))
         reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
@@ -93,7 +94,8 @@ class Partitions:
         return reply
 
     def heard(self, partition: str, generation: int) -> None:
-        """There is such a generation: those made here are newer, whatever the clock says."""
+        """Note a generation of another peer. Generations made here are newer, whatever the clock
+        says."""
         self.host.saw(partition, generation)
         self._newest = max(self._newest, generation)
 
@@ -141,8 +143,11 @@ class Partitions:
         return entry
 
     def drop(self, partition: str, generation: int, change: Change | None = None) -> Dropped:
-        """The partition ends; the same name may be declared again, as something new. A retry is
-        answered as the first time. Dropping what is gone already takes nothing."""
+        """Drop a partition. The same name can be declared again, as a new partition.
+
+        A retry gets the reply of the first attempt. Dropping a partition that no longer exists
+        is a no-op.
+        """
         known = self._ended.get((change.caller, change.number)) if change is not None else None
         if known is not None:
             return known
@@ -160,8 +165,8 @@ class Partitions:
         return self.ended(change, Dropped(rows, nbytes))
 
     def ended(self, change: Change | None, dropped: Dropped) -> Dropped:
-        """A partition was dropped by a change, here or at the peer that this one backs up: a retry
-        is answered so."""
+        """Remember a change that dropped a partition, here or at the primary, so that a retry
+        gets the same reply."""
         if change is not None:
             self._ended[change.caller, change.number] = dropped
             if len(self._ended) > MAX_ENDED:
@@ -172,8 +177,8 @@ class Partitions:
     # waits there, in turns, until there are some, or until no row can be lost any more
 
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
-        """For a client of this host: the lost rows after the number that it has, once there are
-        any. DeadlineExceeded when its time is up."""
+        """Wait for lost rows after the number that a client of this host has, and return them.
+        Raise DeadlineExceeded at the deadline."""
         try:
             done: LossesDone = await self.router.wait(body)
             return done
@@ -211,19 +216,20 @@ class Partitions:
     # a new roster
 
     def serve(self, store: Store) -> Entry:
-        """From now on this peer has its shard."""
+        """Serve a partition's shard from now on."""
         self.heard(store.partition, store.generation)
         store.note = self.host.events.add
         entry = self.host.entries[store.partition] = Entry(store)
         return entry
 
     def turned(self) -> None:
-        """What is served elsewhere now is with its rows, and what they hold, that peer's."""
+        """Apply a new roster: stop serving partitions that moved to another peer, together with
+        their rows."""
         for name in [name for name in self.host.entries if not self.host.serves(name)]:
             del self.host.entries[name]
 
     def spare(self) -> Flags:
-        """Per shard, whether it is this peer's and nothing lives in it."""
+        """Whether each shard is this peer's and has no partition."""
         roster = self.host.roster
         spare: Flags = roster.primaries == roster.members.index(self.host.address)
         for name in self.host.entries:

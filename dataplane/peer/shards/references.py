@@ -1,8 +1,9 @@
-"""References of shards to values in arenas: bytes live while a shard names them.
+"""References of shards to values in arenas: bytes live as long as a shard references them.
 
-Shards here name values of this peer and of others, and say when that ends; shards elsewhere name
-values here (`lent`), and one that goes without a word is spoken for by its heir. Who took over from
-whom, and what a peer may have taken that did not answer, is settled before anything is let go.
+Shards here reference values of this peer and of other peers, and tell the owner when a reference
+ends. Shards on other peers reference values here (`lent`). If such a peer dies, the peer that
+takes over its shards reports its references. Before this peer frees a value, it settles which
+peer took over which shards, and what a peer that did not reply may have taken.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class References:
     # at the peer that asks for changes, and carries values to their shards
 
     async def change(self, body: Any, caller: Caller, carried: Ranges = NONE) -> Any:
-        """Ask the shard for a change, wherever the shard is then, under one number, and return the
-        answer. Values that the shard refuses are let go; a peer that may have taken them and did
-        not answer is asked about that until it says so. carried: the chunks that the message
-        names."""
+        """Ask the shard for a change, wherever the shard is, under one change number, and return
+        the reply.
+
+        Values that the shard rejects are released. A peer that may have taken them without
+        replying is asked until it says so. carried: the chunks in the message.
+        """
         end = min(self.host.now() + CALL_S, call_context.get().until)
         of = body.partition, body.generation
         body.change = await self.host.changes.begin(*of, end)
@@ -93,10 +96,12 @@ class References:
     # at the peer of the shards: of values anywhere
 
     def answered(self, entry: Entry, caller: Caller, body: Any) -> Body | None:
-        """What a change was answered before; None where it is new. ChangeExpired.
+        """Return the earlier reply to a change, or None if the change is new. May raise
+        ChangeExpired.
 
-        Where another peer carried the change out, its values were lent to that peer, and once more
-        to this one since."""
+        If another peer applied the change, its values were lent to that peer, and are now lent
+        to this one.
+        """
         change = body.change
         if change is None:
             return None
@@ -109,7 +114,8 @@ class References:
         return answer
 
     def settle_here(self, caller: Caller, body: Settle) -> Body:
-        """StaleEpoch while the shard moves: the peer that has it then says what it holds."""
+        """Answer whether a change took effect. Raise StaleEpoch while the shard moves: its new
+        peer then reports what it references."""
         entry = self.host.entry(body.partition, body.generation)
         _check_caller(body.change, caller)
         if entry is not None:
@@ -123,8 +129,8 @@ class References:
         return Settled(False)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
-        """Values that a shard here no longer holds; their bytes may be another peer's. Whether any
-        came free here."""
+        """Release values that a shard here no longer references. The bytes may be on another
+        peer. Return whether bytes were freed here."""
         if owner == self.host.owner:
             return bool(self.host.space.release(ranges, counts))
         freed = ranges.tobytes(), np.asarray(counts, "<u4").tobytes()
@@ -169,8 +175,8 @@ class References:
             raise
 
     def took_over(self, owner: Owner, body: Inherited) -> None:
-        """Tell an owner of values what a lost peer's shards hold there, which are this peer's now.
-        What is let go of that from here on is told after it."""
+        """Tell an owner of values which of them a lost peer's shards reference. This peer now
+        serves those shards. Releases that follow are sent after that."""
         task = self.mesh.spawn(self._tell_what_was_taken_over(owner, body))
         self._telling.setdefault(owner, set()).add(task)
         task.add_done_callback(lambda _: self._told(owner, task))
@@ -194,7 +200,8 @@ class References:
     # at the owner of the values
 
     def release_here(self, caller: Caller, body: Release) -> Body:
-        """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
+        """Release what a shard references here, up to what it has. The peer may have been
+        declared lost meanwhile."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
         if body.number > self._heard.get(caller.owner, 0):
@@ -203,15 +210,16 @@ class References:
         return Done()
 
     def gone(self, owner: Owner) -> None:
-        """A process is no member any more. Where it had no shards nobody speaks for it: what it was
-        being handed, under a roster that gave its address some, it cannot have taken."""
+        """Handle a process that is no longer a member. If it had no shards, no peer speaks for
+        it: values that were in flight to it, under a roster that gave it shards, cannot have
+        arrived."""
         self._heard.pop(owner, None)
         if self.host.heirs.heir(owner) == owner:
             self.room.release(*self.lent.lost(owner))
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
-        """A peer took over a lost one's shards and says what those hold here, or that it was given
-        them empty; the rest is free."""
+        """Handle the report of a peer that took over a lost peer's shards, or was assigned them
+        empty. Values that it does not list are freed."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
         heir = None if caller.owner == self.host.owner else caller.owner
@@ -242,11 +250,12 @@ def _check_caller(change: Change, caller: Caller) -> None:
 
 
 class Doubts:
-    """Changes that another peer may have carried out: it was asked to, and did not answer.
+    """Changes that another peer may have applied, because it did not reply to a request.
 
-    Until that is known, the values of a change are lent to that peer. When the call is over, the
-    peer is asked until it answers or is no member any more. What it carried out holds the values.
-    What it did not carry out it never will, and the values are let go.
+    Until that is known, the values of a change stay lent to that peer. After the call, this peer
+    asks it until it replies or is no longer a member. An applied change keeps its values
+    referenced. A change that the peer did not apply will never apply, so its values are
+    released.
     """
 
     def __init__(self, host: Host, mesh: Mesh, lent: Lent) -> None:
@@ -262,8 +271,10 @@ class Doubts:
     async def lend(
         self, to: Owner, body: Any, ranges: Ranges, caller: Caller, epoch: tuple[int, int]
     ) -> Any:
-        """Ask a peer for a change whose message names these ranges of this host. What the peer
-        refuses is let go; what it does not answer is in doubt."""
+        """Ask a peer for a change whose message references these ranges of this host.
+
+        Values that the peer rejects are released. Without a reply, the change is in doubt.
+        """
         number: int = body.change.number
         again = to in self._open.get(number, ())
         if not again:
@@ -284,7 +295,7 @@ class Doubts:
         return done
 
     def settle(self, partition: str, generation: int, change: Change) -> None:
-        """The call is over: find out what is in doubt. The change ends when nothing is any more."""
+        """Resolve the doubts about a change after its call. The change ends when none are left."""
         asked = Settle(partition, generation, change)
         for to in list(self._open.get(change.number, ())):
             self.mesh.spawn(self._find_out(to, asked))

@@ -1,10 +1,11 @@
-"""replicas=2: the bytes of every value lie at two peers.
+"""replicas=2: the bytes of every value are stored on two peers.
 
-The second copy is at the peer whose shard has the row, or, where the value was written there, at
-its backup. Both have it before a row names the value: were the writer lost on the way, rows would
-lose values that nobody was promised, and go with all their others. Only who writes waits for that,
-where there is no room: what others ask is what makes some. Nor does anybody wait where a peer died
-with the second copies of rows that are there: they are made anew as there is room.
+The replica is on the peer that serves the row's shard. If the value was written there, the
+replica is on that peer's backup. Both peers have the bytes before a row references the value.
+Otherwise, if the writer died in between, rows would lose values that were never confirmed, and
+with them all their other values. If there is no space, only the writer waits, because other
+calls free space. Nothing waits after a peer with replicas of existing rows dies: new replicas
+are created as space allows.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class Copying:
     # at the peer whose shard has the rows
 
     def note(self, entry: Entry, op: Op) -> None:
-        """What names values that another peer wrote: where it comes from a peer that died, copies
-        are yet to be made."""
+        """Note references to values that another peer wrote. If the operation came from a peer
+        that died, replicas are still to be created."""
         for named in named_by(op):
             self._note(entry, *named)
 
     def note_all(self, entry: Entry) -> None:
-        """The same for everything that the rows of a partition name."""
+        """Note all references of a partition's rows, as `note` does."""
         for owner, *_ in entry.store.holdings():
             self._note(entry, owner, *entry.store.named(owner))
 
@@ -82,9 +83,11 @@ class Copying:
 
     @contextlib.asynccontextmanager
     async def beforehand(self, entry: Entry, body: Put | Finish | Restore) -> AsyncIterator[None]:
-        """Second copies of what is written are where they belong while its message is carried out.
-        BackPressure, RowsLost; StaleEpoch where the roster changed meanwhile, or is about to: this
-        peer leaves, and its heir may have the shards already."""
+        """Create replicas of a message's values while the shard applies the message.
+
+        Raises BackPressure or RowsLost, and StaleEpoch if the roster changes meanwhile or this
+        peer is leaving, because its successor may already have the shards.
+        """
         copies, roster = entry.copies, self.host.roster
         named = named_by(body) if copies is not None else []
         if copies is None or not named:
@@ -106,23 +109,23 @@ class Copying:
             yield
 
     async def copy_held_to_backup(self, entry: Entry, copies: Copies, owner: Owner) -> None:
-        """The backup has copies of an owner's copies here before they are all that rows name; where
-        another took its place meanwhile, that one."""
+        """Have the backup copy this peer's copies of an owner's values before they become the
+        only ones that rows reference. If the backup is replaced meanwhile, use the new one."""
         told = None
         while (backup := self.host.roster.backup_of(self.host.address)[0]) != told:
             told = backup
             await self.copy_to_backup(entry, *copies.held(owner))
 
     async def copy_to_backup(self, entry: Entry, ranges: Array, nbytes: Array) -> None:
-        """The backup has copies of these before it hears of rows that name them: there everything
-        else that is done here would wait behind."""
+        """Have the backup copy these values before it receives rows that reference them.
+        Otherwise all other operations of this peer would wait behind the copies."""
         for at in range(0, len(ranges), MAX_RANGES):
             part = slice(at, at + MAX_RANGES)
             await self.have_copied(entry, ranges[part].tobytes(), nbytes[part].tobytes())
 
     async def have_copied(self, entry: Entry, ranges: bytes = b"", sizes: bytes = b"") -> None:
-        """The backup has copies of these. It has its own backup make copies of what is here and
-        there, where this peer leaves."""
+        """Have the backup copy these values. If this peer is leaving, the backup has its own
+        backup copy the values of both peers."""
         body = Duplicate(entry.name, entry.generation, ranges, sizes)
         while self.host.progress.required:
             roster = self.host.roster
@@ -148,12 +151,12 @@ class Copying:
         return True
 
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
-        """References of this entry's rows ended."""
+        """Release replicas when references of this partition's rows end."""
         if entry.copies is not None:
             self.room.release(entry.copies.freed(owner, ranges, counts))
 
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
-        """The rows name the copies here from now on."""
+        """Make the rows reference the copies here instead of those of the lost owner."""
         if entry.copies is not None:
             self.succeed(entry, entry.copies, owner)
 
@@ -161,8 +164,8 @@ class Copying:
 
     @contextlib.contextmanager
     def held(self, copies: Copies, named: list[Named]) -> Iterator[None]:
-        """What is named counts as needed meanwhile, before any row names it and whether or not one
-        will."""
+        """Count references of an operation as needed, before a row has them and whether or not
+        one will."""
         for one in named:
             copies.note(*one)
         try:
@@ -174,7 +177,7 @@ class Copying:
     def copy_here_later(
         self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
     ) -> None:
-        """What is missing of an owner's, for as long as it is needed and the owner lives."""
+        """Copy the missing values of an owner, while they are needed and the owner lives."""
         key = id(copies), owner
         if key not in self._coming:
             self.mesh.spawn(self._copy_here_in_the_end(key, copies, name, needed))
@@ -201,14 +204,15 @@ class Copying:
             del self._coming[key]
 
     def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
-        """Values of an owner that is no more are those that lie here. Others are lost: of these
-        another peer had the copy."""
+        """Make rows reference the copies here, because their owner is gone. Other values are
+        lost here: another peer has their replica."""
         ranges, local = copies.take(owner)
         if len(ranges):
             self.replace(entry, owner, ranges, local)
 
     def replace(self, entry: Entry, owner: Owner, ranges: Array, local: Array) -> None:
-        """The rows name these copies, held once each so far, in place of the owner's ranges."""
+        """Make the rows reference these copies, which have one reference each so far, instead of
+        the owner's ranges."""
         moved = entry.store.relocate(owner, ranges, self.host.owner, local)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
@@ -217,8 +221,8 @@ class Copying:
         )
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
-        """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is
-        passed over. BackPressure where there is no room for it."""
+        """Copy the missing values of an owner, all of them or those in `among`. Skip values that
+        the owner has freed. Raise BackPressure if the arena is full."""
         ranges, nbytes = copies.missing(owner, among)
         while len(ranges):
             try:
@@ -234,9 +238,12 @@ class Copying:
             ranges, nbytes = ranges[count:], nbytes[count:]
 
     async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:
-        """Copies of the first of these ranges, as many as are brought at once and have room: (how
-        many; which of them have not been freed meanwhile; of those the copies, held once each).
-        BackPressure when there is no room in time."""
+        """Copy the first of these ranges, as many as one batch may have and the arena has space
+        for.
+
+        Return how many were tried, a mask of those that still exist, and their copies with
+        one reference each. Raise BackPressure if no space is freed in time.
+        """
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_RANGES]), limit, "right")))
         ranges, nbytes = ranges[:most], nbytes[:most]

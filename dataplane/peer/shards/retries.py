@@ -1,7 +1,7 @@
-"""Effects of commands on other callers that failed, and are tried again.
+"""Retries of effects of commands on other callers.
 
-The command before them stands. Of what fails, the first failure is logged with its traceback, and
-how often it failed since once a minute.
+The command itself stands. The first failure of an effect is logged with its traceback, and later
+failures are counted in one log line a minute.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ class Retries:
     """the next sweep is set"""
 
     def failed(self, what: str, again: Effect, key: Hashable = None) -> None:
-        """To be called where an effect raised. what: names it in the log. again: tried within
-        SWEEP_S. Effects with a key can be repeated at will: they are tried until they succeed, once
-        a sweep for each key. One without a key is tried once more: part of it may have been done
-        each time."""
+        """Schedule a retry of an effect that raised.
+
+        what: the name of the effect in the log. again: the effect, retried within SWEEP_S. key:
+        set for an idempotent effect, which is retried until it succeeds, once per sweep and key.
+        An effect without a key is retried only once, because each attempt may have applied a
+        part of it.
+        """
         is_last = key is None
         self._log(what, f"trying {'once more' if is_last else 'again'} in {SWEEP_S:g} s")
         if key not in self._due and len(self._due) >= MAX_DUE:

@@ -1,11 +1,11 @@
-"""Calls that wait at the primary of their partition: claims, producers that ask to open groups, and
-who only waits for figures.
+"""Calls that wait at the primary of their partition: claims, producers that want to open groups,
+and callers that wait for counts.
 
-What waits is soft (`metadata.shard.claim_queue`, `AdmitQueue`), what was granted is a lease or a
-permit of the store, which knows its call by number. A call that is repeated, because a turn was
-over, a link broke or a roster came, is answered with what it was granted, or waits on at its age
-and in its place; one that was given up, or answered, is known by its number for a while, so that
-what comes of it later does not wait for nobody.
+Waiting calls are soft state (`metadata.shard.claim_queue`, `AdmitQueue`). A granted call is a
+lease or a permit of the store, which knows the call by its number. A call may be repeated
+because a turn ended, a link broke or a roster changed. It then gets its grant, or keeps waiting
+with its age and its position. The numbers of cancelled and answered calls are remembered for a
+while, so that a late repetition does not wait for a caller that has left.
 """
 
 from __future__ import annotations
@@ -114,11 +114,13 @@ class WaitingCalls:
     # claims come
 
     def claim(self, caller: Caller, body: Claim) -> Body | Answer:
-        """Rows at once where there are enough and nobody is before it, else an answer to come.
+        """Grant rows at once if there are enough and no claim is ahead, else return a future reply.
 
-        PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge, LimitExceeded;
-        LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait, and
-        at the end of its turn for one that does, which keeps its place until it is withdrawn."""
+        Raises PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge or
+        LimitExceeded; LeaseExpired for a claim that has already ended; ClaimTimeout for a claim
+        that does not wait, and at the end of its turn for one that does. The latter keeps its
+        position until it is withdrawn.
+        """
         entry = self.host.shard(body.partition, body.generation)
         if body.declare is not None and body.stage not in entry.store.stages:
             entry.store.declare_stage(body.stage, body.declare)
@@ -138,8 +140,8 @@ class WaitingCalls:
         return self._answer_to(stage, caller, body, late)
 
     def admit(self, caller: Caller, body: Admit) -> Body | Answer:
-        """A permit at once or an answer to come, as with claims: first come, first served, whatever
-        they want."""
+        """Grant a permit at once or return a future reply: first come, first served, whatever
+        the size."""
         entry = self.host.shard(body.partition, body.generation)
         permits = entry.store.permits
         if body.number in permits.given:
@@ -218,7 +220,7 @@ class WaitingCalls:
     # claims go
 
     def withdraw(self, caller: Caller, body: Withdraw) -> Body:
-        """They wait no more, have no lease and no permit, and will never get one."""
+        """Withdraw waiting calls. They have no lease and no permit, and never get one."""
         for number in body.numbers:
             self._remember(number)
         entry = self.host.entry(body.partition, body.generation)
@@ -269,15 +271,15 @@ class WaitingCalls:
     # what they wait for
 
     def changed(self, entry: Entry, stages: set[str]) -> None:
-        """Something changed, and figures of these stages."""
+        """Look at waiting calls again, because these stages of the partition changed."""
         for name in (*stages, ADMISSION):
             stage = self._stages.get((entry.name, entry.generation, name))
             if stage is not None:
                 self._look(stage)
 
     def producers_wait(self) -> None:
-        """Somewhere somebody waits for room, for places to begin groups or for rows to go, which
-        others' claims may free: those get what is there."""
+        """Note that a producer somewhere waits for space, for permits to open groups, or for
+        rows to leave. Claims by others may free those, so they now get the rows that are ready."""
         kept, self._yields_until = self._yields_until < self.host.now(), self.host.now() + YIELD_S
         for stage in list(self._stages.values()) if kept else ():
             self._look(stage)
@@ -332,7 +334,8 @@ class WaitingCalls:
             self.host.events.waited(_record(stage, call), call.since)
 
     def going_on(self) -> list[Record]:
-        """Of each call that waits here, since when and for what, as of the end of a wait."""
+        """Return a record of each waiting call: its reason and start time, as for a wait that
+        ends now."""
         found = []
         for stage in self._stages.values():
             for call in stage.queue:
@@ -359,10 +362,10 @@ class WaitingCalls:
     # waiting without claiming
 
     def wait(self, caller: Caller, body: Wait) -> Answer:
-        """Until the figures satisfy it, or there is a row with its key; StreamEnd when that can
-        never be.
+        """Wait until the counts satisfy the request, or until a row with its key exists.
 
-        ClaimTimeout when its time is up: the asker says why, or asks again.
+        Raise StreamEnd if that can never happen, and ClaimTimeout at the deadline: the asking
+        peer then states the reason, or asks again.
         """
         entry = self.host.shard(body.partition, body.generation)
         if body.key is None:
@@ -452,7 +455,7 @@ class WaitingCalls:
             self._close(key, self.host.gone(entry.name, entry.generation))
 
     def turned(self) -> None:
-        """A new roster: who waits for what is served elsewhere now asks there."""
+        """Apply a new roster: callers of partitions that moved ask their new peer."""
         for key in [k for k in self._stages if not self.host.serves(k[0])]:
             self._close(
                 key,
@@ -467,8 +470,8 @@ class WaitingCalls:
             fail(answer, again(why))
 
     def gone(self, gone: Owner) -> None:
-        """A peer is no more: its calls go, rows come back from its clients, and those whose bytes
-        were there are lost."""
+        """Handle a lost peer: drop its calls, return the rows that its clients had leased, and
+        mark rows with values there as lost."""
         for stage in self._stages.values():
             for claim in stage.queue:
                 if gone.has_session(claim.holder):

@@ -124,6 +124,22 @@ def test_ragged_columns_as_trainers_want_them(hosts: Hosts) -> None:
     assert first.id is None and len(first) == 1
 
 
+def test_a_padding_keeps_its_sign_and_a_length_of_any_size_is_answered(hosts: Hosts) -> None:
+    here, _ = hosts.partition(None, free="drop")
+    here.put({"x": [[1.0, 2.0], [3.0]], "z": [np.ones(2, np.complex64), np.ones(1, np.complex64)]})
+    rows = here.get(timeout=20)
+    for zero in (-0.0, np.float32(-0.0), torch.tensor(-0.0)):
+        assert torch.signbit(rows.torch("x", layout="padded", padding=zero)[1, 1])
+    assert not torch.signbit(rows.torch("x", layout="padded", padding=0.0)[1, 1])
+    filled = rows.torch("z", layout="padded", padding=complex(-0.0, -0.0))[1, 1]
+    assert torch.signbit(torch.view_as_real(filled)).all()
+    for wide in ({"length": 2**60}, {"multiple": 2**70}):
+        with pytest.raises(dataplane.InvalidValue, match="'x': padded to shape .* smaller length="):
+            rows.torch("x", layout="padded", mask=True, **wide)
+        with pytest.raises(dataplane.InvalidValue, match="more than a process can address"):
+            rows.tensordict(["x"], layout="padded", **wide)
+
+
 def test_groups_of_a_batch_have_their_own_columns(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"]}, group_size=2)
     here.put({"x": np.arange(4)}, group=["g", "h", "g", "h"], tags={"n": [0, 1, 2, 3]})

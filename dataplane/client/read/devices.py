@@ -18,7 +18,15 @@ import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, Run
-from dataplane.client.read.ragged import RIGHT, Offsets, Padding, no_view, padding_value, unlike
+from dataplane.client.read.ragged import (
+    RIGHT,
+    Offsets,
+    Padding,
+    check_padded,
+    no_view,
+    padding_value,
+    unlike,
+)
 from dataplane.client.read.table import TableReader
 from dataplane.client.session.devices import Devices, Opened
 from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
@@ -287,6 +295,7 @@ def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding:
     if shape:
         lengths = np.array([row.shape[axis] for row in rows], np.int64)
         shape[axis] = padding.width(field, lengths)
+    check_padded(field, (len(rows), *shape), forms[0][0])
     made = torch.full([len(rows), *shape], value, dtype=rows[0].dtype, device=rows[0].device)
     for target, row in zip(made, rows, strict=True):
         spans = [slice(length) for length in row.shape]

@@ -101,6 +101,12 @@ class Padding:
         step = self.multiple or 1
         return -(-longest // step) * step
 
+    @property
+    def is_default(self) -> bool:
+        """Whether rows of equal lengths stay as they are. -0.0 equals 0, but fills otherwise."""
+        zero = type(self.value) in (int, float) and str(self.value) in ("0", "0.0")
+        return zero and self.side == "right" and self.length is None and self.multiple is None
+
     def span(self, length: int, width: int) -> slice:
         """Where a row lies in its padded form."""
         return slice(width - length, width) if self.side == "left" else slice(length)
@@ -165,6 +171,17 @@ def _holds(made: Any, given: Any) -> bool:
             made == given if math.isinf(given) or given == 0 else made != 0
         )
     return bool(made == given)
+
+
+def check_padded(field: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+    """Raise InvalidValue for padded rows of more bytes than a process can address."""
+    size = math.prod(length or 1 for length in shape) * dtype.itemsize  # as numpy counts
+    if size > sys.maxsize:
+        raise InvalidValue(
+            f"field {field!r}: padded to shape {list(shape)}, the rows take {size:,} bytes, more "
+            "than a process can address: pass a smaller length= or multiple=",
+            field=field,
+        )
 
 
 def no_view(field: str, layout: str) -> InvalidValue:

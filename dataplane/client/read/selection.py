@@ -243,7 +243,7 @@ class Selection:
         if mask and layout != "padded":
             raise InvalidCall(f"mask=True needs layout='padded', not {layout!r}")
         direct = self._handle.session.direct
-        padding = RIGHT if padding == RIGHT else padding
+        padding = RIGHT if padding.is_default else padding
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
         return (made, padding_mask(column, padding, device)) if mask else made
 

@@ -23,6 +23,7 @@ from dataplane.client.read.ragged import (
     Offsets,
     Padding,
     Side,
+    check_padded,
     no_view,
     padding_value,
     unlike,
@@ -411,7 +412,9 @@ def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
         for row, (values, span) in enumerate(zip(column, spans, strict=True)):
             target[row, span] = values.swapaxes(0, axis)
 
-    return _filled((len(column), *ragged.head, width, *ragged.tail), ragged.dtype, device, fill)
+    shape = (len(column), *ragged.head, width, *ragged.tail)
+    check_padded(column.field, shape, ragged.dtype)
+    return _filled(shape, ragged.dtype, device, fill)
 
 
 def _padded_along_axes(column: ColumnView, padding: Padding, device: str) -> Any:
@@ -433,6 +436,7 @@ def _padded_along_axes(column: ColumnView, padding: Padding, device: str) -> Any
                 spans[0] = padding.span(row.shape[0], shape[0])
             target[tuple(spans)] = row
 
+    check_padded(column.field, (len(forms), *shape), dtype)
     return _filled((len(forms), *shape), dtype, device, fill)
 
 

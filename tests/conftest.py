@@ -127,10 +127,11 @@ def no_launcher(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run_dir(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> Iterator[Path]:
     """A run directory of the test's own. Not `tmp_path`: paths of sockets must stay short."""
+    before = leaks.running()
     with tempfile.TemporaryDirectory(prefix="dp-") as folder:
         path = Path(folder)
         monkeypatch.setenv("DATAPLANE_RUN_DIR", folder)
         yield path
-        found = leaks.settled(lambda: leaks.processes_of(path))
-        leaks.end_processes_of(path)
+        found = leaks.settled(lambda: leaks.processes_of(path, before))
+        leaks.end_processes_of(path, before)
     assert not found, "the test left running: " + "; ".join(found)

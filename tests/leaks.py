@@ -92,10 +92,19 @@ def settled(look: Callable[[], list[str]]) -> list[str]:
     return found
 
 
-def processes_of(run_dir: Path) -> list[str]:
+def running() -> frozenset[str]:
+    """The processes of this machine."""
+    return frozenset(filter(str.isdigit, os.listdir("/proc")))
+
+
+def processes_of(run_dir: Path, before: frozenset[str]) -> list[str]:
     """Processes, whoever's child they are, that were started with this run directory. Not the
-    witness of a dead peer: it ends by itself, after 15 s that no test should wait for."""
-    return [f"process {_named(pid)}" for pid in _pids_of(run_dir) if not _is_witness(pid)]
+    witness of a dead peer: it ends by itself, after 15 s that no test should wait for.
+
+    before: what ran before the directory was made, and so is none of them.
+    """
+    pids = _pids_of(run_dir, before)
+    return [f"process {_named(pid)}" for pid in pids if not _is_witness(pid)]
 
 
 def _is_witness(pid: int) -> bool:
@@ -105,22 +114,20 @@ def _is_witness(pid: int) -> bool:
         return True
 
 
-def end_processes_of(run_dir: Path) -> None:
+def end_processes_of(run_dir: Path, before: frozenset[str]) -> None:
     """Kill what a failed test left running."""
-    for pid in _pids_of(run_dir):
+    for pid in _pids_of(run_dir, before):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _pids_of(run_dir: Path) -> list[int]:
+def _pids_of(run_dir: Path, before: frozenset[str]) -> list[int]:
     mark = b"DATAPLANE_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
     found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in map(int, running() - before - {str(os.getpid())}):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if mark in Path(entry.path, "environ").read_bytes() + b"\0":
-                found.append(int(entry.name))
+            if mark in Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
+                found.append(pid)
     return found
 
 
@@ -151,15 +158,11 @@ def _descriptors() -> list[tuple[int, str]]:
 
 
 def _all_children() -> Iterator[int]:
-    for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and _parent(entry.path) == os.getpid():
-                yield int(entry.name)
-
-
-def _parent(process: str) -> int:
-    stat = Path(process, "stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])  # a name may hold blanks and brackets
+    """Children of every thread, as the kernel lists them. A look at each process of the machine
+    would take longer than most tests."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended
+            yield from map(int, Path(f"/proc/self/task/{thread}/children").read_bytes().split())
 
 
 def _named(pid: int) -> str:

@@ -102,7 +102,7 @@ def test_an_add_that_no_ack_can_tell_is_refused_before_it_is_written(
 ) -> None:
     monkeypatch.setattr("dataplane.client._sync.lease.MAX_CHUNKS_PER_MESSAGE", 1)
     reserved = len(peer.bodies(Reserve))
-    with pytest.raises(dataplane.InvalidRows, match="Nothing was added; claim fewer rows"):
+    with pytest.raises(dataplane.InvalidRows, match="Nothing was added. Claim fewer rows"):
         batch.add({"x": np.zeros((len(batch), 20_000)), "y": np.zeros((len(batch), 20_000))})
     assert len(peer.bodies(Reserve)) == reserved
     batch.add({"x": np.zeros(len(batch))})
@@ -146,7 +146,7 @@ def test_after_the_ack_other_fields_are_read_by_key(
 
 def test_a_field_that_was_added_here_cannot_be_read_yet(batch: Batch) -> None:
     batch.add(reward=[1, 2, 3, 4])
-    with pytest.raises(dataplane.NotFetched, match="before the ack: reward"):
+    with pytest.raises(dataplane.NotFetched, match="cannot read .reward. from this batch yet"):
         batch["reward"]
 
 

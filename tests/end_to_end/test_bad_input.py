@@ -118,7 +118,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "too many fields": (
         lambda p: p.put({f"f{i}": [1] for i in range(65)}),
         dataplane.LimitExceeded,
-        "65 fields, over the limit of 64",
+        "65 fields, but a partition has at most 64",
     ),
     "a field twice": (
         lambda p: p.put({"x": [1]}, key=["a"]),
@@ -132,7 +132,11 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     ),
     "a key twice": (lambda p: p.put({"x": [1, 2]}, key=["c", "c"]), dataplane.InvalidRows, "'c'"),
     "a key of no type": (lambda p: p.put({"x": [1]}, key=[1.5]), dataplane.InvalidRows, "str or"),
-    "a bool as key": (lambda p: p.put({"x": [1]}, key=[True]), dataplane.InvalidRows, "str or int"),
+    "a bool as key": (
+        lambda p: p.put({"x": [1]}, key=[True]),
+        dataplane.InvalidRows,
+        "a str or an int",
+    ),
     "no key": (lambda p: p.put({"x": [1]}, key=1.5), dataplane.InvalidRows, "expected one id"),  # type: ignore[arg-type]
     "a large key": (lambda p: p.put({"x": [1]}, key=[2**70]), dataplane.InvalidRows, "as a str"),
     "a long key": (lambda p: p.put({"x": [1]}, key=["k" * 999]), dataplane.LimitExceeded, "512"),
@@ -140,7 +144,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a group of no type": (
         lambda p: p.put({"x": [1]}, group=[[1]]),  # type: ignore[list-item]
         dataplane.InvalidRows,
-        "str or int",
+        "a str or an int",
     ),
     "a tag of no type": (
         lambda p: p.put({"x": [1]}, tags={"n": [[1]]}),
@@ -253,7 +257,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     ),
     "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "already has 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),
-    "a group of no type": (lambda p: p.close([1], 1), dataplane.InvalidRows, "str or int"),  # type: ignore[arg-type]
+    "a group of no type": (lambda p: p.close([1], 1), dataplane.InvalidRows, "a str or an int"),  # type: ignore[arg-type]
     "tags of an unknown row": (lambda p: p.tag(["c"], {"n": 1}), dataplane.RowsGone, "'c'"),
     "two ways to drop": (
         lambda p: p.drop(keys=["a"], groups=["g"]),
@@ -361,7 +365,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
             call()
         assert batch.state == "leased"
     batch.add(z=[1, 2])
-    with pytest.raises(dataplane.FieldExists, match="already added to this batch: z"):
+    with pytest.raises(dataplane.FieldExists, match="already has the added field .z."):
         batch.add(z=[1, 2])
     batch.release()
     with pytest.raises(dataplane.LeaseExpired, match="was already released"):

@@ -250,7 +250,7 @@ def test_a_group_with_more_chunks_than_a_message_takes_is_refused() -> None:
     assert len(plan(images)[0]) == -(-n // 32)
     half = values[: n // 2 + 1]
     images, others = prepare({"x": half}, dedup=("x",)), prepare({"y": half}, dedup=("y",))
-    with pytest.raises(LimitExceeded, match="fewer fields at a time"):
+    with pytest.raises(LimitExceeded, match="fewer fields in one call"):
         plan(images, group[: len(half)], others=[others])
 
 

@@ -209,8 +209,8 @@ def test_a_mask_is_of_fields_of_equal_lengths(arena: Any) -> None:
     ("form", "reason"),
     [
         ({"layout": "thin"}, "layout='thin': expected"),
-        ({"layout": {"y": "dense"}}, "layout= names field 'y', which is not one of"),
-        ({"length": 2, "multiple": 3}, "not both"),
+        ({"layout": {"y": "dense"}}, "layout= names field 'y', which this call does not convert"),
+        ({"length": 2, "multiple": 3}, "only one of them"),
         ({"side": "top"}, "side='top'"),
         ({"length": 0}, "length=0: expected a positive int"),
     ],

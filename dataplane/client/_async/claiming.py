@@ -1,4 +1,4 @@
-"""Claims: one request for rows of a stage, sent once or again and again."""
+"""Claims: one request for rows of a stage, sent once or repeatedly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dataplane.wire.records import KEY
 
 
 class Claiming:
-    """Rows of a stage to be claimed, once or again and again. InvalidCall for what is no claim."""
+    """A claim of rows of one stage, which can be sent repeatedly. Raises InvalidCall for invalid
+    arguments."""
 
     def __init__(
         self,
@@ -31,8 +32,9 @@ class Claiming:
         lease_s: float | None,
         ahead: bool = False,
     ) -> None:
-        """timeout: waits so long, or for as long as rows can come. ahead: claims while the caller
-        works on what was claimed before, and does not wait."""
+        """timeout: seconds to wait; None waits as long as rows can still become ready. ahead: the
+        caller does not wait for this claim, because it still works on the rows of the last one.
+        """
         self._handle, self._demand, self._ahead = handle, demand, ahead
         self._unit = handle.unit
         self._want = demand.want(self._unit)
@@ -40,20 +42,21 @@ class Claiming:
         self._wanted = arguments.optional_texts(fields, "fields")
         self._timeout = arguments.seconds(timeout, "timeout")
         self.limit_s = limit_beside(self._timeout)
-        """for the acks and releases of what is claimed"""
+        """seconds that an ack or a release of the claimed rows may take"""
         lease_s = arguments.seconds(lease_s, "lease")
         if lease_s is not None and lease_s <= 0:
             raise InvalidCall(f"lease={lease_s:g}: expected a positive number of seconds, or None")
         self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
 
     async def claim(self) -> Claimed:
-        """Rows, leased."""
+        """Send the claim, and return the leased rows."""
         if self._handle.defined is None:
             await attach_to_wait(self._handle, self._timeout)
         return await self.claimed(self.call())
 
     def call(self, after: int | None = None) -> Call:
-        """The request, of a handle that is attached. after: the lease that is finished before."""
+        """Return the request; the handle must be attached. after: the lease that this client
+        finishes before it claims."""
         handle = self._handle
         if self._unit != handle.unit:  # it was attached since
             self._unit, self._want = handle.unit, self._demand.want(handle.unit)
@@ -71,7 +74,7 @@ class Claiming:
         return Call(body, Deadline(self._timeout), True)
 
     async def claimed(self, call: Call) -> Claimed:
-        """What it is answered."""
+        """Send `call`, and return the leased rows of its reply."""
         session, stage, began = self._handle.session, self._stage, time.monotonic()
         try:
             claimed = expect(await send(session, call), Claimed, call.body)

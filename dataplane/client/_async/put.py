@@ -1,7 +1,7 @@
-"""put: which way the values of a put go, and the handle on its rows.
+"""put: check the arguments, plan the messages, send them, and return a `Ref` of the rows.
 
-Whatever can be wrong with a put is found before its first byte leaves: an error behind the first
-message would leave rows that a second try puts twice.
+A put checks all of its arguments before it sends the first message. A later error would leave rows
+that a second put without keys would store twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dataplane.wire.tables import Name
 log = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8
-"""How many names an error carries."""
+"""An error lists at most this many keys and group ids."""
 
 
 async def put(
@@ -55,14 +55,18 @@ async def put(
     reuse: bool,
     timeout: float | None,
 ) -> Ref:
-    """Write rows. In the body of a loop over `producing`, a put of new rows that arrives too late
-    stores nothing and returns a Ref of no rows."""
+    """Put rows, and return a Ref of them. In a loop over `producing`, a put that arrives after the
+    partition was sealed or dropped stores nothing and returns a Ref without rows."""
     try:
         return await _put(handle, columns, key, group, tags, dedup, replace, reuse, timeout)
     except DataplaneError as exc:
         if not await comes_too_late(handle, exc):
             raise
-        log.info("partition %r: a late put stored nothing: %s", handle.name, exc.message)
+        log.info(
+            "partition %r: put() in a producing() loop came too late and stored nothing: %s",
+            handle.name,
+            exc.message,
+        )
     session = handle.session
     return Ref(session.plane, session.peer, handle.name, handle.generation, b"", None, (), ())
 
@@ -169,7 +173,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
     raise RowsGone(
         f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
         f"({which}) were put before and acked by every stage. A restarted producer should "
-        "continue with its next rows. If these are new rows under old names, pass reuse=True",
+        "continue with its next rows. To put new rows with these keys or group ids, pass "
+        "reuse=True",
         keys=keys,
         groups=groups,
     )

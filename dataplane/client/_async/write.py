@@ -1,8 +1,8 @@
-"""Runs of a put, and values that are added to leased rows: reserve, copy, message.
+"""Write the values of a put, or of fields that are added to leased rows: reserve, copy, send.
 
-A put goes unit by unit: as many units as fit one message and what the peer grants. Space that was
-granted ahead is used first, so a steady producer needs one round trip. Space that a message named
-belongs to the message, whatever becomes of it.
+A put sends its units in runs. A run is as many units as fit one message and the space that the peer
+reserves. The client uses space of its slab first, so a steady producer needs one round trip. Once a
+message names space, the space belongs to that message, even if the message fails.
 """
 
 from __future__ import annotations
@@ -54,36 +54,38 @@ from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
 from dataplane.wire.tables import Scalar
 
 RUN_BYTES = 256 << 20
-"""One message brings values of about this many bytes, and at most a quarter of the quota. Long
-copies are worth it: above a length that the C library chooses, they bypass the caches."""
+"""The values of one message have about this many bytes, and at most a quarter of the quota. Long
+copies are faster: above a length that the C library chooses, they bypass the caches."""
 MESSAGE_BYTES = 16 << 20
-"""A message of rows is kept to about this size."""
+"""The approximate maximum size of one message with rows, in bytes."""
 CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
-"""In all memories together: a single unit may need more."""
+"""The limit for all memories together. A single unit may need more."""
 
 
 class OtherMemory(Protocol):
-    """Fields of a put whose values go to other memory than the host arena, in the same units."""
+    """The fields of a put whose values go to memory other than the host arena, in the same
+    units."""
 
     @property
     def memory(self) -> int:
-        """Its number in `Session.slabs`."""
+        """The number of this memory in `Session.slabs`."""
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Those of the put, with these fields."""
+        """The units of the put, with only these fields."""
 
     def upto(self, first: int, last: int) -> int:
-        """How many of these units may go together, at least one."""
+        """Return how many of these units fit one run: at least one."""
 
     async def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
     ) -> list[Piece]:
-        """Find space for the values of these units, and copy them."""
+        """Reserve space for the values of these units, and copy them."""
 
 
 class Putting(msgspec.Struct, eq=False):
-    """One put under way. order: the rows of the put in the order of its units; None: their own."""
+    """One put in progress. order: the rows of the put in the order of its units; None:
+    unchanged."""
 
     handle: Handle
     generation: int
@@ -94,21 +96,21 @@ class Putting(msgspec.Struct, eq=False):
     reuse: bool = False
     order: Index | None = None
     gone: int = 0
-    """rows that were passed over, because they were there before and have been freed"""
+    """rows that the peer skipped, because they were put before and have been freed"""
     there: int = 0
-    """rows that were passed over, because they are there with all of these fields"""
+    """rows that the peer skipped, because they exist with all of these fields"""
     committed: list[tuple[int, int]] = []
-    """first and last row, in the order of the units, of each message that is in"""
+    """first and last row, in the order of the units, of each message that took effect"""
     others: Sequence[OtherMemory] = ()
     continuing: bool = False
-    """whether this client put, or leased, the same group or row before: the first speaks"""
+    """whether this client put or leased the first group or row of the put before"""
 
     def __post_init__(self) -> None:
         familiar = self.identity.familiar_keys()[: KEY.itemsize]
         self.continuing = self.handle.session.familiar.knows(self.generation, familiar)
 
     def check_units(self, units: list[Unit]) -> None:
-        """ValueTooLarge where a unit can never fit, as the peer would say of the first."""
+        """Raise ValueTooLarge if a unit can never fit."""
         cap = self.handle.session.share_bytes[int(self.continuing)]
         needed = max(unit.nbytes for unit in units)
         if needed > cap:
@@ -121,7 +123,7 @@ class Putting(msgspec.Struct, eq=False):
             )
 
     async def put_units(self, units: list[Unit], row_cost: int) -> None:
-        """Run by run; PutIncomplete where one fails behind others."""
+        """Send the units run by run. Raise PutIncomplete if one fails after another took effect."""
         done = 0
         others = [other.units for other in self.others]
         while done < len(units):
@@ -267,9 +269,9 @@ async def write_columns(
     groups: list[int] | None = None,
     check: Callable[[list[Piece]], None] = lambda pieces: None,
 ) -> list[Piece]:
-    """Copy new fields of n leased rows into the arena; nothing is committed yet. order: in which
-    the rows of the pieces are. groups: of these rows, NO_GROUP for those without. check: raises
-    for pieces that cannot be told, before anything is written."""
+    """Copy new fields of n leased rows into the arena, without sending a message. order: the order
+    of the rows in the pieces. groups: the group of each row, or NO_GROUP. check: raises an error
+    for pieces that do not fit one ack, before anything is written."""
     session = handle.session
     generation = await attach(handle, deadline)
     fields = handle.definition.fields
@@ -306,8 +308,8 @@ def run_end(
     row_cost: int,
     others: Sequence[Sequence[Unit]] = (),
 ) -> int:
-    """The end of the units from `start` that go together: at least one, and no more than may ever
-    be reserved at once. others: units of the same rows in other memories."""
+    """Return the end of the run that starts at unit `start`: at least one unit, and no more than
+    the peer can reserve at once. others: units of the same rows in other memories."""
     if len(units) == 1:
         return 1
     session = handle.session
@@ -331,7 +333,7 @@ def run_end(
 
 
 def needed(units: Sequence[Unit]) -> list[list[Chunk]]:
-    """The chunks of each unit that have no space yet, each once."""
+    """Return the chunks of each unit that have no space yet, each once."""
     found: list[list[Chunk]] = []
     seen: set[Chunk] = set()
     for unit in units:
@@ -351,8 +353,8 @@ async def write_chunks(
     continuing: bool,
     deadline: Deadline,
 ) -> tuple[int, int]:
-    """Find space for the chunks of the first of these units, and copy those that the peer does not
-    have yet. Returns the number of these units, and the pin of the shared chunks."""
+    """Reserve space for the chunks of the first of these units, and copy those that the peer does
+    not have yet. Return the number of these units, and the pin of the shared chunks."""
     session = handle.session
     count, pin = await room_for(handle, generation, units, continuing, deadline)
     chunks = [chunk for unit in units[:count] for chunk in unit if chunk.range is None]
@@ -379,9 +381,10 @@ async def room_for(
     deadline: Deadline,
     memory: int = 0,
 ) -> tuple[int, int]:
-    """Find space for the chunks of the first of these units, at least one: in a slab, else it is
-    reserved now. Chunks that the peer has already are named instead. Returns how many units they
-    are, and the pin of what is shared. memory: a device's number; the host arena may serve it too.
+    """Find space for the chunks of the first of these units (at least one) in a slab, or reserve
+    it. Chunks that the peer already has are shared instead. Return the number of these units, and
+    the pin of the shared chunks. memory: the number of a device, whose values may also go to the
+    host arena.
     """
     session = handle.session
     slabs = session.slabs[memory]
@@ -422,8 +425,8 @@ async def room_for(
 def share(
     session: Session, candidates: list[Chunk], granted: Sequence[Chunk], reserved: Reserved
 ) -> None:
-    """Name what the peer has already, after comparing the bytes, instead of writing it again.
-    candidates: those that the peer was asked about. granted: those that are written now."""
+    """Use chunks that the peer already has instead of writing them, after comparing the bytes.
+    candidates: the chunks that the client asked the peer about. granted: those to write now."""
     known = column(reserved.known, RANGE, len(candidates))
     places = column(reserved.places, EXTENT, len(candidates))
     arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
@@ -441,7 +444,7 @@ async def land(
     continuing: bool,
     deadline: Deadline,
 ) -> None:
-    """Give what was inline chunks in the arena: the shard has no space for it."""
+    """Move inline values to chunks in the arena, because the shard has no space for them."""
     inline = [chunk for chunk in chunks_of(pieces) if chunk.is_inline]
     if not inline:
         return
@@ -453,8 +456,8 @@ async def land(
 def named_again(
     session: Session, brought: MessageValues, full: ShardFull, pin: int
 ) -> tuple[object, int]:
-    """A message was refused, for want of space in the shard alone: the peer keeps its chunks, and
-    the next one names them as ranges. Returns what holds them, and the next message's pin."""
+    """Refer to the chunks of a message by their ranges, after the shard refused it because it had
+    no space. The peer keeps them. Return the object that holds them, and the next message's pin."""
     held = session.pinned(full.details.get("pin", 0))
     if "ranges" in full.details:
         brought.committed(column(full.details["ranges"], RANGE))
@@ -463,7 +466,7 @@ def named_again(
 
 
 def give_back(session: Session, chunks: Sequence[Chunk]) -> None:
-    """Keep the space of chunks that no message has named, for other writes."""
+    """Return the space of chunks that no message has named to the slab."""
     unsent = [chunk for chunk in chunks if chunk.offset >= 0]
     if unsent:
         session.keep(spaces_of(unsent))
@@ -475,12 +478,12 @@ def give_back(session: Session, chunks: Sequence[Chunk]) -> None:
 
 
 def whole(rows: Index, n: int) -> Index | None:
-    """None where these are all n rows in their order."""
+    """Return None if these are all n rows in order."""
     return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
 
 
 def row_cost(identity: Identity) -> int:
-    """About how many bytes each row adds to a message, without its values."""
+    """Return about how many bytes each row adds to a message, without its values."""
     cost = 64
     if identity.names is not None:
         cost += sum(len(n) for n in identity.names if isinstance(n, str)) // len(identity.names)

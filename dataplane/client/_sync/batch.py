@@ -1,4 +1,4 @@
-"""Rows and batches in the hands of a caller, and what may be done with them.
+"""Rows and batches: read and convert their fields, add fields, ack, release and drop.
 
 Generated from dataplane/client/_async/batch.py: change that.
 """
@@ -36,13 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class Converting(Fetching):
-    """Conversions for trainers. Fields that have not been fetched are fetched first."""
+    """Rows with conversions for trainers. A conversion fetches missing fields first."""
 
     @public
     def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Fetch more fields. In the blocking client, `batch["field"]` fetches a missing field; in
-        `dataplane.aio`, it raises NotFetched. Raises RowsGone if rows without a lease have been
-        freed."""
+        """Fetch more fields of the rows.
+
+        In the blocking client, `batch["field"]` fetches a missing field by itself. In
+        `dataplane.aio`, `batch["field"]` raises NotFetched, so fetch the field first. Raises
+        RowsGone if rows without a lease have been freed.
+        """
         self._more(fields, timeout)
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> None:
@@ -50,8 +53,9 @@ class Converting(Fetching):
 
     @public
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
-        """Return a field as a private, writable array `[n, …]`, or as a list of arrays if shapes
-        differ. `view=True` returns read-only views, without a copy if the rows are adjacent."""
+        """Return a field as a private, writable array `[n, …]`, or as a list of arrays if the
+        shapes differ. `view=True` returns read-only views instead. They share the arena's memory if
+        the rows are adjacent there."""
         if view and field in self and (dense := convert.as_it_lies(self[field])) is not None:
             return dense
         made: npt.NDArray[Any] | list[Any] = self._converted(
@@ -78,15 +82,17 @@ class Converting(Fetching):
         - `layout`: "dense"; "padded" with `padding`; "jagged" (a nested tensor); or "list". "auto"
           is dense if all rows have the same shape, else a list. Jagged fields of equal lengths
           share their offsets.
-        - `padding`, `side`, `length`, `multiple`: padded rows are filled at the "right" or "left",
-          to the longest row, to `length`, or to the next multiple of `multiple`. Raises
-          InvalidValue if the dtype cannot represent `padding`; a float is rounded.
-        - `mask=True`: return a pair, the tensor and a bool tensor [n, length] that is True where
-          values are.
+        - `padding`: the value that fills padded rows. It is rounded to the precision of a float
+          dtype. Raises InvalidValue if the dtype cannot represent it.
+        - `side`, `length`, `multiple`: padded rows are filled at the "right" or "left", to the
+          longest row, to `length`, or to the next multiple of `multiple`.
+        - `mask=True`: return a pair: the tensor, and a bool tensor [n, length] that is True at
+          values and False at padding.
         - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
           crashes the process.
         - `device`: copies to a GPU go through pinned memory, on torch's current stream. A blocking
-          call may return before the copy is done; in `dataplane.aio` the copy is done.
+          call may return before the copy has finished. An `await` in `dataplane.aio` returns after
+          it.
         """
         shape = Padding(padding, side, length, multiple)
         return self._converted(
@@ -117,15 +123,15 @@ class Converting(Fetching):
           becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
           in length. "dense" and "list" apply to every field; they raise InvalidValue if
           rows do not fit.
-        - `padding`, `side`, `length`, `multiple`: as in `torch`. One padding for all fields fills
-          bool fields with False.
-        - `mask`: the name of a bool tensor [n, length] that is True where padded fields have
-          values. Pass a mapping by field if lengths differ.
+        - `padding`, `side`, `length`, `multiple`: as in `torch`. A single `padding` fills bool
+          fields with False.
+        - `mask`: the name of a bool tensor [n, length] to add, which is True at the values of
+          padded fields. Pass a mapping by field if their lengths differ.
         - `device`: as in `torch`.
 
-        Each of these arguments may also be a mapping by field. A field "a.b" becomes "b" in a
-        nested TensorDict "a". If the arrays of a field cannot form a tensor because their dtypes or
-        ranks differ, the log says so.
+        Each of these arguments except `device` may also be a mapping by field. A field "a.b"
+        becomes "b" in a nested TensorDict "a". If the arrays of a field differ in dtype or rank,
+        they cannot form a tensor: the field becomes a NonTensorStack, and the log says so.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = Form(layout, padding, side, length, multiple, mask)
@@ -162,15 +168,15 @@ class Rows(Converting):
 
 
 class LeasedRows(Converting):
-    """Rows under a lease: what a batch and a micro-batch of a plan have in common."""
+    """Rows under a lease: a batch, or a micro-batch of a plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
         super().__init__(handle, claimed.table, handle.session.pinned(claimed.pin))
         self.lease = Lease(handle, stage, claimed)
         self._of: LeasedRows | None = None
-        """that these rows are a part of"""
+        """the rows that these rows are a part of"""
         self._where: npt.NDArray[np.intp] = np.zeros(0, np.intp)
-        """in it"""
+        """positions of these rows in `_of`"""
         self._at: npt.NDArray[np.intp] | None = None
         self._outcome = ""
 
@@ -182,7 +188,8 @@ class LeasedRows(Converting):
     @property
     def state(self) -> str:
         """The state of the batch: `leased`, `acked`, `released`, `dropped`, `expired` or
-        `finished`. For a part of a batch, the state of its rows."""
+        `finished` (its rows ended in different ways). For a part of a batch, the state of its rows.
+        """
         if self._at is None:
             return self.lease.state
         if len(self.lease.open_among(self._at)):
@@ -216,7 +223,7 @@ class Batch(LeasedRows):
     ) -> None:
         """Add fields to the rows, one value per row: by name, as a mapping, or as a TensorDict.
 
-        The call copies the values. The ack stores them.
+        The call copies the values. The ack stores them and makes them visible to other stages.
 
         Raises FieldExists if a field was already added, and LeaseExpired if the lease has ended.
         """
@@ -246,12 +253,13 @@ class Batch(LeasedRows):
         - `tags`: tags to set on the rows, for example to count attempts.
         - `values`: progress for the next worker, one value per row, stored together with the
           release. After `batch.release(values={"so_far": tokens})`, the next claim of these rows by
-          this stage has `batch["so_far"]`, whatever its `fields=`. `batch.get("so_far")` is None
-          for rows without progress. Other stages and `plane.get` do not see progress, and progress
-          makes no row ready. The next release replaces it, and the stage's ack removes it.
+          this stage has `batch["so_far"]`, even if its `fields=` does not name it.
+          `batch.get("so_far")` is None for rows without progress. Only this stage sees progress,
+          and progress does not make a row ready. The next release replaces it, and the stage's ack
+          removes it.
 
-        Raises LeaseExpired if there are tags or values to store but the lease has ended, and
-        FieldExists if a row already has a field with the name of a value.
+        Raises LeaseExpired if there are tags or values to store but the lease has ended. Raises
+        FieldExists if a row already has a field with the name of one of the values.
         """
         self._finish("release", timeout, tags, values)
 
@@ -264,7 +272,7 @@ class Batch(LeasedRows):
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Drop rows for every stage and free them: the rows of `groups`, the rows at the positions
-        `rows` in the batch, or all rows of the batch. Other rows stay leased."""
+        `rows` in the batch, or all rows of the batch. The other rows stay leased."""
         self.lease.check()
         if rows is None and groups is None:
             self._finish("drop", timeout)
@@ -324,8 +332,8 @@ class Batch(LeasedRows):
             added = set(fields) & set(self.lease.added)
             if added:
                 raise NotFetched(
-                    f"cannot read from this batch before the ack: {', '.join(sorted(added))}. "
-                    "These values were added to the batch and are stored by the ack",
+                    f"cannot read {', '.join(map(repr, sorted(added)))} from this batch yet: the "
+                    "values were added to the batch, and the ack stores them. Ack the batch first",
                     fields=sorted(added),
                 )
             if self._of is not None:  # for all of them at once

@@ -1,8 +1,8 @@
-"""A lease and what was added under it, until ack, release or drop.
+"""A lease, and the values that were added to its rows, until ack, release or drop.
 
-Positions of rows are those of the claim, also after some rows were dropped. Added values are copied
-into the arena at once. The ack of their rows names their chunks, in one message for all rows to
-which the same was added. A chunk that a later ack names again is held by the peer meanwhile.
+Row positions are those of the claim, also after some rows were dropped. `add` copies values into
+the arena at once. The ack of the rows names their chunks, with one message for all rows that have
+the same added fields. The peer keeps a chunk that a later ack will name again.
 
 
 Generated from dataplane/client/_async/lease.py: change that.
@@ -85,7 +85,8 @@ _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dr
 
 
 class Added(msgspec.Struct, eq=False):
-    """Values that wait for the ack of their rows. rows: bits of positions."""
+    """Values that were added to leased rows and are not acked yet. rows: a bit mask of
+    positions."""
 
     rows: int
     pieces: list[Piece]
@@ -96,13 +97,13 @@ class Added(msgspec.Struct, eq=False):
         return [name for name in names if name != UNUSED]
 
     def of(self, rows: int) -> list[Piece]:
-        """What belongs to those of its rows that are among these, numbered among them."""
+        """Return the pieces of the rows that are also in `rows`, renumbered from 0."""
         if not self.rows & ~rows:
             return self.pieces
         return select(self.pieces, self._places(rows))
 
     def needs(self, chunks: Collection[Chunk], rows: int) -> bool:
-        """Whether these rows have values in one of these chunks."""
+        """Return whether any of these rows has a value in one of these chunks."""
         return bool(select([p for p in self.pieces if p.chunk in chunks], self._places(rows)))
 
     def _places(self, rows: int) -> Sequence[int]:
@@ -110,20 +111,21 @@ class Added(msgspec.Struct, eq=False):
 
 
 class Doubt(msgspec.Struct, eq=False):
-    """An ack that may have taken effect: it had no reply, or one that does not say so. The client
-    sends it again under the same number, and the peer gives the same reply."""
+    """An ack that may have taken effect, because no reply said whether it did. The client sends it
+    again with the same operation id, and the peer repeats its reply."""
 
     request: Request
     rows: int
-    """bits of positions"""
+    """bit mask of positions"""
     parts: list[Added]
-    """what was to be stored with it"""
+    """the added values that the ack stores"""
     brought: MessageValues | None
-    """what the message said of them"""
+    """those values as the message encodes them"""
 
 
 class Lease:
-    """What a claim handed out. Its rows go back when it dies without ack."""
+    """The rows of one claim. If the lease is garbage-collected before an ack, its rows return to
+    their stage."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
         self.handle = handle
@@ -133,30 +135,30 @@ class Lease:
         self.state = "leased"
         self._groups = column(claimed.table.rows.group_index, U4)
         self._open: npt.NDArray[np.bool_] | None = None
-        """per row whether it was neither finished nor dropped; None: all are open"""
+        """per row: whether it is neither finished nor dropped; None: all rows are open"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
         """an ack that may have taken effect"""
         self._lost: list[tuple[int, set[str]]] = []
-        """rows and fields of acks that failed, and whose values the peer did not keep"""
+        """rows and fields of failed acks whose values the peer did not keep"""
         self._refused: set[str] = set()
-        """fields that other writers have set: they are given up by the next `add`"""
+        """fields that other writers have set; the next `add` discards them"""
         self._abandoned = False
 
     @property
     def open_rows(self) -> int:
-        """Rows that were neither finished nor dropped."""
+        """The number of rows that are neither finished nor dropped."""
         if self.state != "leased":
             return 0
         return self.n if self._open is None else int(self._open.sum())
 
     @property
     def added(self) -> list[str]:
-        """Fields that wait for the ack."""
+        """The added fields that are not acked yet."""
         return list(dict.fromkeys(name for one in self._added for name in one.fields))
 
     def open_among(self, rows: Index | None) -> Index:
-        """Those of these rows (None: of all) that are open."""
+        """Return the open rows among `rows` (None: among all rows)."""
         rows = np.arange(self.n, dtype=np.intp) if rows is None else rows
         if self.state != "leased":
             return rows[:0]
@@ -173,8 +175,8 @@ class Lease:
     def add(
         self, columns: Mapping[str, Any], deadline: Deadline, rows: Index | None = None
     ) -> None:
-        """Copy new fields of all rows, or of those at `rows`, into the arena. They are there for
-        others after the ack."""
+        """Copy new fields of all rows, or of those at `rows`, into the arena. The ack makes them
+        visible to other clients."""
         self.check()
         if self._doubt is not None:
             self._settle_doubt(deadline)
@@ -184,8 +186,9 @@ class Lease:
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
-                f"already added to this batch: {', '.join(sorted(twice))}. A field is written "
-                "only once, so use another name",
+                f"this batch already has the added {'fields' if len(twice) > 1 else 'field'} "
+                f"{', '.join(map(repr, sorted(twice)))}, and a field is written only once: use "
+                "another name",
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
@@ -258,13 +261,13 @@ class Lease:
             raise InvalidRows(
                 f"the values added to these {self.n} rows take {count} chunks and {sized(size)} of "
                 f"metadata, but the limits are {MAX_CHUNKS_PER_MESSAGE} chunks and "
-                f"{sized(MAX_FRAME_BYTES // 2)}. Nothing was added; claim fewer rows at a time, or "
-                "add to some rows and ack them first",
+                f"{sized(MAX_FRAME_BYTES // 2)}. Nothing was added. Claim fewer rows at a time, or "
+                "ack a part of the batch, such as batch[0:16], before adding to the rest",
                 size=size,
             )
 
     def fetch(self, fields: Sequence[str], deadline: Deadline) -> Fetched:
-        """More fields of the rows."""
+        """Fetch more fields of the rows."""
         body = Fetch(self.id, arguments.texts(fields, "fields"))
         return ask(self.handle.session, body, Fetched, deadline)
 
@@ -277,11 +280,11 @@ class Lease:
         values: Mapping[str, Any] | None = None,
         then: Call | None = None,
     ) -> None:
-        """End the lease for all rows that are still open, or for those at `rows`. tags, values: of
-        all, or of those at `rows`. then: goes along with the last message of an ack.
+        """End the lease for all open rows, or for those at `rows`. tags, values: one per row that
+        ends, or per row at `rows`. then: a call that is sent with the last message of an ack.
 
-        Only ack takes what was added along, and only release `values`, as progress. Releasing a
-        lease that has ended already is no error, unless there is something to be told with it.
+        Only an ack stores added values. Only a release stores `values`, as progress. Releasing a
+        lease that has already ended is an error only if there are tags or values to store.
         """
         self.check()
         if self._doubt is not None:
@@ -378,9 +381,9 @@ class Lease:
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
             raise InvalidCall(
-                f"the values added as {', '.join(sorted(lost))} were lost when an ack failed: add "
-                "them again (under another name if the field already exists), or release the "
-                "batch",
+                f"the values added to this batch as {', '.join(map(repr, sorted(lost)))} were lost "
+                "when an ack failed: add them again (under another name if the field already "
+                "exists), or release the batch",
                 fields=sorted(lost),
             )
 
@@ -437,8 +440,8 @@ class Lease:
                 self.handle.session.keep(column(done.extents, EXTENT).tolist())
             if done.kept:
                 log.info(
-                    "partition %r, stage %r: rows were redelivered, so existing values were kept: "
-                    "%s",
+                    "partition %r, stage %r: kept values that an earlier delivery of these rows "
+                    "stored: %s",
                     self.handle.name,
                     self.stage,
                     done.kept,
@@ -594,8 +597,8 @@ class Lease:
         return [chunk for chunk in chunks if chunk.offset >= 0]
 
     def give_back(self, deadline: Deadline) -> None:
-        """Release what is held; the rows are back when this returns, also where `abandon` has
-        only just said that they are to go."""
+        """Release the lease and wait until its rows are back in their stage, also if `abandon`
+        has already requested that."""
         if self.state == "leased":
             self.finish("release", deadline)
         elif self._abandoned:
@@ -607,7 +610,8 @@ class Lease:
                 send(self.handle.session, call)
 
     def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
-        """Give the rows back without a call: from a finalizer. forgotten: as in `Abandoned`."""
+        """Return the rows to their stage from a finalizer, without waiting. forgotten: as in
+        `Abandoned`."""
         if self.state == "leased":
             rows = self.open_rows
             self.state, self._abandoned = "released", True
@@ -623,9 +627,9 @@ class Lease:
 
 
 def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
-    """Which rows of n `drop(rows=…)` or `drop(groups=…)` means."""
+    """Return the positions of the rows that `drop(rows=…)` or `drop(groups=…)` names."""
     if rows is not None and groups is not None:
-        raise InvalidCall("pass rows= or groups=, not both")
+        raise InvalidCall("drop() got both rows= and groups=: pass one of them")
     if groups is not None:
         return group_positions(table, groups)
     index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))

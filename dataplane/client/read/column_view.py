@@ -40,16 +40,17 @@ class Run(NamedTuple):
 
 
 class ColumnView(Sequence[Any]):
-    """One field of some rows: entry i is the value of row i.
+    """One field of some rows, as a sequence: entry i is the value of row i.
 
-    Arrays come as zero-copy read-only ndarrays (0-d where a row has one number of an array column),
-    objects with the Python types they were put with. FieldUnknown at a row that lacks the field.
+    Arrays are read-only NumPy views of shared memory, without a copy. If an array has one number
+    per row, an entry is a 0-d array. Objects have the Python types they were put with. Reading a
+    row that lacks the field raises FieldUnknown.
     """
 
     def __init__(
         self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
     ) -> None:
-        """name_of: what a row is called in messages."""
+        """name_of: returns the key of a row, for messages."""
         self.field = field
         self.runs = [run for run in runs if run.last > run.first]
         self.name_of = name_of
@@ -59,14 +60,14 @@ class ColumnView(Sequence[Any]):
         return self._ends[-1] if self._ends else 0
 
     def __reduce__(self) -> Any:
-        """Another process gets a list of private copies."""
+        """Pickle the view as a list of private copies."""
         return list, (list(self),)
 
     def __repr__(self) -> str:
         return f"<{self.field}: {len(self)} rows, {self.described()}>"
 
     def described(self) -> str:
-        """What is here, for people: dtype and shape, the lengths of rows, and the first value."""
+        """Describe the values: dtype and shape, the lengths of the rows, and the first value."""
         rows = np.flatnonzero(~self.absent)
         if not len(rows):
             return "no values"
@@ -75,7 +76,7 @@ class ColumnView(Sequence[Any]):
             shown = _shown(first)
         except DataplaneError as exc:  # a representation is no place to fail
             return f"unreadable: {exc.message:.80}"
-        lacking = f", {len(self) - len(rows)} lacking" if len(rows) < len(self) else ""
+        lacking = f", {len(self) - len(rows)} rows without a value" if len(rows) < len(self) else ""
         return f"{arrays_of(self)._described_form(first)}{lacking}, first {shown}"
 
     def _described_form(self, first: Any) -> str:
@@ -110,7 +111,7 @@ class ColumnView(Sequence[Any]):
         return chain.from_iterable(map(self.run_values, self.runs, [0, *self._ends]))
 
     def run_values(self, run: Run, row: int = 0) -> Iterable[Any]:
-        """The values of one run. row: the first of it."""
+        """Return the values of one run. row: the first row of the run."""
         column, first, last = run
         if column is None:
             raise self.lacking(row)
@@ -125,17 +126,17 @@ class ColumnView(Sequence[Any]):
             raise ProtocolError(f"field {self.field!r}: expected UTF-8 text: {exc}") from exc
 
     def present(self, row: int) -> bool:
-        """Whether this row has the field."""
+        """Return whether this row has the field."""
         return self.place(row)[0] is not None
 
     def place(self, row: int) -> tuple[ChunkColumn | None, int]:
-        """The column of a chunk that has a row, and which of its rows it is."""
+        """Return the chunk column that has this row, and the row's position in it."""
         number = bisect_right(self._ends, row)
         column, _, last = self.runs[number]
         return column, last - self._ends[number] + row
 
     def take(self, rows: npt.ArrayLike) -> ColumnView:
-        """The same field of only these rows (indexes), still without a copy."""
+        """Return the same field of only the rows at these positions, without a copy."""
         chosen: npt.NDArray[np.intp] = np.arange(len(self))[np.asarray(rows, np.intp)]
         name_of = self.name_of
         return type(self)(
@@ -145,13 +146,18 @@ class ColumnView(Sequence[Any]):
         )
 
     def equals(self, other: Sequence[Any]) -> bool:
-        """Whether the other has the same values: types, dtypes, shapes and bytes; NaN is itself."""
+        """Return whether all values have equal types, dtypes, shapes and bytes. NaN equals NaN."""
         return len(self) == len(other) and all(map(same, self, other))
 
     def lacking(self, row: int) -> FieldUnknown:
-        """The error of a row that lacks the field."""
+        """Return the error for a row that lacks the field."""
         named = f"row {row}" if self.name_of is None else f"row {self.name_of(row)!r}"
-        return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
+        return FieldUnknown(
+            f"{named} has no field {self.field!r}: leave out the row, or call get({self.field!r}), "
+            "which returns None for such rows",
+            field=self.field,
+            row=row,
+        )
 
     # what all of them have in common
 

@@ -78,7 +78,7 @@ class Padding:
         if self.side not in ("right", "left"):
             raise InvalidCall(f"side={self.side!r}: expected 'right' or 'left'")
         if self.length is not None and self.multiple is not None:
-            raise InvalidCall("pass length= or multiple=, not both")
+            raise InvalidCall("got both length= and multiple=: pass only one of them")
         for name in ("length", "multiple"):
             given = getattr(self, name)
             if given is not None and (type(given) is not int or given < 1):

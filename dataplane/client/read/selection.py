@@ -58,7 +58,7 @@ class Fetched:
 
 
 class Selection:
-    """Rows and what was fetched of them. `selection["field"]` has one entry a row.
+    """Rows and their fetched fields. `selection["field"]` has one entry per row.
 
     Array entries are read-only views of shared memory.
     """
@@ -81,12 +81,12 @@ class Selection:
 
     @cached_property
     def keys(self) -> list[Name]:
-        """The key of each row. Generated keys are "~" and 32 hex digits."""
+        """The key of each row. A generated key is "~" and 32 hexadecimal digits."""
         return row_names(self._rows)
 
     @cached_property
     def group_ids(self) -> list[Name | None]:
-        """The group of each row; None for a row without one."""
+        """The group id of each row; None for a row without a group."""
         return row_groups(self._rows)
 
     @cached_property
@@ -117,7 +117,7 @@ class Selection:
 
     @property
     def partition(self) -> str:
-        """The name of the rows' partition."""
+        """The name of the partition of the rows."""
         return self._handle.name
 
     @property
@@ -132,7 +132,7 @@ class Selection:
     @overload
     def __getitem__(self, field: slice) -> Self: ...
     def __getitem__(self, field: str | slice) -> Any:
-        """Return a field, with one entry per row. For a slice, return the part with those rows.
+        """Return a field, with one entry per row. With a slice, return the part with those rows.
         Raises NotFetched if the field was not fetched."""
         if isinstance(field, slice):
             return self.rows(np.arange(self._n)[field])
@@ -163,8 +163,8 @@ class Selection:
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
         """Return the part with the rows at these positions, in this order, without a copy.
 
-        A part of a batch shares the lease of the batch. `add`, `ack`, `release` and `drop` apply to
-        the rows of the part. Raises InvalidRows if a position is out of range or given twice.
+        A part of a batch shares the lease of the batch. Its `add`, `ack`, `release` and `drop`
+        apply only to its own rows. Raises InvalidRows if a position is out of range or given twice.
         """
         at = np.asarray(positions)
         at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
@@ -207,8 +207,8 @@ class Selection:
             self._views.pop(field, None)
 
     def groups(self) -> Iterator[Group]:
-        """The groups, in the order of their first rows. A row without a group forms its own group,
-        with id None."""
+        """Iterate over the groups, in the order of their first rows. A row without a group forms a
+        group of its own, with id None."""
         for name, rows in self._group_rows:
             yield Group(self, name, rows)
 
@@ -297,8 +297,8 @@ class Selection:
 
 
 class Group:
-    """One group of a selection, with its id, keys, tags and positions. `group["field"]` returns a
-    field."""
+    """The rows of one group: its id, keys and tags, and the positions of its rows in the batch.
+    `group["field"]` returns a field."""
 
     __slots__ = ("_of", "id", "rows")
 
@@ -306,7 +306,7 @@ class Group:
         self._of = of
         self.id = name
         self.rows = rows
-        """positions in the selection"""
+        """positions of the group's rows in the batch"""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -138,7 +138,7 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
         raise InvalidValue(
             f"field {column.field!r}: a mask needs rows that differ in length along one axis, but "
             "these rows differ along several axes or are single numbers: leave out mask= for this "
-            "field",
+            "field, or put rows that differ along one axis",
             field=column.field,
         )
     mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
@@ -187,12 +187,13 @@ class Form:
             unknown = [f for f in given if f not in fields] if isinstance(given, Mapping) else []
             if unknown:
                 raise InvalidCall(
-                    f"{name}= names field {unknown[0]!r}, which is not one of {list(fields)}"
+                    f"{name}= names field {unknown[0]!r}, which this call does not convert: name "
+                    f"only fields among {list(fields)}"
                 )
         for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
             _check_layout(layout)
         if "length" in self._named() and "multiple" in self._named():
-            raise InvalidCall("pass length= or multiple=, not both")
+            raise InvalidCall("got both length= and multiple=: pass only one of them")
 
     def _named(self) -> list[str]:
         return [n for n in ("length", "multiple") if isinstance(getattr(self, n), int)]
@@ -296,7 +297,9 @@ def to_tensordict(
                 _tell_of_stack(column, found[name], NonTensorStack)
     for name, (_, mask) in masks.found.items():
         if name in columns:
-            raise InvalidCall(f"mask={name!r}: a field already has this name; choose another")
+            raise InvalidCall(
+                f"mask={name!r}: a field already has this name; choose another name for the mask"
+            )
         found[name] = mask
     made = TensorDict(found, batch_size=[n], device=None if str(device) == "cpu" else device)
     return made.unflatten_keys(".") if any("." in name for name in found) else made

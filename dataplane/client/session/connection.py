@@ -235,7 +235,9 @@ class Connection:
                 log.warning("%s", reply.body.text)
             elif isinstance(reply.body, Failed):
                 failed = reply.body
-                log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
+                log.warning(
+                    "peer %r refused a message that needs no reply: %s", self.peer, failed.message
+                )
                 self._complaint = from_wire(failed.code, failed.message, failed.details)
             else:
                 return reply
@@ -370,8 +372,8 @@ def frame_of(request: Request) -> bytes:
     except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
         name = type(request.body).__name__
         raise InvalidValue(
-            f"cannot encode this {name}: {exc}. Tags and ids must be a str, bool, float or 64-bit "
-            "int"
+            f"cannot encode the {name} message of this call: {exc}. Pass tags, keys and group ids "
+            "as a str, bool, float or 64-bit int"
         ) from exc
 
 
@@ -386,8 +388,8 @@ def peer_lost(peer: str) -> PeerLost:
 def no_answer(peer: str, deadline: Deadline) -> DeadlineExceeded:
     limit_s = deadline.timeout_s or 0.0
     return DeadlineExceeded(
-        f"peer {peer!r} did not answer within {duration(limit_s)}, so the call was cancelled; "
-        "check the peer's log, or pass a longer timeout=",
+        f"peer {peer!r} did not answer within {duration(limit_s)}, so the client cancelled the "
+        "call: check the peer's log, or pass a longer timeout=",
         peer=peer,
         limit_s=limit_s,
     )

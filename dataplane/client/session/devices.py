@@ -227,7 +227,7 @@ class Devices:
             if opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
         raise ProtocolError(
-            f"the peer sent address {address}, which is outside all memory that this process has "
+            f"the peer sent address {address}, which is outside the arenas that this process has "
             "mapped"
         )
 
@@ -270,7 +270,11 @@ class Devices:
         except DeviceMissing as exc:
             if not self._broken:
                 self._broken = True
-                log.warning("device: views stay pinned until this process exits: %s", exc)
+                log.warning(
+                    "devices: cannot tell when a GPU has finished, so released views stay pinned "
+                    "until this process exits: %s",
+                    exc,
+                )
             return False
 
     def close(self) -> None:

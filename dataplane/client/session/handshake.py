@@ -159,7 +159,7 @@ def peer_gone(session: Session) -> PeerLost:
         )
     )
     log = (
-        f"; see its log, {welcome.log} (or {welcome.log}.old if a new peer has started since)"
+        f". The peer's log is {welcome.log} (or {welcome.log}.old if a new peer has started since)"
         if welcome.log
         else ""
     )
@@ -202,7 +202,10 @@ def _not_let_in(
             "descriptors. Check the load of this host and the peer's log, then connect again"
         )
         return ConnectError(text, limit_s=limit_s, pid=pid)
-    return PeerLost(f"the peer {where} closed the connection during the handshake: connect again")
+    return PeerLost(
+        f"the peer {where} closed the connection before it accepted this client: check the peer's "
+        "log, then connect again"
+    )
 
 
 def further(session: Session, deadline: Deadline) -> Connection:

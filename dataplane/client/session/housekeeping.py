@@ -53,6 +53,10 @@ _CLOSE_S = 2.0
 _LEAST_S = 0.5
 """... and so long at least for the last message."""
 
+COLLECTED = (
+    "this client was garbage-collected: keep a reference to the plane that connect() returned"
+)
+
 _living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
 
 
@@ -97,7 +101,7 @@ class Housekeeper:
                 self._gather()
             session.bell.heard()
             if self._deserted and session.closed is None:
-                self.close("this client was garbage-collected")
+                self.close(COLLECTED)
             session.settle_devices()
             with self._undoing:
                 self.tell([*self._undone(), *self._parting(), *session.idle_grants()])
@@ -180,14 +184,16 @@ class Housekeeper:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
                     log.info(
-                        "peer %r did not acknowledge some messages; will resend them later: %s",
+                        "peer %r did not acknowledge some messages, which the client will resend: "
+                        "%s",
                         self._peer,
                         exc,
                     )
                     return
                 except (OSError, DataplaneError) as exc:
                     log.info(
-                        "peer %r: connection lost; will resend unacknowledged messages: %s",
+                        "peer %r: connection lost; the client will resend unacknowledged messages: "
+                        "%s",
                         self._peer,
                         exc,
                     )
@@ -201,7 +207,11 @@ class Housekeeper:
             anchor.send(encode(request), turns)
         while (reply := anchor.receive(turns)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
-                log.info("peer %r refused a one-way message: %s", self._peer, reply.body.message)
+                log.info(
+                    "peer %r refused a message that needs no reply: %s",
+                    self._peer,
+                    reply.body.message,
+                )
         for request in self._untold:
             self.session.answered(request)
         self._untold.clear()
@@ -212,8 +222,8 @@ class Housekeeper:
             return further(self.session, Deadline(limit_s))
         except (DataplaneError, OSError) as exc:
             self._ended = self.session.peer_died or isinstance(exc, ClientClosed)
-            then = "dropped unacknowledged messages" if self._ended else "will try again"
-            log.info("peer %r: could not reconnect; %s: %s", self._peer, then, exc)
+            then = "dropped its unacknowledged messages" if self._ended else "will retry"
+            log.info("peer %r: the client could not reconnect and %s: %s", self._peer, then, exc)
             return None
 
     @property
@@ -246,7 +256,7 @@ class Housekeeper:
         if self._thread is not None:
             self.session.bell.ring()
             return
-        self.session.connections.close("this client was garbage-collected")
+        self.session.connections.close(COLLECTED)
         if self._anchor is not None:
             self._anchor.close()
 
@@ -320,7 +330,7 @@ def close_all() -> None:
     for keeper in list(_living):
         if time.monotonic() - started > _CLOSE_S:
             return
-        keeper.close("the process is exiting", exiting=True)
+        keeper.close("the client was closed because this process is exiting", exiting=True)
 
 
 def _poison_all() -> None:

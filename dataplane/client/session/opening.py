@@ -99,7 +99,7 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
         answer = connection.exchange(frame_of(request), request.rid, deadline)
         connection.close()
     finally:
-        keeper.close("this client only inspected the run")
+        keeper.close("this client only read the run's statistics, and is closed")
     if not isinstance(answer, StatsDone):
         raise ProtocolError(
             f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}"

@@ -226,8 +226,8 @@ def _check_size(units: Sequence[Unit]) -> None:
     if count > MAX_CHUNKS_PER_MESSAGE:
         raise LimitExceeded(
             f"{units[0].last - units[0].first} rows that are stored together need {count} chunks, "
-            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: pass the rows of a group in several "
-            "calls, or fewer fields at a time",
+            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: write the rows of a group in several "
+            "calls, or fewer fields in one call",
             limit=MAX_CHUNKS_PER_MESSAGE,
         )
 

@@ -122,7 +122,7 @@ class ValueColumn(msgspec.Struct, eq=False):
 
 
 class Kept:
-    """A value, or a column of values, that is stored as a Python object.
+    """Mark a value, or a column of values, to be stored as a Python object.
 
     For example, `dataplane.object([1, 2])` is read back as a list, not as an array. In a
     TensorDict, such a value becomes non-tensor data.
@@ -167,11 +167,16 @@ def prepare(
     _check_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(
-            f"this call has {len(sized)} fields, over the limit of {MAX_FIELDS}", limit=MAX_FIELDS
+            f"this call has {len(sized)} fields, but a partition has at most {MAX_FIELDS}: use "
+            "fewer fields, for example one dict for several values",
+            limit=MAX_FIELDS,
         )
     for name in dedup:
         if name not in sized:
-            raise FieldUnknown(f"dedup= names field {name!r}, which this put does not have")
+            raise FieldUnknown(
+                f"dedup= names field {name!r}, which this put does not have: name only fields of "
+                "this put"
+            )
     made = [
         _values(name, column, check_time, fields.get(name), name in dedup)
         for name, column in sized.items()
@@ -226,8 +231,8 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
         field, one = ".".join((*above, odd[0])), "row" if tensordict.stack_dim == 0 else "member"
         raise InvalidRows(
             f"the TensorDict's key {field!r} is in {one} {odd[2]} but not in {one} {odd[1]}, and "
-            "every row of a put needs the same fields: put rows with different keys in separate "
-            "put() calls, or give the key a value in every row",
+            "every row of a put needs the same fields: give the key a value in every row, or "
+            "write the rows in separate put() calls",
             field=field,
             row=odd[1],
         )
@@ -262,7 +267,11 @@ def _got(tensordict: Any, key: tuple[str, ...]) -> Any:
         return tensordict.get(key[-1])
     except RuntimeError as exc:  # a stack of several shapes inside a stack
         name = ".".join(key)
-        raise InvalidValue(f"the TensorDict's key {name!r}: {exc}", field=name) from exc
+        raise InvalidValue(
+            f"cannot read key {name!r} of the TensorDict: {exc}. Give the key values of one shape "
+            "in every row, or write the rows in separate put() calls",
+            field=name,
+        ) from exc
 
 
 def _kind(value: Any, library: Any) -> str:
@@ -614,8 +623,8 @@ def check_lengths(column: ValueColumn) -> None:
     most = max(column.lengths, default=0)
     if most > MAX_LENGTH:
         raise LimitExceeded(
-            f"field {column.field!r}: a value has the length {most}, over the limit of "
-            f"{MAX_LENGTH}: split it into several values",
+            f"field {column.field!r}: a value has length {most}, over the limit of {MAX_LENGTH}: "
+            "split it into several values",
             field=column.field,
             limit=MAX_LENGTH,
         )

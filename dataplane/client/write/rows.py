@@ -141,8 +141,8 @@ def check_names(identity: Identity) -> None:
 def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
         raise InvalidRows(
-            f"{counted(given, f'{what} id')} for {counted(n, 'row')}: pass one per row"
-            + (", or a single one for all" if what == "group" else ""),
+            f"{counted(given, 'group id' if what == 'group' else what)} for {counted(n, 'row')}: "
+            "pass one per row" + (", or a single one for all" if what == "group" else ""),
             given=given,
             rows=n,
         )
@@ -154,7 +154,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     ordered: they belong to something in their order, which a set does not have.
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
-        raise InvalidRows(f"{what} is a set, which has no order: pass a list with one id per row")
+        raise InvalidRows(f"{what}= is a set, which has no order: pass a list with one id per row")
     names = _listed(names)
     if isinstance(names, str | int):
         found: list[Any] = [names]
@@ -169,8 +169,8 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids must be "
-            "str or int; convert it, for example with str(id)",
+            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): expected "
+            "a str or an int; convert it, for example with str(id)",
             row=at,
         )
     at, reason = _first_unencodable(found)
@@ -249,7 +249,9 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     if tags is None:
         return columns
     if not isinstance(tags, Mapping):
-        raise InvalidRows(f"tags must be a mapping of names to scalars, not {tags!r:.80}")
+        raise InvalidRows(
+            f"tags={tags!r:.80}: expected a mapping of names to scalars, such as {{'split': 'a'}}"
+        )
     for name, given in tags.items():
         if not isinstance(name, str):
             raise InvalidRows(f"invalid tag name {name!r:.80}: expected a str")
@@ -270,9 +272,9 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
-                        f"tag {name!r} of row {at} is a {type(value).__name__} "
-                        f"({value!r:.60}): tags must be bool, int, float, str or None; "
-                        "convert it, or put it as a field",
+                        f"tag {name!r} of row {at} is {value!r:.60} ({type(value).__name__}): "
+                        "expected a bool, int, float, str or None; convert it, or put it as a "
+                        "field",
                         tag=name,
                         row=at,
                     )

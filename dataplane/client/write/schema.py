@@ -57,7 +57,9 @@ def canonical(fields: object) -> dict[str, str]:
     given = arguments.mapping(fields, "fields", "of field names to forms such as 'int64[*]'")
     if len(given) > MAX_FIELDS:
         raise LimitExceeded(
-            f"the schema has {len(given)} fields, over the limit of {MAX_FIELDS}", limit=MAX_FIELDS
+            f"fields= names {len(given)} fields, but a partition has at most {MAX_FIELDS}: use "
+            "fewer fields, for example one dict for several values",
+            limit=MAX_FIELDS,
         )
     found: dict[str, str] = {}
     for name, text in given.items():
@@ -94,7 +96,7 @@ def parsed(text: str) -> Form:
         return Form(dtype, None)
     parts = [part.strip() for part in dimensions.split(",")]
     if len(parts) > MAX_RANK:
-        raise InvalidCall(f"{len(parts)} dimensions exceed the limit of {MAX_RANK}")
+        raise InvalidCall(f"expected at most {MAX_RANK} dimensions, got {len(parts)}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
         raise InvalidCall("expected a number in each dimension, or * for any length")
     return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))

@@ -536,7 +536,8 @@ def _answers_in_time(
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:
             log = log_path(folder, peer.name)
-            what = "exited at startup" if ended else "did not answer in time"
+            pid = None if ended else rundir.holder(folder, peer.name)
+            what = "exited at startup" if ended else _silent(pid)
             if peer.card is not None and not peer.socket.exists():
                 what = (
                     f"(pid {peer.card.pid}) is alive, but its socket {peer.socket} is missing: "
@@ -544,9 +545,25 @@ def _answers_in_time(
                 )
             ours = alive is not None or is_embedded(peer.name)
             hint = f". Last lines of its log, {log}: {_tail(log)}" if ours else ""
-            raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
+            raise ConnectError(
+                f"peer {peer.name!r} {what}{hint}", peer=peer.name, pid=pid, log=str(log)
+            )
         time.sleep(_POLL_S)
     return True
+
+
+def _silent(pid: int | None) -> str:
+    """What to say of a peer that accepts no connection: the queue of its socket is full, or it is
+    not ready. pid: None or 0 where that is unknown."""
+    if not pid:
+        return "did not answer in time"
+    late = f"(pid {pid}) did not answer in time"
+    if not processes.is_stopped(pid):
+        return late
+    return (
+        f"{late}: it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT {pid}`, "
+        f"then connect again. To end it and lose its rows, run `kill -9 {pid}`"
+    )
 
 
 def _tail(log: Path) -> str:

@@ -40,6 +40,16 @@ def read(pid: int) -> Process | None:
     return None if state in "ZX" else Process(pid, int(parent), int(fields[17]))
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger. False where it is not visible."""
+    try:
+        # The name in brackets may contain anything; the state comes behind it.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
+
+
 def this() -> Process:
     """This process; started 0 where /proc is not mounted."""
     return read(os.getpid()) or Process(os.getpid(), os.getppid(), 0)

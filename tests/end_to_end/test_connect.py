@@ -20,7 +20,7 @@ import pytest
 
 import dataplane
 from dataplane import cli
-from dataplane.client.session.opening import join
+from dataplane.client.session.opening import join, visit
 from dataplane.launch import embedded, rundir
 from tests.end_to_end.conftest import PLANE, Cluster, line, peer_command, until
 from tests.processes import all_ending, ending
@@ -348,6 +348,30 @@ def test_a_new_client_is_told_that_the_peer_is_stopped_or_starved(folder: Path) 
             dataplane.ConnectError, match=rf"\(pid {os.getpid()}\) .* starved of processor time"
         ):
             join(opened, limit_s=0.2)
+
+
+def test_a_full_queue_of_a_stopped_peer_names_the_process_and_how_to_continue_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dataplane.connect() as plane:
+        pid, path = plane.stats()["pid"], str(folder / "embedded.sock")
+        (peer,) = rundir.living_peers(folder)
+        monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("dataplane.client.session.opening._VISIT_S", 0.5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(BlockingIOError):
+                while True:  # what was closed stays in the queue
+                    with socket.socket(socket.AF_UNIX) as one:
+                        one.setblocking(False)
+                        one.connect(path)
+            for call in (dataplane.connect, lambda: visit(peer)):
+                with pytest.raises(dataplane.ConnectError, match=f"`kill -CONT {pid}`") as failed:
+                    call()
+                assert failed.value.details["pid"] == pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert plane.stats()["pid"] == pid
 
 
 def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(

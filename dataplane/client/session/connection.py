@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -30,6 +29,7 @@ from dataplane.errors import (
     duration,
     from_wire,
 )
+from dataplane.launch import processes
 from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
 from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 
@@ -475,9 +475,4 @@ def is_stopped(sock: socket.socket) -> bool:
     """Whether the process at the other end of a unix socket is stopped, so that it will not answer:
     a peer that is only busy gets a moment more, for its own answer says more than the client's.
     False where that cannot be seen from here, as in another pid namespace."""
-    try:
-        # The name in brackets may contain anything; the state comes behind it.
-        state = Path(f"/proc/{process_of(sock)}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
+    return processes.is_stopped(process_of(sock))

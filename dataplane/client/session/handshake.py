@@ -9,6 +9,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import (
@@ -32,7 +33,7 @@ from dataplane.errors import (
     VersionMismatch,
     duration,
 )
-from dataplane.launch import processes
+from dataplane.launch import processes, rundir
 from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
@@ -79,7 +80,9 @@ def open_connection(
         if is_without_descriptors(exc):
             raise no_descriptors() from exc
         if session is None:
-            raise _not_let_in(exc, "of this run", limit_s) from exc
+            pid = exc.pid() if isinstance(exc, QueueFull) else 0
+            stopped = processes.is_stopped(pid)
+            raise _not_let_in(exc, "of this run", limit_s, pid, stopped) from exc
         if isinstance(exc, TimeoutError):
             raise no_answer(session.peer, deadline) from exc
         if not isinstance(exc, _GONE):
@@ -126,6 +129,20 @@ def open_connection(
             raise (no_answer(peer, deadline) if late else peer_lost(peer)) from exc
         raise
     return connection, welcome, done, descriptors
+
+
+class QueueFull(TimeoutError):
+    """The peer accepts no connection, and the kernel queues no more of them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"the peer did not accept a connection to {path}: its listen queue is full"
+        )
+        self.path = Path(path)
+
+    def pid(self) -> int:
+        """The peer's process; 0 where that is not visible from here."""
+        return rundir.holder(self.path.parent, self.path.stem) or 0
 
 
 def _is_gone(opener: Opener) -> bool:

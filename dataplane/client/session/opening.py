@@ -19,6 +19,7 @@ from dataplane.client.session.connection import Connections, Opener, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,
+    QueueFull,
     further,
     is_without_descriptors,
     no_descriptors,
@@ -157,9 +158,7 @@ def _connected(path: str, limit_s: float) -> socket.socket:
                 return sock
             except BlockingIOError:
                 if time.monotonic() - began > limit_s:
-                    raise TimeoutError(
-                        f"the peer did not accept a connection to {path}: its listen queue is full"
-                    ) from None
+                    raise QueueFull(path) from None
                 time.sleep(_LOOK_S)
             except FileNotFoundError:
                 # Somebody has removed the file; a peer that lives puts it back.

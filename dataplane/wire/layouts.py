@@ -62,9 +62,12 @@ class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_
         return dtype_of(self.dtype)
 
     @cached_property
-    def fixed_bytes(self) -> int:
-        """Bytes of a row of an array whose open axes have the length 1."""
-        return self.items.itemsize * math.prod([n for n in self.shape if n != OPEN])
+    def unit_bytes(self) -> int:
+        """Bytes of what lengths count: of an array whose open axes have the length 1; of an object,
+        which is padded, its alignment."""
+        if self.kind == "array":
+            return self.items.itemsize * math.prod([n for n in self.shape if n != OPEN])
+        return OBJECT_ALIGNMENT_BYTES if self.kind == "object" else 1
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):

@@ -64,6 +64,7 @@ Buffer = Any
 """bytes, or a contiguous array whose dtype the buffer protocol knows."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_MAY_HOLD_TIME = frozenset((datetime, list, tuple, dict))
 _TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
 """How an ext value of code -1 begins, in its three sizes."""
 _encoder = msgspec.msgpack.Encoder()
@@ -148,24 +149,21 @@ def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
 
 
 def decode(row: bytes | memoryview) -> Any:
-    """The value of a row. Its arrays are read-only views of the row's memory. ProtocolError where
-    it is no row of ours."""
-    memory = memoryview(row)
-    begin = _SIZE.size + _SIZE.unpack_from(memory)[0] if len(memory) >= _SIZE.size else -1
-    if not 0 < begin <= len(memory):
+    """The value of a row. Its arrays are read-only views of the row's memory. ProtocolError if the
+    row is not valid."""
+    begin = _SIZE.size + _SIZE.unpack_from(row)[0] if len(row) >= _SIZE.size else -1
+    if not 0 < begin <= len(row):
         raise ProtocolError(
             f"received a truncated object: expected a head of {max(begin, _SIZE.size)} bytes, got "
-            f"{len(memory)} bytes in all"
+            f"{len(row)} bytes in all"
         )
-    head = memory[_SIZE.size : begin]
-    begin += -begin % OBJECT_ALIGNMENT_BYTES
-    return _value(head, memory[begin:].toreadonly())
-
-
-def _value(head: memoryview, arrays: memoryview) -> Any:
+    head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
+    if len(row) > begin:
+        arrays = memoryview(row)[begin + -begin % OBJECT_ALIGNMENT_BYTES :]
+        decoder = _decoder_of(arrays.toreadonly())
     try:
-        value = _decoder_of(arrays).decode(head)
-        if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
+        value = decoder.decode(head)
+        if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
             raise ProtocolError(
                 "received a MessagePack timestamp (ext code -1), which is not part of this protocol"
             )
@@ -486,7 +484,7 @@ def _lowered_scalar(value: np.generic) -> Ext:
 
 def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
-    dtype = dtype_of(bytes(data[1:end]).decode("ascii"))
+    dtype = dtype_of(str(data[1:end], "ascii"))
     if len(data) - end != dtype.itemsize:
         raise ProtocolError(
             f"received a scalar of dtype {dtype} with {len(data) - end} bytes: expected "

@@ -194,7 +194,7 @@ class ScriptedPeer:
         rows = Rows(bytes(KEY.itemsize * max(ends)))
         table = Table(rows, values, {}, places.tobytes())
         reader = TableReader(table, np.frombuffer(os.pread(self.fd, ARENA_BYTES, 0), np.uint8))
-        return reader.view(field, reader.runs(field))
+        return reader.view(field)
 
     def table(self, put: Put, fields: list[str]) -> Table:
         """The rows of a put as a client would read them."""

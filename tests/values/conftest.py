@@ -83,7 +83,7 @@ class FakeArena:
     def views(self, pieces: Sequence[Piece]) -> dict[str, ColumnView]:
         """The values of these pieces, as the peer answers a claim of them."""
         reader = self.reader(pieces)
-        return {f: reader.view(f, reader.runs(f)) for f in reader.fields}
+        return {f: reader.view(f) for f in reader.fields}
 
     def reader(self, pieces: Sequence[Piece]) -> TableReader:
         """What arrives where all rows of these pieces are read."""

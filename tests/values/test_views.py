@@ -63,7 +63,7 @@ def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
 
 
 def pin_of(view: ColumnView) -> Any:
-    return view.columns[0].values.base.base
+    return view.columns[0].memory.base.base
 
 
 def test_the_pin_goes_with_the_last_view(arena: Any) -> None:
@@ -173,7 +173,7 @@ GOOD = Values(
 def read(arena: Any, values: Values, places: list[tuple[int, int]], rows: int = 4) -> ColumnView:
     raw = np.array(places, EXTENT).tobytes()
     reader = TableReader(Table(Rows(bytes(KEY.itemsize * rows)), values, {}, raw), arena.base())
-    return reader.view("x", reader.runs("x"))
+    return reader.view("x")
 
 
 def changed(**parts: Any) -> Values:

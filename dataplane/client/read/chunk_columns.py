@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,77 +18,52 @@ Memory = npt.NDArray[np.uint8]
 
 
 class ChunkColumn:
-    """One column. lengths: those of its rows one behind the other, `spec.width` for each. values:
-    the bytes of all rows. Lengths are plain ints: a chunk has few rows, and numpy's fixed cost a
-    call would be most of it."""
+    """One column of a chunk.
 
-    __slots__ = ("_block", "_flat", "_starts", "is_array", "lengths", "rows", "spec", "values")
+    lengths: of its rows in order, `spec.width` per row. memory: of the chunk. start: where in it
+    the first row starts. bounds: where each row starts behind that, and where the last one ends,
+    in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a chunk has few rows, and
+    numpy's fixed cost per call would dominate.
+    """
 
-    def __init__(self, spec: ColumnSpec, rows: int, lengths: list[int], values: Memory) -> None:
+    __slots__ = ("_flat", "bounds", "lengths", "memory", "rows", "spec", "start")
+
+    def __init__(
+        self, spec: ColumnSpec, rows: int, lengths: list[int], memory: Memory, start: int = 0
+    ) -> None:
         self.spec = spec
         self.rows = rows
         self.lengths = lengths
-        self.values = values
-        self.is_array = spec.kind == "array"
-        self._starts: list[int] | None = None
-        self._block: Array | None = None
-        self._flat: tuple[Array, list[int]] | None = None
+        self.bounds = _bounds(spec, rows, lengths)
+        self.memory = memory
+        self.start = start
+        self._flat: Array | None = None
 
     @classmethod
     def of(cls, array: Array) -> ChunkColumn:
-        """One row: this array, which is contiguous."""
+        """A column with this array, which is contiguous, as its only row."""
         spec = ColumnSpec("array", dtype_name(array.dtype) or "", array.shape, True)
         return cls(spec, 1, [], array.reshape(-1).view(np.uint8))
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of an array."""
-        return self.spec.items
+    def is_array(self) -> bool:
+        return self.spec.kind == "array"
 
     @property
-    def starts(self) -> list[int]:
-        """Where each row starts in `values`, and where the last one ends."""
-        starts = self._starts
-        if starts is None:
-            starts = self._starts = list(accumulate(self._rooms(), initial=0))
-        return starts
-
-    def _rooms(self) -> list[int]:
-        """What each row takes, padding included."""
-        if self.is_array:
-            return _array_bytes(self.spec, self.rows, self.lengths)
-        return list(map(_object_room, self.lengths)) if self.spec.kind == "object" else self.lengths
-
-    @property
-    def block(self) -> Array | None:
-        """All rows as one array [rows, ...] where they share a shape; None where they differ, or
-        are no arrays."""
-        if self._block is None:
-            shape = self.shared_shape(0, self.rows)
-            self._block = None if shape is None else self._over((self.rows, *shape))
-        return self._block
-
-    @property
-    def flat(self) -> tuple[Array, list[int]] | None:
-        """All rows side by side along their first axis, and where each starts along it, where that
-        axis is the only open one."""
-        if self._flat is None:
-            spec = self.spec
-            if self.is_array and spec.width == 1 and spec.shape[0] == OPEN and spec.fixed_bytes:
-                bounds = list(accumulate(self.lengths, initial=0))
-                self._flat = self._over((bounds[-1], *spec.shape[1:])), bounds
-        return self._flat
+    def end(self) -> int:
+        """Where in the memory of the chunk the last row ends."""
+        return self.start + self.bounds[-1] * self.spec.unit_bytes
 
     def shape_of(self, row: int) -> tuple[int, ...]:
-        """Of an array."""
+        """The shape of a row, which is an array."""
         width = self.spec.width
         if not width:
             return self.spec.shape
         return _closed(self.spec.shape, self.lengths[row * width : (row + 1) * width])
 
     def shared_shape(self, first: int, last: int) -> tuple[int, ...] | None:
-        """The shape of these rows; None where they differ, or are no arrays."""
-        if not self.is_array or first == last:
+        """The shape of these rows. None if their shapes differ, or if they are no arrays."""
+        if not self.is_array:
             return None
         width = self.spec.width
         if not width:
@@ -101,38 +75,41 @@ class ChunkColumn:
 
     def array(self, row: int) -> Array:
         """A row as a view."""
-        return self._over(self.shape_of(row), self.starts[row])
+        return self._over(self.shape_of(row), self.bounds[row])
 
-    def _over(self, shape: tuple[int, ...], start: int = 0) -> Array:
+    def _over(self, shape: tuple[int, ...], bound: int = 0) -> Array:
         """An array over the values. The bytes are there, but axes may be longer than numpy has."""
+        spec = self.spec
         try:
-            return np.ndarray(shape, self.dtype, self.values, start)
+            return np.ndarray(shape, spec.items, self.memory, self.start + bound * spec.unit_bytes)
         except ValueError as exc:
             raise ProtocolError(f"a value cannot have the shape {shape}: {exc}") from exc
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
-        found = self.flat
-        if found is not None:
-            flat, bounds = found
-            return [flat[start:end] for start, end in pairwise(bounds[first : last + 1])]
-        block = self.block
-        if block is None:
+        width, shape = self.spec.width, self.spec.shape
+        if width > 1 or (width and shape[0] != OPEN):
             return map(self.array, range(first, last))
-        if block.ndim > 1:
-            return block[first:last]
-        return [block[row, ...] for row in range(first, last)]  # items would be numpy scalars
+        bounds, flat = self.bounds, self._flat
+        if flat is None:  # all rows, one after the other along their first axis
+            flat = self._flat = self._over((bounds[-1], *(shape[1:] if width else shape)))
+        if width:
+            return [flat[start:end] for start, end in pairwise(bounds[first : last + 1])]
+        if shape:
+            return flat[first:last]
+        return [flat[row, ...] for row in range(first, last)]  # items would be numpy scalars
 
     def cells(self, first: int, last: int) -> list[memoryview]:
         """The bytes of texts, of bytes or of objects, row by row."""
-        memory: memoryview = memoryview(self.values)  # type: ignore[arg-type]
-        rows = zip(self.starts[first:last], self.lengths[first:last], strict=True)
-        return [memory[start : start + length] for start, length in rows]
+        memory: memoryview = memoryview(self.memory)[self.start :]  # type: ignore[arg-type]
+        unit = self.spec.unit_bytes
+        rows = zip(self.bounds[first:last], self.lengths[first:last], strict=True)
+        return [memory[bound * unit : bound * unit + length] for bound, length in rows]
 
     def span(self, first: int, last: int) -> Memory:
-        """The bytes of neighbouring rows, one behind the other; of objects with what is between
-        them."""
-        return self.values[self.starts[first] : self.starts[last]]
+        """The bytes of neighbouring rows, one after the other. Objects include their padding."""
+        start, unit = self.start, self.spec.unit_bytes
+        return self.memory[start + self.bounds[first] * unit : start + self.bounds[last] * unit]
 
 
 def columns_of(
@@ -140,8 +117,8 @@ def columns_of(
 ) -> list[ChunkColumn]:
     """The columns of a chunk of this many rows.
 
-    lengths: where they are not in front of the values, as those of a chunk on a device.
-    ProtocolError where specs, lengths and bytes do not fit each other.
+    lengths: if they are not stored before the values, as for a chunk on a device. ProtocolError if
+    specs, lengths and bytes do not match.
     """
     width = sum([spec.width for spec in specs])
     head_bytes = U4.itemsize * width * rows
@@ -157,9 +134,9 @@ def columns_of(
     for spec in specs:
         mine = numbers if len(specs) == 1 else numbers[begin : begin + spec.width * rows]
         begin += len(mine)
-        at = aligned(end)
-        end = at + _nbytes(spec, rows, mine)
-        found.append(ChunkColumn(spec, rows, mine, memory[at:end]))
+        column = ChunkColumn(spec, rows, mine, memory, aligned(end))
+        end = column.end
+        found.append(column)
     if end != len(memory):
         raise ProtocolError(
             f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}"
@@ -167,24 +144,17 @@ def columns_of(
     return found
 
 
-def _nbytes(spec: ColumnSpec, rows: int, lengths: list[int]) -> int:
-    if spec.kind == "array":
-        if spec.width < 2:
-            return spec.fixed_bytes * (sum(lengths) if spec.width else rows)
-        return sum(_array_bytes(spec, rows, lengths))
-    if spec.kind == "object":
-        return sum(map(_object_room, lengths))
-    return sum(lengths)
-
-
-def _array_bytes(spec: ColumnSpec, rows: int, lengths: list[int]) -> list[int]:
-    """Bytes of each row."""
-    fixed, width = spec.fixed_bytes, spec.width
+def _bounds(spec: ColumnSpec, rows: int, lengths: list[int]) -> Sequence[int]:
+    width = spec.width
     if not width:
-        return [fixed] * rows
-    if width == 1:
-        return [length * fixed for length in lengths]
-    return [math.prod(lengths[at : at + width]) * fixed for at in range(0, len(lengths), width)]
+        return range(rows + 1)
+    if width > 1:
+        counts = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
+    elif spec.kind == "object":
+        counts = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
+    else:
+        counts = lengths
+    return list(accumulate(counts, initial=0))
 
 
 def _closed(shape: tuple[int, ...], lengths: list[int]) -> tuple[int, ...]:
@@ -193,7 +163,3 @@ def _closed(shape: tuple[int, ...], lengths: list[int]) -> tuple[int, ...]:
         return tuple(lengths)
     own = iter(lengths)
     return tuple([next(own) if length == OPEN else length for length in shape])
-
-
-def _object_room(nbytes: int) -> int:
-    return -(-nbytes // OBJECT_ALIGNMENT_BYTES) * OBJECT_ALIGNMENT_BYTES

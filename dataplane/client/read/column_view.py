@@ -50,11 +50,11 @@ class ColumnView(Sequence[Any]):
     def __init__(
         self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
     ) -> None:
-        """name_of: returns the key of a row, for messages."""
+        """runs: none is empty. name_of: returns the key of a row, for messages."""
         self.field = field
-        self.runs = [run for run in runs if run.last > run.first]
+        self.runs = runs
         self.name_of = name_of
-        self._ends = list(accumulate([run.last - run.first for run in self.runs]))
+        self._ends = list(accumulate([last - first for _, first, last in runs]))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -115,9 +115,10 @@ class ColumnView(Sequence[Any]):
         column, first, last = run
         if column is None:
             raise self.lacking(row)
-        if column.is_array:
+        kind = column.spec.kind
+        if kind == "array":
             return column.arrays(first, last)
-        cells, kind = column.cells(first, last), column.spec.kind
+        cells = column.cells(first, last)
         try:
             if kind == "text":
                 return [str(cell, "utf-8", "surrogatepass") for cell in cells]
@@ -189,7 +190,7 @@ class ColumnView(Sequence[Any]):
     def dtypes(self) -> list[np.dtype[Any]]:
         """Those of the rows that are arrays."""
         arrays = [column for column in self.columns if column.is_array]
-        return list(dict.fromkeys([column.dtype for column in arrays]))
+        return list(dict.fromkeys([column.spec.items for column in arrays]))
 
     @cached_property
     def uniform(self) -> Form | None:
@@ -203,7 +204,7 @@ class ColumnView(Sequence[Any]):
     def forms(self) -> list[Form]:
         """dtype and shape of each row, where all are arrays."""
         return [
-            (run.column.dtype, run.column.shape_of(row))
+            (run.column.spec.items, run.column.shape_of(row))
             for run in self.runs
             if run.column is not None
             for row in range(run.first, run.last)
@@ -231,9 +232,9 @@ class ColumnView(Sequence[Any]):
         """Of all rows that have the field."""
         return sum(
             [
-                run.column.starts[run.last] - run.column.starts[run.first]
-                for run in self.runs
-                if run.column is not None
+                (column.bounds[last] - column.bounds[first]) * column.spec.unit_bytes
+                for column, first, last in self.runs
+                if column is not None
             ]
         )
 

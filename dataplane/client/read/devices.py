@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, cast
 
@@ -42,13 +42,12 @@ FETCH_S = 60.0
 class DeviceTableReader(TableReader):
     """As `TableReader`, of chunks some of which lie on devices."""
 
-    def __init__(self, table: Table, arena: Memory, devices: Devices) -> None:
-        super().__init__(table, arena)
+    def __init__(self, table: Table, pin: object, devices: Devices) -> None:
+        super().__init__(table, pin)
         self._devices = devices
-        self._pin = arena.base
 
-    def view(
-        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+    def _view(
+        self, field: str, runs: list[Run], name_of: Callable[[int], object] | None
     ) -> ColumnView:
         if any([isinstance(run.column, DeviceChunkColumn) for run in runs]):
             return DeviceColumn(field, runs, name_of)
@@ -68,9 +67,9 @@ class DeviceTableReader(TableReader):
 
     def _open(self, number: int) -> list[ChunkColumn]:
         columns = super()._open(number)
-        if not any([isinstance(column.values, DeviceMemory) for column in columns]):
+        if not any([isinstance(column.memory, DeviceMemory) for column in columns]):
             return columns
-        return [DeviceChunkColumn(c.spec, c.rows, c.lengths, c.values) for c in columns]
+        return [DeviceChunkColumn(c.spec, c.rows, c.lengths, c.memory, c.start) for c in columns]
 
 
 class DeviceMemory:
@@ -91,10 +90,10 @@ class DeviceMemory:
         start, stop, _ = part.indices(self.nbytes)
         return DeviceMemory(self.opened, self.address + start, stop - start, self.pin)
 
-    def array(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        """An array of the device over some of the bytes; of another device than the client's, a
-        private copy."""
-        opened, address = self.opened, self.address + start
+    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """An array of the device over the bytes; of another device than the client's, a private
+        copy."""
+        opened, address = self.opened, self.address
         if opened.reached:
             return opened.device.bring(opened.place(address), dtype, shape)
         return opened.pool.array(address - opened.base, dtype, shape, self.pin)
@@ -105,12 +104,13 @@ class DeviceChunkColumn(ChunkColumn):
 
     __slots__ = ()
 
-    @property
-    def memory(self) -> DeviceMemory:
-        return cast(DeviceMemory, self.values)
+    def device_memory(self, first: int, last: int) -> DeviceMemory:
+        """Where neighbouring rows lie."""
+        return cast(DeviceMemory, self.span(first, last))
 
     def array(self, row: int) -> Array:
-        made: Array = self.memory.array(self.starts[row], self.dtype, self.shape_of(row))
+        memory, shape = self.device_memory(row, row + 1), self.shape_of(row)
+        made: Array = memory.array(self.spec.items, shape)
         return made
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
@@ -141,7 +141,8 @@ class DeviceColumn(ColumnView):
         on_device = self._on_device()
         if not on_device or len(on_device) < len(self.runs):
             return None
-        return on_device[0][1].memory.opened.device.kind
+        run, column = on_device[0]
+        return column.device_memory(run.first, run.last).opened.device.kind
 
     def on_host(self) -> ColumnView:
         """The same column with a private copy of what is on a device. DeviceMissing where the
@@ -150,7 +151,7 @@ class DeviceColumn(ColumnView):
         for run in self.runs:
             column = run.column
             if isinstance(column, DeviceChunkColumn):
-                memory = column.memory[column.starts[run.first] : column.starts[run.last]]
+                memory = column.device_memory(run.first, run.last)
                 opened, copy = memory.opened, np.empty(memory.nbytes, np.uint8)
                 target = copy.__array_interface__["data"][0]
                 opened.device.copy(target, opened.place(memory.address), memory.nbytes)
@@ -174,15 +175,12 @@ class DeviceColumn(ColumnView):
         pin. InvalidValue where torch has no such dtype."""
         torch, found = sys.modules["torch"], []
         for run, column in self._on_device():
-            start, end = column.starts[run.first], column.starts[run.last]
-            items = column.memory.array(
-                start, column.dtype, ((end - start) // column.dtype.itemsize,)
-            )
+            memory, dtype = column.device_memory(run.first, run.last), column.spec.items
+            items = memory.array(dtype, (memory.nbytes // dtype.itemsize,))
             # By its number: where another GPU is the current one, torch would copy there.
-            number = column.memory.opened.device.number
-            plain = torch.as_tensor(items, device=f"cuda:{number}")
-            whole = column.dtype.isbuiltin == 1
-            found.append(plain if whole else plain.view(_torch_dtype(self.field, column.dtype)))
+            plain = torch.as_tensor(items, device=f"cuda:{memory.opened.device.number}")
+            whole = dtype.isbuiltin == 1
+            found.append(plain if whole else plain.view(_torch_dtype(self.field, dtype)))
         return found
 
 

@@ -6,7 +6,7 @@ made on first use, are read-only, and keep their bytes pinned for as long as any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Self, overload
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataplane.client.handle import Handle
 from dataplane.client.read import convert
-from dataplane.client.read.column_view import ColumnView, cut, stretches
+from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.devices import DeviceTableReader
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.table import NOWHERE, TableReader
@@ -35,28 +35,6 @@ _LACKING = -1 << 31
 """A row that a table does not have."""
 
 
-class Fetched:
-    """A table that was fetched, and which of its rows those of a selection are, in this order. rows
-    None: all of them."""
-
-    def __init__(self, reader: TableReader, rows: Index | None = None) -> None:
-        self.reader = reader
-        self.rows = rows
-
-    @cached_property
-    def _stretches(self) -> list[tuple[int, int]] | None:
-        return None if self.rows is None else stretches(self.rows)
-
-    def part(self, at: Index) -> Fetched:
-        """Of only the rows at these positions."""
-        return Fetched(self.reader, at if self.rows is None else self.rows[at])
-
-    def view(self, field: str, name_of: Callable[[int], object]) -> ColumnView:
-        runs = self.reader.runs(field)
-        chosen = self._stretches
-        return self.reader.view(field, runs if chosen is None else cut(runs, chosen), name_of)
-
-
 class Selection:
     """Rows and their fetched fields. `selection["field"]` has one entry per row.
 
@@ -69,7 +47,7 @@ class Selection:
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
-        self._fetched: dict[str, Fetched] = {}
+        self._fetched: dict[str, TableReader] = {}
         """by field"""
         self._offsets = Offsets()
         self._admit(table, pin)
@@ -146,7 +124,10 @@ class Selection:
         if view is None:
             if field not in self._fetched:
                 self._bring(field)
-            view = self._views[field] = self._view(field)
+            # Bound to the rows, not to the selection: a cycle would keep the pin until the
+            # collector runs.
+            name_of = partial(row_name, self._rows)
+            view = self._views[field] = self._fetched[field].view(field, name_of)
         return view
 
     def get(self, field: str, default: Any = None) -> list[Any]:
@@ -197,7 +178,7 @@ class Selection:
 
     def _share(self, of: Selection, fields: Sequence[str], at: Index) -> None:
         """Have what another selection has of these fields, for its rows at these positions."""
-        parts: dict[int, Fetched] = {}
+        parts: dict[int, TableReader] = {}
         for field in fields:
             whole = of._fetched[field]
             part = parts.get(id(whole))
@@ -263,22 +244,17 @@ class Selection:
 
     def _admit(self, table: Table, pin: Pin) -> None:
         """Take the table's fields in. Its rows are those here, or some of them."""
-        session = self._handle.session
-        arena = session.reads.base_array(pin) if pin.number else NOWHERE
-        devices = session.devices
+        arena = pin if pin.number else NOWHERE
+        devices = self._handle.session.devices
         if devices is not None and devices.in_place:
             reader: TableReader = DeviceTableReader(table, arena, devices)
         else:
             reader = TableReader(table, arena)
-        same_rows = table.rows.keys == self._rows.keys
-        fetched = Fetched(reader, None if same_rows else _rows_in(table, self._rows.keys))
+        if table.rows.keys != self._rows.keys:
+            reader = reader.part(_rows_in(table, self._rows.keys))
         for field in reader.fields:
-            self._fetched[field] = fetched
+            self._fetched[field] = reader
             self._views.pop(field, None)
-
-    def _view(self, field: str) -> ColumnView:
-        # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
-        return self._fetched[field].view(field, partial(row_name, self._rows))
 
     def nbytes(self, field: str) -> int:
         """Return the size of a fetched field in bytes."""

@@ -7,7 +7,8 @@ not fit its chunk or the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import copy
 from itertools import pairwise
 from operator import itemgetter
 
@@ -15,13 +16,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
-from dataplane.client.read.column_view import ColumnView, Run
-from dataplane.client.write.rows import group_names, row_names, tag_values
+from dataplane.client.read.column_view import ColumnView, Run, cut, stretches
+from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.wire import layouts
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
-from dataplane.wire.records import EXTENT, KEY, U4, column
+from dataplane.wire.records import EXTENT, KEY, U4, U8, column
 from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
@@ -29,48 +30,64 @@ NOWHERE = np.zeros(0, np.uint8)
 
 _NO_CHUNK = Chunk(0, 0, 0, 0, 0)
 _Stretch = tuple[int, int, int]
-"""A row of the table, the row of the chunk that has its value, and how many rows follow each other
-from there in both."""
+"""A row of the table, and from which to which row of the chunk its value and the following are."""
 
 
 class TableReader:
-    """Reads the values of a table, field by field."""
+    """Reads the values of a table, field by field.
 
-    def __init__(self, table: Table, arena: Memory = NOWHERE) -> None:
-        """arena: the whole arena, read-only. Its base is the pin of the reply."""
+    `part` makes readers of some of its rows, which share what was opened.
+    """
+
+    def __init__(self, table: Table, pin: object = NOWHERE) -> None:
+        """pin: of the reply, which gives the whole arena, read-only."""
         self.count = len(table.rows.keys) // KEY.itemsize
         self._values = table.values
-        self._arena = arena
-        places = column(table.places, EXTENT, len(table.values.chunks))
-        self._places: list[tuple[int, int]] = places.tolist()
-        self._columns: list[list[ChunkColumn] | None] = [None] * len(self._places)
-        self._uses: dict[str, list[tuple[int, int]]] = _uses(table.values)
-        self._stretches: dict[int, list[_Stretch]] = {}
+        self._pin = pin
+        self._arena: Memory | None = None
+        chunks = len(table.values.chunks)
+        self._places: list[int] = column(table.places, U8, 2 * chunks).tolist()
+        self._uses = _uses(table.values)
+        self._chunks: dict[int, list[ChunkColumn]] = {}
+        self._pieces: dict[int, tuple[list[ChunkColumn], list[_Stretch]]] = {}
         self._runs: dict[str, list[Run]] = {}
+        self._rows: Index | None = None
+        """those of the table, in this order; None: all"""
+        self._chosen: list[tuple[int, int]] = []
+        """the same as stretches"""
 
     @property
     def fields(self) -> list[str]:
         return self._values.fields
 
-    def view(
-        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+    def part(self, rows: Index) -> TableReader:
+        """A reader of only these rows, in this order."""
+        part = copy(self)
+        part._rows = rows if self._rows is None else self._rows[rows]
+        part._chosen = stretches(part._rows)
+        return part
+
+    def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
+        """A field of the rows. name_of: what a row is called in messages."""
+        runs = self._runs.get(field)
+        if runs is None:
+            runs = self._runs[field] = self._find(field)
+        if self._rows is not None:
+            runs = cut(runs, self._chosen)
+        return self._view(field, runs, name_of)
+
+    def _view(
+        self, field: str, runs: list[Run], name_of: Callable[[int], object] | None
     ) -> ColumnView:
-        """A field of these runs of it."""
         return ColumnView(field, runs, name_of)
 
-    def runs(self, field: str) -> list[Run]:
-        """The field of all rows."""
-        found = self._runs.get(field)
-        if found is None:
-            found = self._runs[field] = self._find(field)
-        return found
-
     def _find(self, field: str) -> list[Run]:
+        """The field of all rows of the table."""
         placed: list[tuple[int, Run]] = []
-        for piece, number in self._uses[field]:
-            mine = self._column(piece, number)
-            for row, first, many in self._stretches_of(piece):
-                placed.append((row, Run(mine, first, first + many)))
+        for number, at in self._uses[field]:
+            columns, rows = self._pieces.get(number) or self._open_piece(number)
+            for row, first, last in rows:
+                placed.append((row, Run(columns[at], first, last)))
         if len(placed) > 1:
             placed.sort(key=itemgetter(0))
         runs: list[Run] = []
@@ -86,18 +103,20 @@ class TableReader:
             runs.append(Run(None, 0, self.count - end))
         return runs
 
-    def _column(self, piece: int, number: int) -> ChunkColumn:
-        """A column of the chunk of a piece."""
-        said = self._values.pieces[piece]
-        columns = self._columns[said.chunk]
+    def _open_piece(self, number: int) -> tuple[list[ChunkColumn], list[_Stretch]]:
+        """The columns of the chunk of a piece, and which of its rows the piece has."""
+        piece = self._values.pieces[number]
+        columns = self._chunks.get(piece.chunk)
         if columns is None:
-            columns = self._columns[said.chunk] = self._open(said.chunk)
-        if len(said.fields) != len(columns):
+            columns = self._chunks[piece.chunk] = self._open(piece.chunk)
+        if len(piece.fields) != len(columns):
             raise ProtocolError(
-                f"expected one field per column of the chunk, got {len(said.fields)} fields for "
+                f"expected one field per column of the chunk, got {len(piece.fields)} fields for "
                 f"{len(columns)} columns"
             )
-        return columns[number]
+        rows = _stretches(piece, self._values.chunks[piece.chunk].rows, self.count)
+        found = self._pieces[number] = columns, rows
+        return found
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk, known = self._values.chunks[number], self._values.layouts
@@ -111,34 +130,30 @@ class TableReader:
                 f"chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows, got {chunk.rows}"
             )
         specs = layouts.decode(known[chunk.layout])
-        inline = np.frombuffer(chunk.inline, np.uint8)
         if not chunk.number:
-            return columns_of(specs, chunk.rows, inline)
-        offset, nbytes = self._places[number]
+            return columns_of(specs, chunk.rows, np.frombuffer(chunk.inline, np.uint8))
+        offset, nbytes = self._places[2 * number : 2 * number + 2]
         if nbytes != chunk.nbytes:
             raise ProtocolError(
                 f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, got "
                 f"{nbytes}"
             )
         memory = self._memory(offset, nbytes)
-        in_front = not chunk.inline and isinstance(memory, np.ndarray)
-        return columns_of(specs, chunk.rows, memory, None if in_front else inline)
+        if not chunk.inline and isinstance(memory, np.ndarray):
+            return columns_of(specs, chunk.rows, memory)
+        return columns_of(specs, chunk.rows, memory, np.frombuffer(chunk.inline, np.uint8))
 
     def _memory(self, offset: int, nbytes: int) -> Memory:
         """A place in the arena."""
-        if offset + nbytes > len(self._arena):
+        arena = self._arena
+        if arena is None:
+            arena = self._arena = np.asarray(self._pin)
+        if offset + nbytes > len(arena):
             raise ProtocolError(
                 f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
-                f"{len(self._arena)} bytes"
+                f"{len(arena)} bytes"
             )
-        return self._arena[offset : offset + nbytes]
-
-    def _stretches_of(self, number: int) -> list[_Stretch]:
-        found = self._stretches.get(number)
-        if found is None:
-            piece = self._values.pieces[number]
-            found = self._stretches[number] = _stretches(piece, self._values.chunks, self.count)
-        return found
+        return arena[offset : offset + nbytes]
 
 
 def _uses(values: Values) -> dict[str, list[tuple[int, int]]]:
@@ -169,24 +184,24 @@ def _check_rows(piece: Piece, given: int, count: int) -> None:
         )
 
 
-def _stretches(piece: Piece, chunks: Sequence[Chunk], count: int) -> list[_Stretch]:
-    """Where the rows of a piece are."""
+def _stretches(piece: Piece, chunk_rows: int, count: int) -> list[_Stretch]:
+    """Where the rows of a piece are in its chunk."""
     given, base = in_bytes(piece.given), piece.base
     _check_rows(piece, given, count)
     rows, first = rows_of(given), piece.first
     at = column(piece.at, U4, len(rows)).tolist() if piece.at else None
     end = first + len(rows) if at is None else max(at) + 1
-    if first < 0 or end > chunks[piece.chunk].rows:
+    if first < 0 or end > chunk_rows:
         raise ProtocolError(
-            f"invalid rows of a piece: expected rows of its chunk below "
-            f"{chunks[piece.chunk].rows}, got row {first if first < 0 else end - 1}"
+            f"invalid rows of a piece: expected rows of its chunk below {chunk_rows}, got row "
+            f"{first if first < 0 else end - 1}"
         )
     if at is None and isinstance(rows, range):
-        return [(base + rows.start, first, len(rows))]
+        return [(base + rows.start, first, end)]
     at = at or range(first, end)
     cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
     bounds = pairwise([0, *cuts, len(rows)])
-    return [(base + rows[start], at[start], stop - start) for start, stop in bounds]
+    return [(base + rows[start], at[start], at[stop - 1] + 1) for start, stop in bounds]
 
 
 def _check_page(table: Table) -> None:

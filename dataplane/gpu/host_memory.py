@@ -9,7 +9,7 @@ its copy is done, so a value that is there is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.gpu.device import Device, PoolHandle
-from dataplane.memory.admission import DEFAULT_SHARES, Piece, ShareOfEach
-from dataplane.memory.extents import Bytes, Mask, Records, page_up
-from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges
+from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
+from dataplane.memory.extents import Bytes, Mask, Piece, Records, page_up
+from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges, Stretch
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
 from dataplane.wire.records import RANGE, U4
@@ -115,12 +115,13 @@ class HostMemory(Space):
         return [(space, mask) for space, mask in [(None, host), *parts] if np.count_nonzero(mask)]
 
     def _freed(self, freed: Freed) -> int:
-        numbers = freed.admissions // DEVICE
-        if not np.count_nonzero(numbers):
+        by_device: dict[int, Freed] = {}
+        for one in freed:
+            by_device.setdefault(one[2] // DEVICE, []).append(one)
+        if not any(by_device):
             return super()._freed(freed)
         nbytes = 0
-        for number in np.bincount(numbers).nonzero()[0].tolist():
-            part = Freed(*(one[numbers == number] for one in freed))
+        for number, part in by_device.items():
             if number:
                 nbytes += self.devices[number - 1].space.take_back(part)
             else:
@@ -181,12 +182,13 @@ class PoolSpace(Space):
 
     def take_back(self, freed: Freed) -> int:
         """Stretches that ranges of this pool left are free; their bytes."""
-        starts = freed.offsets - np.uint64(self.base)
-        return self._freed(freed._replace(offsets=starts, admissions=freed.admissions % DEVICE))
+        return self._freed(
+            [(start - self.base, size, kind % DEVICE) for start, size, kind in freed]
+        )
 
     # addresses outside, offsets in the pool inside
 
-    def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
+    def _pieces(self, extents: Records) -> list[Piece]:
         if not self.holds_addresses(extents["offset"]).all():
             raise ProtocolError(
                 "expected all extents of one message on one device, but they are on several devices"
@@ -200,11 +202,9 @@ class PoolSpace(Space):
         extents["offset"] += np.uint64(self.base)
         return extents
 
-    def _commit_one(self, *given: Any) -> None:
-        """The long way knows where these are."""
-
-    def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
-        return super()._add(starts + np.uint64(self.base), lengths, refs, admission + self._kind)
+    def _add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
+        there = [(start + self.base, length) for start, length in stretches]
+        return super()._add(there, refs, admission + self._kind)
 
 
 class DeviceArena:

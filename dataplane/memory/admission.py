@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dataplane.errors import ValueTooLarge, sized
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import Bytes, padded, page_down, page_up
+from dataplane.memory.extents import Bytes, Piece, padded, page_down, page_up
 from dataplane.wire.records import U8
 
 
@@ -45,9 +45,6 @@ pages that nobody has touched: those are ten times as slow to write, cost each r
 are memory that the host has not given yet."""
 _AHEAD_PART_BYTES = 64 << 10
 """What is granted ahead may be taken apart into this."""
-
-Piece = tuple[int, int]
-"""Start and end of a granted stretch."""
 
 
 class Shares:
@@ -168,9 +165,9 @@ class Room:
             self._shares.charge(admission, nbytes)
         return start
 
-    def give_back(self, starts: Bytes, ends: Bytes, by_class: Sequence[int]) -> None:
+    def give_back(self, pieces: Sequence[Piece], by_class: Sequence[int]) -> None:
         """Stretches come back that were charged to the classes with these bytes."""
-        self._allocator.free(starts, ends - starts)
+        self._allocator.free(pieces)
         for admission, nbytes in enumerate(by_class):
             self._shares.discharge(admission, nbytes)
 
@@ -245,10 +242,8 @@ class Room:
         return pieces
 
     def _undo(self, admission: int, pieces: list[Piece]) -> None:
-        if pieces:
-            both = np.array(pieces, U8)
-            self._allocator.free(both[:, 0], both[:, 1] - both[:, 0])
-            self._shares.discharge(admission, int((both[:, 1] - both[:, 0]).sum()))
+        self._allocator.free(pieces)
+        self._shares.discharge(admission, sum([end - start for start, end in pieces]))
 
     def _evict_into(self, admission: int, nbytes: int) -> None:
         """Evict pulled copies as far as that lets this class in."""

@@ -7,13 +7,13 @@ of them are handed out again. Knows nothing of owners: freeing what is free is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import PAGE_BYTES, Bytes, coalesce, page_down, page_up
+from dataplane.memory.extents import PAGE_BYTES, Bytes, Piece, coalesce, page_down, page_up
 from dataplane.wire.records import U8
 
 _LOW = np.uint64(PAGE_BYTES - 1)
@@ -36,7 +36,7 @@ class Allocator:
         """The end of the highest byte ever handed out."""
         self._starts: Bytes = np.zeros(1, U8)
         self._ends: Bytes = np.full(1, size_bytes, U8)
-        self._returned: list[tuple[Bytes, Bytes]] = []
+        self._returned: list[Piece] = []
 
     def __repr__(self) -> str:
         self._settle()
@@ -96,13 +96,11 @@ class Allocator:
             return None
         return self._take(index, int(self._starts[index]), nbytes)
 
-    def free(self, offsets: Bytes, lengths: Bytes) -> None:
+    def free(self, pieces: Sequence[Piece]) -> None:
         """Stretches come back, in any order. AssertionError (at the latest when space is next
         asked for) where one is free already."""
-        if not len(offsets):
-            return
-        self._returned.append((offsets, offsets + lengths))
-        self.free_bytes += int(np.add.reduce(lengths))
+        self._returned += pieces
+        self.free_bytes += sum([end - start for start, end in pieces])
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
         """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""
@@ -142,15 +140,14 @@ class Allocator:
         """Merge in what came back since space was last asked for."""
         if not self._returned:
             return
-        pieces = sum(len(starts) for starts, _ in self._returned)
-        if pieces <= _FEW < len(self._starts) // 64:
-            for starts, ends in self._returned:
-                for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                    self._insert(start, end)
+        if len(self._returned) <= _FEW < len(self._starts) // 64:
+            for start, end in self._returned:
+                self._insert(start, end)
             self._returned.clear()
             return
-        starts = np.concatenate([self._starts, *(piece[0] for piece in self._returned)])
-        ends = np.concatenate([self._ends, *(piece[1] for piece in self._returned)])
+        returned = np.array(self._returned, U8)
+        starts = np.concatenate([self._starts, returned[:, 0]])
+        ends = np.concatenate([self._ends, returned[:, 1]])
         self._returned.clear()
         try:
             self._starts, self._ends = coalesce(starts, ends)

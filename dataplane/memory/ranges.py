@@ -9,15 +9,16 @@ range holds the bytes of a digest, so that the images of a prompt are stored onc
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowsGone
-from dataplane.memory.extents import Bytes, Mask, Records, each_once, every
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8
+from dataplane.memory.extents import Bytes, Mask, Records
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8
 
 Counts = npt.NDArray[np.integer] | int
 Ids = npt.NDArray[np.intp]
@@ -27,223 +28,160 @@ SPILLED = 3
 DEVICE = 4
 """Times n, and added to the class of ranges whose bytes are in the n-th device arena, from 1."""
 
-_FIRST_ROWS = 1024
 _SWEEP_ABOVE = 1024
 _RAW = np.dtype((np.void, DIGEST.itemsize))
+_LAST_GENERATION = (1 << 32) - 1
 
-
-class Freed(NamedTuple):
-    """Stretches that ranges left: where they lay, and the class that was charged."""
-
-    offsets: Bytes
-    lengths: Bytes
-    admissions: npt.NDArray[np.uint8]
-
-
-_NOTHING = Freed(np.zeros(0, U8), np.zeros(0, U8), np.zeros(0, np.uint8))
+Stretch = tuple[int, int]
+"""offset and length"""
+Freed = list[tuple[int, int, int]]
+"""Stretches that ranges left: offset, length, and the class that was charged."""
 
 
 class Ranges:
-    """Columns by range id."""
+    """Columns by range id. They are read and written one by one: most messages name a few ranges,
+    for which numpy's fixed cost would be most of the work."""
 
     def __init__(self) -> None:
         self.live = 0
         """Ranges that have references."""
-        self._top = 0  # ids below were used at least once
-        self._spare: list[Ids] = []  # ids to use again, as they came back
-        self._offset = np.zeros(_FIRST_ROWS, U8)
-        self._length = np.zeros(_FIRST_ROWS, U8)
-        self._generation = np.ones(_FIRST_ROWS, U4)
-        self._refs = np.zeros(_FIRST_ROWS, np.int64)
-        self._admission = np.zeros(_FIRST_ROWS, np.uint8)
-        self._born = np.zeros(_FIRST_ROWS, np.int64)
+        self._spare: list[int] = []  # ids to use again
+        self._offset = array("Q")
+        self._length = array("Q")
+        self._generation = array("I")
+        self._refs = array("q")
+        self._admission = array("B")
+        self._born = array("q")
         self._births = 0
 
     def __repr__(self) -> str:
-        return f"<Ranges {self.live} live of {self._top} ids>"
+        return f"<Ranges {self.live} live of {len(self._refs)} ids>"
 
-    def add(self, offsets: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
+    def add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
         """New ranges with at least one reference each; their RANGE records."""
-        count = len(offsets)
-        ids = self._take_ids(count)
-        self._offset[ids] = offsets
-        self._length[ids] = lengths
-        self._refs[ids] = refs
-        self._admission[ids] = admission
         self._births += 1
-        self._born[ids] = self._births
-        self.live += count
-        ranges = np.empty(count, RANGE)
-        ranges["range"] = ids
-        ranges["generation"] = self._generation[ids]
-        return ranges
+        self.live += len(stretches)
+        names = array("I")
+        for (offset, length), count in zip(stretches, _each(refs), strict=False):
+            number = self._spare.pop() if self._spare else self._new()
+            self._offset[number] = offset
+            self._length[number] = length
+            self._refs[number] = count
+            self._admission[number] = admission
+            self._born[number] = self._births
+            names.append(number)
+            names.append(self._generation[number])
+        return np.frombuffer(names, RANGE)
+
+    def _new(self) -> int:
+        self._generation.append(1)
+        for column in (self._offset, self._length, self._refs, self._admission, self._born):
+            column.append(0)
+        return len(self._refs) - 1
 
     def alive(self, ranges: Records) -> Mask:
         """Per record, whether that generation of that range still has references."""
-        return self._look_up(ranges)[1]
+        return np.array([self._is_alive(*name) for name in ranges.tolist()], np.bool_)
 
     def hold(self, ranges: Records, counts: Counts = 1) -> None:
         """More references; a range may be named several times. RowsGone changes nothing."""
-        if not len(ranges):
-            return
-        ids = self._living(ranges)
-        if len(ids) == 1:
-            self._refs[ids] += counts
-        else:
-            np.add.at(self._refs, ids, np.asarray(counts, np.int64))
+        refs = self._refs
+        for number, count in zip(self._living(ranges), _each(counts), strict=False):
+            refs[number] += count
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
         """Fewer references; what has none left is freed. Names of dead ranges are ignored."""
-        if len(ranges) == 1:
-            number, generation = ranges.item()
-            count = counts if isinstance(counts, int) else int(counts[0])
-            return self._release_one(number, generation, count)
-        ids, alive = self._look_up(ranges)
-        if not every(alive):
-            ids = ids[alive]
-            counts = counts if isinstance(counts, int) else counts[alive]
-        np.subtract.at(self._refs, ids, np.asarray(counts, np.int64))
-        dead = ids[self._refs[ids] <= 0]
-        return self._free(each_once(dead) if len(dead) > 1 else dead)
+        freed: Freed = []
+        for (number, generation), count in zip(ranges.tolist(), _each(counts), strict=False):
+            if self._is_alive(number, generation):
+                left = self._refs[number] - count
+                if left > 0:
+                    self._refs[number] = left
+                else:
+                    freed.append(self._stretch(number))
+                    self._bury(number)
+        return freed
+
+    def places(self, ranges: Records) -> list[Stretch]:
+        """Where these ranges lie, padding included. RowsGone if any is dead."""
+        return [(self._offset[n], self._length[n]) for n in self._living(ranges)]
 
     def extents(self, ranges: Records) -> Records:
-        """Where these ranges lie: EXTENT records, padding included. RowsGone if any is dead."""
-        ids = self._living(ranges)
-        column = np.empty(len(ids), EXTENT)
-        column["offset"] = self._offset[ids]
-        column["length"] = self._length[ids]
-        return column
+        """The same as EXTENT records."""
+        return np.array(self.places(ranges), EXTENT)
 
     def refs(self, ranges: Records) -> npt.NDArray[np.int64]:
         """References of each. RowsGone if any is dead."""
-        return self._refs[self._living(ranges)]
+        return np.array([self._refs[n] for n in self._living(ranges)], np.int64)
 
     def counts_of(self, ids: Ids) -> npt.NDArray[np.int64]:
         """References of whatever lives under each id, for holders that know that it is theirs."""
-        return self._refs[ids]
+        return np.frombuffer(self._refs, np.int64)[ids]
 
     def spilled(self, ranges: Records) -> Mask:
         """Per record, whether it is alive and its bytes are in the spill file."""
-        alive = self.alive(ranges)
-        ids = np.where(alive, ranges["range"], 0)
-        found: Mask = alive & (self._admission[ids] == SPILLED)
-        return found
+        return np.array([kind == SPILLED for kind in self._kinds(ranges)], np.bool_)
 
     def kinds(self, ranges: Records) -> npt.NDArray[np.uint8]:
         """Per record its class, with SPILLED and DEVICE; 0 for a dead one."""
-        alive = self.alive(ranges)
-        kinds: npt.NDArray[np.uint8] = self._admission[np.where(alive, ranges["range"], 0)] * alive
-        return kinds
+        return np.array(list(self._kinds(ranges)), np.uint8)
+
+    def _kinds(self, ranges: Records) -> Iterable[int]:
+        for number, generation in ranges.tolist():
+            yield self._admission[number] if self._is_alive(number, generation) else 0
 
     def by_age(self, below: int) -> Records:
         """Living ranges charged to a class below this one, the oldest first."""
-        ids = np.flatnonzero((self._refs[: self._top] > 0) & (self._admission[: self._top] < below))
-        ids = ids[np.argsort(self._born[ids], kind="stable")]
+        refs, born = np.frombuffer(self._refs, np.int64), np.frombuffer(self._born, np.int64)
+        ids = np.flatnonzero((refs > 0) & (np.frombuffer(self._admission, np.uint8) < below))
+        ids = ids[np.argsort(born[ids], kind="stable")]
         ranges = np.empty(len(ids), RANGE)
         ranges["range"] = ids
-        ranges["generation"] = self._generation[ids]
+        ranges["generation"] = np.frombuffer(self._generation, np.uint32)[ids]
         return ranges
 
     def move(self, ranges: Records, offsets: Bytes, admission: int) -> Freed:
         """These different ranges lie elsewhere from now on; what they left."""
         ids = self._living(ranges)
-        left = self._stretches(ids)
-        self._offset[ids] = offsets
-        self._admission[ids] = admission
+        left = [self._stretch(number) for number in ids]
+        for number, offset in zip(ids, offsets.tolist(), strict=True):
+            self._offset[number] = offset
+            self._admission[number] = admission
         return left
 
     def _is_alive(self, number: int, generation: int) -> bool:
-        """For a single range: numpy's fixed cost would be most of it."""
         return (
-            number < self._top
-            and self._generation.item(number) == generation
-            and self._refs.item(number) > 0
+            number < len(self._refs)
+            and self._generation[number] == generation
+            and self._refs[number] > 0
         )
 
-    def _release_one(self, number: int, generation: int, count: int) -> Freed:
-        if not self._is_alive(number, generation):
-            return _NOTHING
-        left = self._refs.item(number) - count
-        if left <= 0:
-            return self._free(np.array([number], np.intp))
-        self._refs[number] = left
-        return _NOTHING
-
-    def _free(self, dead: Ids) -> Freed:
-        if not len(dead):
-            return _NOTHING
-        freed = self._stretches(dead)
-        self._bury(dead)
-        return freed
-
-    def _stretches(self, ids: Ids) -> Freed:
-        return Freed(self._offset[ids], self._length[ids], self._admission[ids])
-
-    def _look_up(self, ranges: Records) -> tuple[Ids, Mask]:
-        """Their ids, 0 for one that no range ever had, and whether each is alive."""
-        ids: Ids = ranges["range"].astype(np.intp)
-        if len(ids) == 1:
-            return ids, np.array([self._is_alive(*ranges.item())])
-        if np.maximum.reduce(ids, initial=0) < self._top:
-            return ids, self._are_alive(ids, ranges)
-        known = ids < self._top
-        ids = np.where(known, ids, 0)
-        return ids, self._are_alive(ids, ranges) & known
-
-    def _are_alive(self, ids: Ids, ranges: Records) -> Mask:
-        alive: Mask = (self._generation[ids] == ranges["generation"]) & (self._refs[ids] > 0)
-        return alive
-
-    def _living(self, ranges: Records) -> Ids:
-        ids, alive = self._look_up(ranges)
-        if not every(alive):
-            gone = int(len(alive) - np.count_nonzero(alive))
+    def _living(self, ranges: Records) -> list[int]:
+        """Their ids. RowsGone if any is dead."""
+        names: list[tuple[int, int]] = ranges.tolist()
+        gone = sum([not self._is_alive(number, generation) for number, generation in names])
+        if gone:
             raise RowsGone(
-                f"the bytes of {gone} of {len(alive)} values were freed before this call could "
+                f"the bytes of {gone} of {len(names)} values were freed before this call could "
                 "read them: read or claim the rows again",
                 gone=gone,
-                asked=len(alive),
+                asked=len(names),
             )
-        return ids
+        return [number for number, _ in names]
 
-    def _bury(self, ids: Ids) -> None:
-        self.live -= len(ids)
-        self._refs[ids] = 0
-        generations = self._generation[ids] + np.uint32(1)
-        generations[generations == 0] = 1  # 0 says "no range" on the wire
-        self._generation[ids] = generations
-        self._spare.append(ids)
+    def _stretch(self, number: int) -> tuple[int, int, int]:
+        return self._offset[number], self._length[number], self._admission[number]
 
-    def _take_ids(self, count: int) -> Ids:
-        """Ids that came back, newest column first, then new ones."""
-        parts: list[Ids] = []
-        missing = count
-        while missing and self._spare:
-            column = self._spare.pop()
-            if len(column) > missing:
-                self._spare.append(column[missing:])
-                column = column[:missing]
-            parts.append(column)
-            missing -= len(column)
-        if missing:
-            self._grow(self._top + missing)
-            parts.append(np.arange(self._top, self._top + missing, dtype=np.intp))
-            self._top += missing
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.intp)
+    def _bury(self, number: int) -> None:
+        self.live -= 1
+        self._refs[number] = 0
+        generation = self._generation[number]  # 0 says "no range" on the wire
+        self._generation[number] = 1 if generation == _LAST_GENERATION else generation + 1
+        self._spare.append(number)
 
-    def _grow(self, rows: int) -> None:
-        have = len(self._refs)
-        if rows <= have:
-            return
-        more = max(rows, 2 * have) - have
-        self._offset = np.concatenate((self._offset, np.zeros(more, U8)))
-        self._length = np.concatenate((self._length, np.zeros(more, U8)))
-        self._generation = np.concatenate((self._generation, np.ones(more, U4)))
-        self._refs = np.concatenate((self._refs, np.zeros(more, np.int64)))
-        self._admission = np.concatenate((self._admission, np.zeros(more, np.uint8)))
-        self._born = np.concatenate((self._born, np.zeros(more, np.int64)))
+
+def _each(counts: Counts) -> Iterable[int]:
+    return repeat(counts) if isinstance(counts, int) else counts.tolist()
 
 
 class Digests:

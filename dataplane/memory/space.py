@@ -8,35 +8,30 @@ now is answered with less.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.memory.admission import DEFAULT_SHARES, Admission, Piece, Room, ShareOfEach, Shares
+from dataplane.memory.admission import DEFAULT_SHARES, Admission, Room, ShareOfEach, Shares
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import (
     PAGE_BYTES,
     Bytes,
     Mask,
+    Piece,
     Records,
-    Set,
-    coalesce,
-    covers,
-    empty,
-    every,
-    padded,
     page_down,
-    records,
     room,
     some,
-    subtract,
 )
-from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
+from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges, Stretch
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
@@ -154,17 +149,16 @@ class Space:
         known = self._holders.get(holder)
         if known is None:
             return
-        starts, ends = self._pieces(extents[extents["length"] > 0])
-        taken = known.carve(starts, ends, Admission.OPEN)
-        self._room.give_back(starts, ends, taken)
+        pieces = self._pieces(extents[extents["length"] > 0])
+        self._room.give_back(pieces, known.carve(pieces, Admission.OPEN))
 
     def give_back_all(self, holder: int) -> int:
         """Everything granted to the holder comes back; its pins stay. Returns the bytes."""
         known = self._holders.get(holder)
         if known is None:
             return 0
-        (starts, ends), taken = known.take_grants()
-        self._room.give_back(starts, ends, taken)
+        pieces, taken = known.take_grants()
+        self._room.give_back(pieces, taken)
         return sum(taken)
 
     # ranges
@@ -175,46 +169,21 @@ class Space:
         All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
         multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
         """
-        if len(extents) == 1:
-            born = self._commit_one(holder, extents, refs, admission)
-            if born is not None:
-                return born
-        starts, ends = self._pieces(extents)
-        if not isinstance(refs, int) and len(refs) != len(starts):
+        pieces = self._pieces(extents)
+        if not isinstance(refs, int) and len(refs) != len(pieces):
             raise ProtocolError(
                 f"expected one reference count per written range, got {len(refs)} for "
-                f"{len(starts)} ranges"
+                f"{len(pieces)} ranges"
             )
-        if np.count_nonzero(np.less(refs, 1)):
+        if (refs if isinstance(refs, int) else refs.min(initial=1)) < 1:
             raise ProtocolError("a written range has a reference count of 0: expected 1 or more")
-        taken = self._holder(holder).carve(starts, ends, admission)
-        return self._born(starts, ends - starts, refs, admission, taken)
-
-    def _commit_one(
-        self, holder: int, extents: Records, refs: Counts, admission: int
-    ) -> Records | None:
-        """As `commit`: of a single range numpy's fixed cost would be most of it. None, and nothing
-        was done, where it is not at the start of a grant, or there is something wrong with it."""
-        start, length = extents.item()
-        many = refs if isinstance(refs, int) else refs.item() if len(refs) == 1 else 0
-        end = start + room(length)
-        if start % ALIGNMENT_BYTES or many < 1:
-            return None
-        taken = self._holder(holder).carve_start(start, end, admission)
-        if taken is None:
-            return None
-        both = np.array((start, end - start), U8)
-        return self._born(both[:1], both[1:], many, admission, taken)
-
-    def _born(
-        self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int, taken: list[int]
-    ) -> Records:
-        """Ranges of what was taken from grants of these classes."""
-        for granted_under, nbytes in enumerate(taken):
-            self.shares.discharge(granted_under, nbytes)
-        self.shares.charge(admission, sum(taken))
-        self._live_bytes[admission] += sum(taken)
-        return self._add(starts, lengths, refs, admission)
+        taken = self._holder(holder).carve(pieces, admission)
+        nbytes = sum(taken)
+        for granted_under, part in enumerate(taken):
+            self.shares.discharge(granted_under, part)
+        self.shares.charge(admission, nbytes)
+        self._live_bytes[admission] += nbytes
+        return self._add([(start, end - start) for start, end in pieces], refs, admission)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
         """Ranges side by side that the peer itself writes now, with one reference each: where they
@@ -229,10 +198,11 @@ class Space:
             return None
         self._live_bytes[Admission.PULL] += nbytes
         starts = ends - sizes + U8.type(start)
-        return starts, self._add(starts, sizes, 1, Admission.PULL)
+        stretches = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+        return starts, self._add(stretches, 1, Admission.PULL)
 
-    def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
-        return self.ranges.add(starts, lengths, refs, admission)
+    def _add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
+        return self.ranges.add(stretches, refs, admission)
 
     def alive(self, ranges: Records) -> Mask:
         """Per RANGE, whether it is the one that lives under this id now."""
@@ -251,26 +221,24 @@ class Space:
 
     def _freed_from_file(self, spill: Spilled, freed: Freed) -> Freed:
         """What is left of these, lying in the arena."""
-        out = freed.admissions == SPILLED
-        if not np.count_nonzero(out):
+        out = [one for one in freed if one[2] == SPILLED]
+        if not out:
             return freed
-        spill.freed(freed.offsets[out], freed.lengths[out])
-        return Freed(*(one[~out] for one in freed))
+        spill.freed(out)
+        return [one for one in freed if one[2] != SPILLED]
 
     def _freed(self, freed: Freed) -> int:
         """Stretches of the arena that ranges left are free."""
-        if not len(freed.offsets):
+        if not freed:
             return 0
-        self._allocator.free(freed.offsets, freed.lengths)
-        if len(freed.offsets) == 1:
-            by_class = [(freed.admissions.item(), freed.lengths.item())]
-        else:
-            sums = np.bincount(freed.admissions, freed.lengths, len(Admission))
-            by_class = list(enumerate(sums.astype(np.int64).tolist()))
-        for admission, nbytes in by_class:
+        self._allocator.free([(start, start + length) for start, length, _ in freed])
+        by_class = [0, 0, 0]
+        for _, length, admission in freed:
+            by_class[admission] += length
+        for admission, nbytes in enumerate(by_class):
             self._live_bytes[admission] -= nbytes
             self.shares.discharge(admission, nbytes)
-        return sum(nbytes for _, nbytes in by_class)
+        return sum(by_class)
 
     @property
     def all_here(self) -> bool:
@@ -436,27 +404,24 @@ class Space:
     def _bytes_of(self, ranges: Records) -> int:
         return int(self.ranges.extents(ranges)["length"].sum())
 
-    def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
-        """Starts and padded ends of EXTENTs that a client named, checked to be in the arena."""
-        starts, lengths = extents["offset"].astype(U8), extents["length"].astype(U8)
-        size = np.uint64(self.size_bytes)
-        sound = (starts < size) & (lengths <= size) & (starts % np.uint64(ALIGNMENT_BYTES) == 0)
-        if not every(sound):
-            bad = int(sound.argmin())
-            raise ProtocolError(
-                f"piece {bad} of {len(starts)} ({int(lengths[bad])} bytes at offset "
-                f"{int(starts[bad])}) is outside the arena of {self.size_bytes} bytes, or its "
-                f"offset is not a multiple of {ALIGNMENT_BYTES}"
-            )
-        return starts, starts + padded(lengths)
+    def _pieces(self, extents: Records) -> list[Piece]:
+        """EXTENTs that a client named, padded, checked to be in the arena."""
+        pieces: list[Piece] = []
+        for start, length in extents.tolist():
+            if start >= self.size_bytes or length > self.size_bytes or start % ALIGNMENT_BYTES:
+                raise ProtocolError(
+                    f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset {start}) is "
+                    f"outside the arena of {self.size_bytes} bytes, or its offset is not a "
+                    f"multiple of {ALIGNMENT_BYTES}"
+                )
+            pieces.append((start, start + room(length)))
+        return pieces
 
     def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
         """Write allocated, charged pieces down as the holder's. Their EXTENTs, in this order."""
-        if not pieces:
-            return np.empty(0, EXTENT)
-        both = np.array(pieces, U8)
-        self._holder(holder).grant(both[:, 0], both[:, 1], admission)
-        return records(both[:, 0], both[:, 1])
+        if pieces:
+            self._holder(holder).grant(pieces, admission)
+        return np.array([(start, end - start) for start, end in pieces], EXTENT)
 
 
 class Holder:
@@ -475,7 +440,9 @@ class Holder:
         self.granted_by_class = [0, 0, 0]
         self.recent: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         """Stretches granted last; the client still has them mapped, so it gets them first."""
-        self._grants: Set = empty()
+        self._starts: list[int] = []
+        """Of the stretches that it may write, in order."""
+        self._ends: list[int] = []
 
     def __repr__(self) -> str:
         lost = " quarantined" if self.quarantined else ""
@@ -486,63 +453,69 @@ class Holder:
         return sum(self.granted_by_class)
 
     @property
-    def grants(self) -> Records:
-        """EXTENT records of all that it may write."""
-        return records(*self._grants)
+    def grants(self) -> list[Piece]:
+        """All that it may write, in order."""
+        return list(zip(self._starts, self._ends, strict=True))
 
-    def grant(self, starts: Bytes, ends: Bytes, admission: int) -> None:
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+    def grant(self, pieces: Sequence[Piece], admission: int) -> None:
+        """Pieces that nobody has."""
+        starts, ends = self._starts, self._ends
+        for start, end in pieces:
             self.recent.append((start // PAGE_BYTES * PAGE_BYTES, end))
-        self.granted_by_class[admission] += int((ends - starts).sum())
-        have = self._grants
-        if not len(have[0]):
-            self._grants = coalesce(starts, ends)
-            return
-        self._grants = coalesce(np.concatenate((have[0], starts)), np.concatenate((have[1], ends)))
+            self.granted_by_class[admission] += end - start
+            at = bisect_left(starts, start)
+            before, after = at > 0 and ends[at - 1] == start, starts[at : at + 1] == [end]
+            if before and after:
+                ends[at - 1] = ends.pop(at)
+                del starts[at]
+            elif before:
+                ends[at - 1] = end
+            elif after:
+                starts[at] = start
+            else:
+                starts.insert(at, start)
+                ends.insert(at, end)
 
-    def carve(self, starts: Bytes, ends: Bytes, admission: int) -> list[int]:
+    def carve(self, pieces: Sequence[Piece], admission: int) -> list[int]:
         """Take pieces out of the grants: the bytes per class that they were granted under.
 
         `admission` is used up first. ProtocolError, and nothing is taken, unless every piece lies
         inside the grants and none overlaps another.
         """
-        inside = covers(self._grants, starts, ends)
-        if not every(inside):
-            bad = int(inside.argmin())
+        starts, ends = self._starts, self._ends
+        for number, (start, end) in enumerate(pieces):
+            at = bisect_right(starts, start) - 1
+            if at < 0 or end > ends[at]:
+                raise ProtocolError(
+                    f"bytes {start}..{end} of the arena are not reserved for this client (piece "
+                    f"{number} of {len(pieces)})",
+                    offset=start,
+                    end=end,
+                )
+        pieces = sorted(pieces)
+        if any([one[1] > other[0] for one, other in pairwise(pieces)]):
             raise ProtocolError(
-                f"bytes {int(starts[bad])}..{int(ends[bad])} of the arena are not reserved "
-                f"for this client (piece {bad} of {len(starts)})",
-                offset=int(starts[bad]),
-                end=int(ends[bad]),
+                f"two of the {len(pieces)} pieces of the arena in this message overlap"
             )
-        try:
-            pieces = coalesce(starts, ends)
-        except ValueError as exc:
-            raise ProtocolError(
-                f"two of the {len(starts)} pieces of the arena in this message overlap"
-            ) from exc
-        self._grants = subtract(self._grants, *pieces)
-        return self._uncharge(int((ends - starts).sum()), admission)
+        for start, end in pieces:
+            at = bisect_right(starts, start) - 1
+            first, last = starts[at], ends[at]
+            if start > first and end < last:
+                starts.insert(at + 1, end)
+                ends.insert(at, start)
+            elif start > first:
+                ends[at] = start
+            elif end < last:
+                starts[at] = end
+            else:
+                del starts[at], ends[at]
+        return self._uncharge(sum([end - start for start, end in pieces]), admission)
 
-    def carve_start(self, start: int, end: int, admission: int) -> list[int] | None:
-        """As `carve`, of a piece at the start of a grant, as what a steady producer writes; None
-        where it is none."""
-        starts, ends = self._grants
-        at = int(starts.searchsorted(U8.type(start)))
-        if at == len(starts) or starts.item(at) != start or ends.item(at) < end:
-            return None
-        if ends.item(at) > end:
-            self._grants = starts.copy(), ends
-            self._grants[0][at] = end
-        else:
-            self._grants = np.delete(starts, at), np.delete(ends, at)
-        return self._uncharge(end - start, admission)
-
-    def take_grants(self) -> tuple[Set, list[int]]:
+    def take_grants(self) -> tuple[list[Piece], list[int]]:
         """All grants and their bytes per class; the holder has none afterwards."""
-        grants, by_class = self._grants, self.granted_by_class
-        self._grants, self.granted_by_class = empty(), [0, 0, 0]
-        return grants, by_class
+        pieces, by_class = self.grants, self.granted_by_class
+        self._starts, self._ends, self.granted_by_class = [], [], [0, 0, 0]
+        return pieces, by_class
 
     def _uncharge(self, nbytes: int, admission: int) -> list[int]:
         taken = [0, 0, 0]

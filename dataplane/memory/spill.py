@@ -20,7 +20,7 @@ import xxhash
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
-from dataplane.memory.extents import Bytes, Records, Set, coalesce, page_up
+from dataplane.memory.extents import Bytes, Piece, Records, Set, coalesce, page_up
 from dataplane.memory.ranges import SPILLED, Freed, Ranges
 from dataplane.wire.records import U8
 
@@ -69,7 +69,7 @@ class Spilled:
         """Of living ranges in the file, padding included."""
         self._ranges = ranges
         self._allocator = Allocator(size_bytes)
-        self._left: list[tuple[Bytes, Bytes]] = []
+        self._left: list[Piece] = []
         self.on_left: Callable[[], None] = lambda: None
         """called when there are stretches to clear"""
 
@@ -112,21 +112,21 @@ class Spilled:
         """The bytes could not be written: the ranges stay where they are."""
         self._leave(move.places, move.lengths)
 
-    def freed(self, places: Bytes, lengths: Bytes) -> None:
+    def freed(self, freed: Freed) -> None:
         """Ranges in the file died."""
-        self.spilled_bytes -= int(lengths.sum())
-        self._leave(places, lengths)
+        self.spilled_bytes -= sum([length for _, length, _ in freed])
+        self._left += [(place, place + length) for place, length, _ in freed]
+        self.on_left()
 
     def take_left(self) -> Set:
         """Drain the stretches to clear, neighbours joined."""
-        starts = np.concatenate([places for places, _ in self._left])
-        ends = np.concatenate([places + lengths for places, lengths in self._left])
+        left = np.array(self._left, U8)
         self._left.clear()
-        return coalesce(starts, ends)
+        return coalesce(left[:, 0], left[:, 1])
 
     def cleared(self, starts: Bytes, ends: Bytes) -> None:
         """They hold nothing any more, and may be written again."""
-        self._allocator.free(starts, ends - starts)
+        self._allocator.free(list(zip(starts.tolist(), ends.tolist(), strict=True)))
 
     def _allocate(self, nbytes: int) -> int:
         """A stretch of the file that is there, to the byte."""
@@ -134,12 +134,12 @@ class Spilled:
         start = self._allocator.allocate(taken)
         assert start is not None, (taken, self._allocator)
         if taken > nbytes:
-            self._allocator.free(np.array([start + nbytes], U8), np.array([taken - nbytes], U8))
+            self._allocator.free([(start + nbytes, start + taken)])
         return start
 
     def _leave(self, places: Bytes, lengths: Bytes) -> None:
         if len(places):
-            self._left.append((places, lengths))
+            self._left += zip(places.tolist(), (places + lengths).tolist(), strict=True)
             self.on_left()
 
 

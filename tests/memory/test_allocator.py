@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.memory.allocator import Allocator
-from dataplane.wire.records import U8
 
 PAGE = 4096
 
 
 def free(allocator: Allocator, *pieces: tuple[int, int]) -> None:
-    both = np.array(pieces, U8).reshape(-1, 2)
-    allocator.free(both[:, 0], both[:, 1])
+    allocator.free([(start, start + length) for start, length in pieces])
 
 
 def test_the_lowest_address_goes_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.ranges import Digests, Ranges
-from dataplane.wire.records import DIGEST, U8
+from dataplane.wire.records import DIGEST
 
 
 def digests(*numbers: int) -> np.ndarray:
@@ -16,7 +16,7 @@ def digests(*numbers: int) -> np.ndarray:
 
 
 def add(ranges: Ranges, count: int) -> np.ndarray:
-    return ranges.add(np.zeros(count, U8), np.full(count, 4096, U8), 1, 0)
+    return ranges.add([(0, 4096)] * count, 1, 0)
 
 
 def test_a_digest_leads_to_its_range_within_its_partition() -> None:

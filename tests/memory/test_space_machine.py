@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -166,11 +168,10 @@ class SpaceMachine(RuleBasedStateMachine):
         names = self.column(sorted(self.refs))
         assert self.space.ranges.live == len(names)
         assert self.space.ranges.refs(names).tolist() == [self.refs[n] for n in sorted(self.refs)]
-        taken = [self.space.ranges.extents(names)]
-        taken += [holder.grants for holder in self.space._holders.values()]
-        both = np.sort(np.concatenate(taken), order="offset")
-        ends = both["offset"] + both["length"]
-        assert (both["offset"][1:] >= ends[:-1]).all()
+        taken = [(start, start + length) for start, length in self.space.ranges.places(names)]
+        for holder in self.space._holders.values():
+            taken += holder.grants
+        assert all(one[1] <= other[0] for one, other in pairwise(sorted(taken)))
         assert not self.space.alive(self.column(self.released)).any()
 
     def teardown(self) -> None:

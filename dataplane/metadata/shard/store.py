@@ -7,7 +7,6 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -391,9 +390,10 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
 
 
 def _by_owner(names: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, Array, Array]]:
-    found: dict[Owner, Counter[int]] = {}
+    found: dict[Owner, dict[int, int]] = {}
     for owner, number in names:
-        found.setdefault(owner, Counter())[number] += 1
+        many = found.setdefault(owner, {})
+        many[number] = many.get(number, 0) + 1
     return [
         (owner, ranges_of(np.array(list(many), U8)), np.array(list(many.values()), U4))
         for owner, many in found.items()

@@ -30,7 +30,6 @@ from dataplane.wire.checkpoint import (
     Survey,
     SurveyDone,
 )
-from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, PutDone, Request
 
 
@@ -83,9 +82,7 @@ class Checkpoints:
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         grants = self.writing.grants
         try:
-            committed = grants.commit(
-                session, body.values, body.ranges, b"", Admission.OPEN, MAX_CHUNKS_PER_RESTORE
-            )
+            committed = grants.commit(session, body.values, body.ranges, b"", Admission.OPEN)
         except BaseException:
             grants.refused(session, body.ranges)
             raise

@@ -22,7 +22,6 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import room
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.references import Array, ids_of
-from dataplane.metadata.tables.values_on_wire import check_sizes
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -33,7 +32,6 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -139,12 +137,10 @@ class Grants:
         written: bytes,
         shared: bytes,
         kind: Admission,
-        most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
         """Ranges for the chunks that a client wrote, and holds on those that it shares; all or
         nothing."""
         space, me = self.host.space, self.host.owner
-        check_sizes(values, most_chunks)
         if not written and not shared:
             _check_chunks(values, me, [])
             return Committed(values, NO_RANGES)
@@ -156,9 +152,8 @@ class Grants:
             )
         space.hold(known)
         try:
-            rooms = [room(length) for length in extents["length"].tolist()]
-            if len(known):
-                rooms += space.ranges.extents(known)["length"].tolist()
+            rooms = [room(length) for _, length in extents.tolist()]
+            rooms += [length for _, length in space.ranges.places(known)]
             _check_chunks(values, me, rooms)
             fresh = space.commit(session.id, extents, 1, kind)
         except DataplaneError:
@@ -329,20 +324,22 @@ class Writing:
 def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
     """ProtocolError unless the chunks of a client's message, but for inline ones, are the ranges
     that the message lists, which have this much room: each once."""
-    if others := [owner for owner in values.owners if owner not in (me, INLINE)]:
+    owners = values.owners
+    if others := [owner for owner in owners if owner not in (me, INLINE)]:
         raise ProtocolError(
             f"expected only chunks of the client's own peer {me.peer} (incarnation "
             f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
             f"{others[0].incarnation})"
         )
+    inline = [owner == INLINE for owner in owners]
     named = set[int]()
     for chunk in values.chunks:
-        if not 0 <= chunk.owner < len(values.owners):
+        if not 0 <= chunk.owner < len(inline):
             raise ProtocolError(
                 f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into the "
-                f"{len(values.owners)} owners of the message"
+                f"{len(owners)} owners of the message"
             )
-        if values.owners[chunk.owner] == INLINE:
+        if inline[chunk.owner]:
             continue
         number = chunk.number
         if not 0 < number <= len(rooms) or number in named:
@@ -364,18 +361,21 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
 
 
 def _renamed(values: Values, numbers: list[int]) -> Values:
-    """With the numbers of committed ranges in place of the message's own."""
+    """With the numbers of committed ranges in place of the message's own, which inline chunks do
+    not have."""
     chunks = [
         Chunk(one.owner, numbers[one.number - 1], one.rows, one.nbytes, one.layout, one.inline)
         if values.owners[one.owner] != INLINE
         else one
         for one in values.chunks
     ]
-    return msgspec.structs.replace(values, chunks=chunks)
+    return Values(values.fields, values.owners, values.layouts, chunks, values.pieces)
 
 
 def _check_digests(body: Put) -> None:
     """ProtocolError where a digest is of no range that the message lists."""
+    if not body.digests and not body.digest_index:
+        return
     at = column(body.digest_index, U4, len(column(body.digests, DIGEST)))
     many = len(column(body.ranges, EXTENT))
     if len(at) and int(at.max()) >= many:

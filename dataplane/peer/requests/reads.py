@@ -7,6 +7,7 @@ other hosts are pulled first. `Read` and `Fetch` are answered here. Nobody here 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class Reading:
         where the holder reads those."""
         named = _Named(table.values)
         if not named.at:
-            return _with_places(table, np.zeros(len(table.values.chunks), EXTENT)), 0
+            return _with_places(table, bytes(EXTENT.itemsize * len(table.values.chunks))), 0
         reader = holder if in_place else PULLER
         if named.owners == {self.host.owner} and not self.host.space.any_away(named.ranges, reader):
             return self._placed(table, named, named.ranges, holder)
@@ -74,22 +75,21 @@ class Reading:
     def _placed(self, table: Table, named: _Named, local: Array, holder: int) -> Resolved:
         """local: a RANGE of this host for each chunk that is in an arena. They are pinned."""
         space = self.host.space
-        extents = space.ranges.extents(local)
-        if (short := extents["length"] < named.nbytes).any():
-            at = int(short.argmax())
-            raise ProtocolError(
-                "the shard and the owner disagree on the size of a chunk: expected "
-                f"{named.nbytes[at]} bytes, but the range has {extents['length'][at]}"
-            )
-        extents["length"] = named.nbytes
-        places = np.zeros(len(table.values.chunks), EXTENT)
-        places[named.at] = extents
-        return _with_places(table, places), space.pin(holder, local)
+        places = array("Q", bytes(EXTENT.itemsize * len(table.values.chunks)))
+        found = zip(named.at, space.ranges.places(local), named.nbytes, strict=True)
+        for at, (offset, room), nbytes in found:
+            if room < nbytes:
+                raise ProtocolError(
+                    "the shard and the owner disagree on the size of a chunk: expected "
+                    f"{nbytes} bytes, but the range has {room}"
+                )
+            places[2 * at], places[2 * at + 1] = offset, nbytes
+        return _with_places(table, places.tobytes()), space.pin(holder, local)
 
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
         """Local copies take the place of chunks that are remote or away; they are pinned as they
         arrive."""
-        local, pins = named.ranges.copy(), list[int]()
+        local, pins, nbytes = named.ranges.copy(), list[int](), np.array(named.nbytes, U8)
 
         async def of_one(owner: Owner) -> None:
             its = [n for n, one in enumerate(named.owner_of) if one == owner]
@@ -99,7 +99,7 @@ class Reading:
             else:
                 to_device = reader != PULLER and self.device_pulls.device_of(reader)
                 bring = self.device_pulls.bring if to_device else self.pulls.bring
-                local[its], more = await bring(owner, ranges, named.nbytes[its], holder)
+                local[its], more = await bring(owner, ranges, nbytes[its], holder)
             pins.extend(more)
 
         try:  # nobody's pins are forgotten where one of them fails
@@ -204,16 +204,17 @@ class _Named:
                     f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and "
                     "a size of 0 or more"
                 )
-        self.at = [n for n, one in enumerate(values.chunks) if owners[one.owner] != INLINE]
+        inline = [owner == INLINE for owner in owners]
+        self.at = [n for n, one in enumerate(values.chunks) if not inline[one.owner]]
         chunks = [values.chunks[n] for n in self.at]
         self.owner_of = [owners[one.owner] for one in chunks]
         self.owners = dict.fromkeys(self.owner_of).keys()
         self.ranges = ranges_of(np.array([one.number for one in chunks], U8))
-        self.nbytes = np.array([one.nbytes for one in chunks], U8)
+        self.nbytes = [one.nbytes for one in chunks]
 
 
-def _with_places(table: Table, places: Array) -> Table:
-    return Table(table.rows, table.values, table.tags, places.tobytes())
+def _with_places(table: Table, places: bytes) -> Table:
+    return Table(table.rows, table.values, table.tags, places)
 
 
 def _volume(table: Table) -> int:

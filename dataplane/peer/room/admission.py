@@ -393,6 +393,8 @@ class Room:
 
     def needed(self, table: Table) -> int:
         """What a granted table brings to this host."""
-        owners = table.values.owners
+        owners, here = table.values.owners, self._host.address
+        if all([not one.peer or one.peer == here for one in owners]):
+            return 0
         chunks = [(owners[chunk.owner], chunk.nbytes) for chunk in table.values.chunks]
-        return pulled(chunks, self._host.address)
+        return pulled(chunks, here)

@@ -43,13 +43,15 @@ class Effects:
 
     def after(self, entry: Entry) -> None:
         """Run the effects of a command that has changed this partition. Never raises."""
-        self._run(entry, self._free, entry)
+        if entry.store.released:
+            self._run(entry, self._free, entry)
         self._run(entry, self._meet, entry)
 
     def _free(self, entry: Entry) -> None:
         for owner, ranges, counts in entry.store.freed():
             self._run(entry, self._let_go, entry, owner, ranges, counts)
-            self._run(entry, self.copying.freed, entry, owner, ranges, counts)
+            if entry.copies is not None:
+                self._run(entry, self.copying.freed, entry, owner, ranges, counts)
 
     def _let_go(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         if self.references.let_go(owner, ranges, counts):

@@ -233,6 +233,29 @@ def test_numbers_are_a_partitions_number_and_a_rows(tq: Any) -> None:
     assert again.global_indexes == [3]
 
 
+def test_rows_put_after_a_clear_are_found_by_every_process(tq: Any) -> None:
+    """Also where others put while it was cleared, and so created it again."""
+    cleared, putting, reader = tq.get_client(), tq.attach(), tq.attach()
+    try:
+        for turn in range(20):
+            going = threading.Event()
+
+            def put_until_cleared(going: threading.Event = going) -> None:
+                while not going.is_set():
+                    putting.put(rows(1), partition_id="train")
+
+            worker = threading.Thread(target=put_until_cleared)
+            worker.start()
+            cleared.clear_partition("train")
+            going.set()
+            worker.join()
+            put = putting.put(rows(1), partition_id="train")
+            assert reader.get_data(put.select_fields(["x"]))["x"].tolist() == [0], turn
+    finally:
+        putting.close()
+        reader.close()
+
+
 def test_another_process_reads_more_rows_than_a_filter_has_parts(tq: Any) -> None:
     numbered = tq.get_client().put(rows(300), partition_id="numbered")
     tq.kv_batch_put([f"k{i}" for i in range(300)], "keyed", rows(300))

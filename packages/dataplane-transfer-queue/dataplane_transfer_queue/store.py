@@ -48,6 +48,10 @@ class StorageKeyNotFoundError(KeyError, ValueError):
         return str(self.args[0]) if self.args else ""
 
 
+def _still_cleared(name: str) -> dataplane.Unavailable:
+    return dataplane.Unavailable(f"other processes kept clearing partition {name!r}: try again")
+
+
 class Row:
     """One row, without its values."""
 
@@ -176,19 +180,29 @@ class Store:
                 f"{name!r} cannot be the name of a partition: expected a non-empty name other "
                 f"than {REGISTRY!r} that does not start with {HIDDEN!r}"
             )
-        entry = self._entry(f"partition:{name}")
-        if entry is None or entry[_GONE]:
-            if not create:
-                return None
-            entry = self._registered(name)
+        for _ in range(_ATTEMPTS):
+            entry = self._entry(f"partition:{name}")
+            if entry is None or entry[_GONE]:
+                if not create:
+                    return None
+                entry = self._registered(name)
+            part = self._attached(name)
+            # Another process may have cleared it since the entry was read.
+            now = self._entry(f"partition:{name}")
+            if now is not None and not now[_GONE]:
+                with self._lock:
+                    return self._known.setdefault(name, (entry[_NUMBER], part))
+        raise _still_cleared(name)
+
+    def _attached(self, name: str) -> dataplane.Partition:
+        """The plane's partition, created if it does not exist."""
         try:
-            part = self.plane.partition(name, free="drop")
+            return self.plane.partition(name, free="drop")
         except dataplane.PartitionConflict:
             part = self.plane.partition(name)  # restored: what had claimed is declared now
             if any(stage["fields"] for stage in part.stats()["stages"].values()):
                 raise  # somebody's who uses the plane itself
-        with self._lock:
-            return self._known.setdefault(name, (entry[_NUMBER], part))
+            return part
 
     def _registered(self, name: str) -> dict[str, Any]:
         key = f"partition:{name}"
@@ -204,6 +218,7 @@ class Store:
                     lambda part: part.put({"object": [{"value": name}]}, key=[key], tags=tags)
                 )
             elif entry[_GONE]:
+                self._drop(name)  # a process may have ended between the mark and its drop
                 entry |= {_GONE: False}
                 self._change(key, _GONE, False)
         return entry
@@ -245,7 +260,7 @@ class Store:
             except (dataplane.PartitionGone, dataplane.PartitionUndefined):
                 with self._lock:
                     self._known.pop(name, None)
-        raise dataplane.Unavailable(f"other processes kept clearing partition {name!r}: try again")
+        raise _still_cleared(name)
 
     def rows(self, name: str) -> list[Row]:
         """Return all rows of a partition as of one moment. A partition that does not exist is
@@ -348,13 +363,20 @@ class Store:
 
     def clear_partition(self, name: str) -> None:
         """Free all rows of a partition. The partition keeps its number."""
-        try:
-            self._on(name, lambda part: part.drop())
-        except (StorageKeyNotFoundError, dataplane.PartitionGone):
+        if self._partition(name) is None:
             return
-        self._change(f"partition:{name}", _GONE, True)
+        # Marked before it is dropped. A process that puts rows after the drop then finds the mark
+        # and removes it first, so that all processes find its rows.
+        with self.alone("registry"):
+            self._change(f"partition:{name}", _GONE, True)
+            self._drop(name)
         with self._lock:
             self._known.pop(name, None)
+
+    def _drop(self, name: str) -> None:
+        """Drop the plane's partition. The caller holds the registry's mutex."""
+        with contextlib.suppress(dataplane.PartitionGone):
+            self._attached(name).drop()
 
     # numbers
 

@@ -85,11 +85,14 @@ def test_the_controller_moves_every_row(hosts: int) -> None:
         "controller",
     }
     assert workers <= run["peak_memory_bytes"].keys()
+    assert run["latency_ms"].keys() >= {"rollout", "reward", "train"}
+    put = run["latency_ms"]["rollout"]["put"]  # over all workers of the role
+    assert put["times"] == 3
+    assert 0 < put["p50"] <= put["p90"] <= put["p99"] <= put["max"] < 1e3 * run["seconds"]
     assert not leaks.children()
 
 
-@pytest.mark.parametrize("plane", ["controller", "dataplane"])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("plane", "staleness"), [("controller", 1), ("dataplane", 0)])
 def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
     plane: str, staleness: int
 ) -> None:
@@ -104,7 +107,7 @@ def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
 
 
 def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
-    job = Job(plane="controller", trace="video", prompts=1, hosts=1, trainers=1)
+    job = Job(plane="controller", trace="image", prompts=1, hosts=1, trainers=1)
     moved = {}
     for dedup in (False, True):
         run = execute(replace(job, dedup=dedup), silent)
@@ -272,14 +275,6 @@ def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> 
     weights = advantages(np.array([0, 1, 1, 0], np.float32))
     assert abs(weights.sum()) < 1e-5 and weights[1] > 0.99
     assert (advantages(np.ones(8, np.float32)) == 0).all()
-
-
-def test_latencies_are_told_by_role_over_all_its_workers() -> None:
-    run = execute(MATH, silent)
-    assert run["latency_ms"].keys() >= {"rollout", "reward", "train"}
-    put = run["latency_ms"]["rollout"]["put"]
-    assert put["times"] == MATH.prompts
-    assert 0 < put["p50"] <= put["p90"] <= put["p99"] <= put["max"] < 1e3 * run["seconds"]
 
 
 def test_a_run_that_fails_is_repeated_once_and_its_logs_are_shown_once(

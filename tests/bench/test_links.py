@@ -41,48 +41,42 @@ def over_links(file: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.needs("ip")
-@pytest.mark.parametrize("plane", ["dataplane", "controller"])
-def test_what_crosses_hosts_crosses_their_links(plane: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plane", "rate"), [("dataplane", "500mbit"), ("controller", "40mbit")])
+def test_what_crosses_hosts_crosses_their_links(plane: str, rate: str, tmp_path: Path) -> None:
     # Where stages share hosts, dataplane keeps rows where they are.
-    run = over_links(tmp_path / "r.json", "--planes", plane, "--link", "500mbit", "--apart")
-    assert run["status"] == "ok" and run["link"] == "500mbit" and run["trainers"] == 3
+    run = over_links(tmp_path / "r.json", "--planes", plane, "--link", rate, "--apart")
+    assert run["status"] == "ok" and run["link"] == rate and run["trainers"] == 3
     assert len(run["step_seconds"]) == 2 and sum(run["step_seconds"]) <= run["seconds"]
     busiest = run["busiest_link"]
     assert busiest["bytes"] == busiest["received_bytes"] + busiest["sent_bytes"]
     assert 0 < run["moved"]["across"] < 3 * busiest["bytes"]
     assert 0 <= busiest["busy_share"] <= 1
-    if plane == "controller":  # every byte that crosses goes through its host
+    if plane == "controller":  # every byte that crosses goes through its host, by a thin link
         assert busiest["host"] == 0 and busiest["bytes"] > run["moved"]["across"]
+        assert busiest["busy_share"] > 0.5
+    else:  # peers count their messages by kind
+        assert run["messages"]["local"]["Claimed"] > 0 and run["messages"]["between"]
+        assert run["cpu_ms_per_group"] > 0
 
 
-@pytest.mark.needs("ip")
-def test_a_thin_link_is_full_most_of_the_time(tmp_path: Path) -> None:
-    run = over_links(tmp_path / "r.json", "--planes", "controller", "--link", "40mbit")
-    assert run["busiest_link"]["busy_share"] > 0.5
-
-
-@pytest.mark.needs("ip")
-def test_peers_count_their_messages_by_kind(tmp_path: Path) -> None:
-    run = over_links(tmp_path / "r.json", "--planes", "dataplane")
-    assert run["messages"]["local"]["Claimed"] > 0 and run["messages"]["between"]
-    assert run["cpu_ms_per_group"] > 0
+SMALL = ("--planes", "controller", "--prompts", "1", "--hosts", "2", "--steps", "1")
 
 
 def test_without_the_tools_the_run_says_so_and_computes(tmp_path: Path) -> None:
-    said, report = bench(tmp_path / "r.json", "--planes", "controller", path="/nonexistent")
+    said, report = bench(tmp_path / "r.json", *SMALL, path="/nonexistent")
     assert "apt-get install iproute2" in " ".join(said.splitlines()[:3])
     assert "iproute2" in report["machine"]["no_links"]
     (run,) = report["runs"]
     assert run["link"] is None and run["busiest_link"] is None
     computed = run["computed_link"]
-    assert computed["host"] == 0 and computed["rate"] == fair_rate(3)
+    assert computed["host"] == 0 and computed["rate"] == fair_rate(2)
     assert computed["seconds"] == pytest.approx(
         computed["bytes"] * 8 / bits_per_second(computed["rate"])
     )
 
 
 def test_none_is_loopback_and_computes_nothing(tmp_path: Path) -> None:
-    said, report = bench(tmp_path / "r.json", "--planes", "controller", "--link", "none")
+    said, report = bench(tmp_path / "r.json", *SMALL, "--link", "none")
     assert "links of their own" not in said
     assert report["runs"][0]["link"] is None and report["runs"][0]["computed_link"] is None
 

@@ -291,11 +291,12 @@ def test_a_run_takes_the_first_prompts_of_the_first_steps() -> None:
 def test_a_recorded_trace_is_run(tmp_path: Path) -> None:
     told = [prompt_line(step=step, local_index=i) for step in (1, 2) for i in range(3)]
     path, report = lines(tmp_path / "p.jsonl", *told), tmp_path / "report.json"
-    options = ["--planes", "dataplane,controller", "--steps", "2", "--json", str(report)]
+    options = ["--planes", "controller", "--hosts", "1", "--link", "none", "--steps", "2"]
+    options += ["--json", str(report)]
     assert main(["run", "--trace", "math", "--trace-file", str(path), *options]) == 0
-    for run in json.loads(report.read_text())["runs"]:
-        assert run["rows"] == run["rows_expected"] == 2 * 3 * 3
-        assert run["samples"] == 3
+    (run,) = json.loads(report.read_text())["runs"]
+    assert run["rows"] == run["rows_expected"] == 2 * 3 * 3
+    assert run["samples"] == 3
 
 
 def test_a_line_ends_only_where_a_line_of_the_file_does(tmp_path: Path) -> None:

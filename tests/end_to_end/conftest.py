@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 import dataplane
 from bench.peers import free_addresses, peer_command
 from tests import cluster as peers
-from tests.cluster import in_sync, until
+from tests.cluster import environment, in_sync, until
 
 __all__ = ["free_addresses", "in_sync", "peer_command", "until"]
 PLANE = "test"
@@ -87,12 +90,57 @@ def cluster(run_dir: Path) -> Iterator[Cluster]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Cluster]:
+    """The only peer of a plane, for the tests of a file one after the other."""
+    with running("a") as started:
+        yield started
+
+
 @pytest.fixture
-def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
-    """A client of the only peer of a plane."""
-    cluster.start("a")
-    with cluster.connect("a") as connected:
+def plane(peer: Cluster, no_launcher: None) -> Iterator[dataplane.Plane]:
+    """A client of `peer`. What the test leaves there goes with it."""
+    with environment(DATAPLANE_RUN_DIR=str(peer.run_dir)), peer.connect("a") as connected:
         yield connected
+        drop_everything(connected)
+
+
+def drop_everything(*planes: dataplane.Plane) -> None:
+    """What a test leaves behind goes, and every byte with it (but for cached copies)."""
+    for name in planes[0].partitions():
+        planes[0].partition(name).drop()
+    for plane in {plane.peer: plane for plane in planes}.values():
+        with contextlib.suppress(AssertionError):
+            until(lambda plane=plane: not held(plane), "everything came back", 5)
+        assert not held(plane), f"peer {plane.peer} still holds {held(plane)}"
+
+
+def held(plane: dataplane.Plane) -> dict[str, int]:
+    """What a peer holds beyond its cache, waits for, or has leased; without what is 0."""
+    stats = plane.stats()
+    arena = stats["arena"]
+    found = {name: arena[name] for name in ("quarantined_bytes", "pinned_bytes")}
+    found |= {name: stats[name] for name in ("waiting_claims", "waiting_puts")}
+    found["partitions"] = len(stats["partitions"])
+    found["used_bytes"] = arena["used_bytes"] - arena["cached_bytes"]
+    return {name: amount for name, amount in found.items() if amount}
+
+
+@contextmanager
+def running(
+    *names: str, alone: str = "", arena: str = "256MiB", metrics: dict[str, str] | None = None
+) -> Iterator[Cluster]:
+    """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_RUN_DIR", folder)
+        cluster = Cluster(Path(folder))
+        try:
+            if alone:
+                cluster.start(alone, arena=arena)
+            cluster.start(*names, arena=arena, metrics=metrics)
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 def line(worker: subprocess.Popen[str]) -> str:

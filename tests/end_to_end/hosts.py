@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.conftest import drop_everything, held, running
 
 _numbers = itertools.count(1)
 
@@ -40,42 +36,7 @@ class Hosts:
         return sum(p.stats()["arena"]["used_bytes"] for p in peers)
 
     def drop_everything(self) -> None:
-        """What a test leaves behind goes, and every byte with it (but for cached copies)."""
-        for name in self.here.partitions():
-            self.here.partition(name).drop()
-        peers = {p.peer: p for p in (self.here, self.there)}.values()
-        for plane in peers:
-            with contextlib.suppress(AssertionError):
-                until(lambda plane=plane: not held(plane), "everything came back", 5)
-            assert not held(plane), f"peer {plane.peer} still holds {held(plane)}"
-
-
-def held(plane: Plane) -> dict[str, int]:
-    """What a peer holds beyond its cache, waits for, or has leased; without what is 0."""
-    stats = plane.stats()
-    arena = stats["arena"]
-    found = {name: arena[name] for name in ("quarantined_bytes", "pinned_bytes")}
-    found |= {name: stats[name] for name in ("waiting_claims", "waiting_puts")}
-    found["partitions"] = len(stats["partitions"])
-    found["used_bytes"] = arena["used_bytes"] - arena["cached_bytes"]
-    return {name: amount for name, amount in found.items() if amount}
-
-
-@contextmanager
-def running(
-    *names: str, alone: str = "", arena: str = "256MiB", metrics: dict[str, str] | None = None
-) -> Iterator[Cluster]:
-    """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
-    with tempfile.TemporaryDirectory(prefix="dp-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DATAPLANE_RUN_DIR", folder)
-        cluster = Cluster(Path(folder))
-        try:
-            if alone:
-                cluster.start(alone, arena=arena)
-            cluster.start(*names, arena=arena, metrics=metrics)
-            yield cluster
-        finally:
-            cluster.stop()
+        drop_everything(self.here, self.there)
 
 
 def warm(plane: Plane) -> None:
@@ -99,4 +60,4 @@ def one_and_two() -> Iterator[dict[str, Hosts]]:
             plane.close()
 
 
-__all__ = ["Hosts", "dataplane", "one_and_two", "running", "warm"]
+__all__ = ["Hosts", "dataplane", "held", "one_and_two", "running", "warm"]

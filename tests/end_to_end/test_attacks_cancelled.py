@@ -89,9 +89,10 @@ Call = Callable[[aio.Partition], Coroutine[Any, Any, None]]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    ("late", "loop"),
+    [(False, asyncio.new_event_loop), (True, uvloop.new_event_loop)],
+    ids=["before-asyncio", "after-uvloop"],
 )
 def test_a_cancelled_call_leaves_nothing_behind(
     cluster: Cluster, call: Call, late: bool, loop: Callable[[], asyncio.AbstractEventLoop]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +17,13 @@ from tests.end_to_end.conftest import PLANE, Cluster, line, until
 FORGOTTEN = "without ack, release or drop"
 HELD = "had not acked, released or dropped"
 """So says the peer, of a client that is gone."""
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[Plane]:
+    cluster.start("a")
+    with cluster.connect("a") as connected:
+        yield connected
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import multiprocessing
 import pickle  # noqa: S403
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,8 @@ import pytest
 
 import dataplane
 from dataplane import Plane, aio
-from tests.end_to_end.conftest import Cluster
 
 SPAWN = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture
-def plane(cluster: Cluster) -> Iterator[Plane]:
-    cluster.start("a")
-    with cluster.connect("a") as connected:
-        yield connected
 
 
 def consume(plane: Plane, part: dataplane.Partition, ref: dataplane.Ref, out: Any) -> None:

@@ -6,20 +6,12 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 import dataplane
 from dataplane import Plane, aio
-from tests.end_to_end.conftest import PLANE, Cluster, until
-
-
-@pytest.fixture
-def plane(cluster: Cluster) -> Iterator[Plane]:
-    cluster.start("a")
-    with cluster.connect("a") as connected:
-        yield connected
+from tests.end_to_end.conftest import PLANE, until
 
 
 def test_producers_end_without_an_error_when_enough_groups_have_closed(plane: Plane) -> None:

@@ -24,6 +24,13 @@ from dataplane import cli, cli_record
 from tests.end_to_end.conftest import Cluster, until
 
 
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
+    cluster.start("a")
+    with cluster.connect("a") as connected:
+        yield connected
+
+
 def work(plane: dataplane.Plane, name: str) -> None:
     """One step of two groups."""
     stages = {"reward": ["x"], "train": ["x", "reward"]}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,13 +20,6 @@ import dataplane
 from dataplane import Partition, Plane, aio, cli, tag
 from dataplane.metadata.shard.reasons import FIRST_S, SOON_S
 from tests.end_to_end.conftest import PLANE, Cluster, until
-
-
-@pytest.fixture
-def plane(cluster: Cluster) -> Iterator[Plane]:
-    cluster.start("a")
-    with cluster.connect("a") as connected:
-        yield connected
 
 
 def lines(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
@@ -205,10 +198,10 @@ WAITS: dict[str, Callable[[Partition], object]] = {
 
 @pytest.mark.parametrize("what", WAITS)
 def test_a_call_ends_when_another_thread_closes_its_client(
-    cluster: Cluster, plane: Plane, what: str
+    peer: Cluster, plane: Plane, what: str
 ) -> None:
     plane.partition("p", stages={"s": ["x"]})
-    closing = cluster.connect("a")
+    closing = peer.connect("a")
     with ThreadPoolExecutor(1) as other:
         call = other.submit(WAITS[what], closing.partition("p"))
         until(lambda: under_way(closing) == 1, "the call is at the peer")
@@ -233,15 +226,13 @@ def test_a_task_ends_when_another_closes_its_client(plane: Plane) -> None:
     asyncio.run(main())
 
 
-def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(
-    cluster: Cluster, plane: Plane
-) -> None:
-    closing = cluster.connect("a")
+def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(peer: Cluster, plane: Plane) -> None:
+    closing = peer.connect("a")
     part = closing.partition("p", stages={"s": ["x"]})
     with ThreadPoolExecutor(1) as other:
         call = other.submit(part.claim, "s", rows=1)
         until(lambda: plane.stats()["waiting_claims"] == 1, "the claim waits at the peer")
-        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        peer.peers["a"].send_signal(signal.SIGSTOP)
         try:
             began = time.monotonic()
             closing.close()
@@ -249,7 +240,7 @@ def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(
             with pytest.raises(dataplane.ClientClosed):
                 call.result(30)
         finally:
-            cluster.peers["a"].send_signal(signal.SIGCONT)
+            peer.peers["a"].send_signal(signal.SIGCONT)
 
 
 def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(

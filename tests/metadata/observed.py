@@ -145,15 +145,23 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
         },
         "counts": (stage.rows.counts, stage.groups.counts),
         "groups": {one.key: one.states[stage.number] for one in state.groups.values()},
-        "added": {
-            block.key(row): sorted(
-                f for f in state.fields if block.values.added(name, f) >> row & 1
-            )
-            for block, row in state.rows
-        },
+        "added": _added(store, name),
         "progress": {key: row[2] for key, row in _rows(store, name).items()},
         "ready_rows": _keys(stage.rows.plain),
         "ready_groups": [group.key for group, _ in stage.groups.plain],
+    }
+
+
+def _added(store: Store, stage: str) -> dict[bytes, list[str]]:
+    """The fields of each row that a stage has added."""
+    blocks = {id(block): block for block, _ in store.rows}
+    added = {
+        number: [(field, block.values.added(stage, field)) for field in sorted(store.fields)]
+        for number, block in blocks.items()
+    }
+    return {
+        block.key(row): [field for field, bits in added[id(block)] if bits >> row & 1]
+        for block, row in store.rows
     }
 
 

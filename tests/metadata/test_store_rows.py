@@ -334,10 +334,10 @@ def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing() -> None:
         return change(number, floor=number)
 
     tracemalloc.start()
-    for _ in range(12):
+    for _ in range(8):
         s = Store("p", Definition({"s": ["x"]}, group_size=size, free="acked"), 1)
         drained.append(s)
-        for n in range(500):
+        for n in range(200):
             keys, group = names.mint_many(2, n * size, size), names.mint_many(3, n, 1)
             rows = Rows(keys, None, bytes(4 * size), group)
             s.put(wrote(rows, [Column("x", values(size))], change=alone(numbers)))

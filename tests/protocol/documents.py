@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def sections(text: str) -> list[tuple[str, str]]:
     return list(zip(parts[1::2], bodies, strict=True))
 
 
+@cache
 def structures(channel: str) -> dict[str, Structure]:
     """The structures that a channel's document describes, by name."""
     found = {}

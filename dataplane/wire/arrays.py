@@ -48,6 +48,10 @@ _AS_INTEGERS = {
 """torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
 
 
+_OF_OTHERS = 2
+"""`dtype.isbuiltin` of the dtypes of ml_dtypes. numpy's own have 1, or 0 where they carry metadata
+or were brought into native byte order."""
+
 _INTEGERS_OF_TORCH = {1: "uint8", 2: "int16", 4: "int32"}
 
 
@@ -171,7 +175,7 @@ def tensor_over(array: Array) -> Any:
 
 def raw(array: Array) -> Array:
     """The same contiguous array with a dtype that the buffer protocol knows."""
-    if array.dtype.isbuiltin == 1 and array.dtype.kind in "biufc":
+    if array.dtype.isbuiltin != _OF_OTHERS and array.dtype.kind in "biufc":
         return array
     # every other dtype here is as wide as an integer; 0-d arrays keep their width in a view
     return array.view(f"u{array.itemsize}")
@@ -180,7 +184,7 @@ def raw(array: Array) -> Array:
 def _native(array: Array) -> Array:
     swapped = array.dtype.newbyteorder("=")
     if dtype_name(swapped) is not None:
-        return array.astype(swapped)
+        return array.byteswap().view(swapped)  # astype leaves times without a unit as they are
     dtype = array.dtype
     if dtype.hasobject:
         hint = "it holds Python objects: pass .tolist()"
@@ -195,6 +199,15 @@ def kind_of(value: object) -> str:
     """The class of a value, as messages name it: `a torch.Tensor`, `an int`."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """The representation of a user's value for an error. numpy has none of a time without a unit,
+    and raises."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{kind_of(value)}>"
 
 
 def _foreign(value: object) -> Array | None:

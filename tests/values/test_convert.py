@@ -13,6 +13,7 @@ import pytest
 
 from dataplane.client.read.column_view import ColumnView, cut, same
 from dataplane.client.read.convert import to_arrow, to_numpy
+from dataplane.client.read.tensors import to_torch
 from dataplane.errors import InvalidValue
 
 
@@ -123,6 +124,15 @@ def test_a_table_has_keys_fields_and_tags(arena: Any) -> None:
 def test_a_field_named_like_the_key_column_gets_another_name(arena: Any) -> None:
     table = to_arrow({"key": arena.view([1, 2])}, ["a", "b"])
     assert table.to_pydict() == {"key": ["a", "b"], "field.key": [1, 2]}
+
+
+def test_times_without_a_unit_are_refused_though_numpy_cannot_print_them(arena: Any) -> None:
+    times = np.arange(1, 3).view("M8")
+    for column in (times, list(times), [times, times], [{"at": times}]):
+        with pytest.raises(InvalidValue, match=r"'x': row 0 .* does not fit an Arrow column"):
+            to_arrow({"x": arena.view(column)})
+        with pytest.raises(InvalidValue, match="torch"):
+            to_torch(arena.view(column), "dense")
 
 
 def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:

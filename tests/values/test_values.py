@@ -182,6 +182,33 @@ def test_byte_order_and_strides_are_made_plain(arena: Any) -> None:
     assert put["leaf"][0][0].dtype.isnative
 
 
+@pytest.mark.parametrize("kind", ["M8[s]", "M8", "m8[25s]", "m8", "c16", "f8", "i4", "g"])
+def test_arrays_of_any_byte_order_layout_and_metadata_come_back_native(
+    new_arena: Any, kind: str
+) -> None:
+    numbers = np.arange(1, 9)
+    native = numbers.view(kind) if kind[0] in "mM" else numbers.astype(kind)
+    swapped = native.byteswap().view(native.dtype.newbyteorder())
+    for array in (swapped, native.view(np.dtype(native.dtype, metadata={"unit": "m"}))):
+        wide = np.zeros((8, 9000), array.dtype)[:, :8000]  # large rows with gaps between them
+        wide[...] = array[:, None]
+        put = new_arena(4 << 20).put(
+            {
+                "back": array[::-1],
+                "columns": np.stack([array, array]).T,
+                "leaves": [[row] for row in array.reshape(8, 1)],
+                "rows": list(np.stack([array, array]).T),
+                "wide": wide,
+            }
+        )
+        assert all(same(put["back"][at], native[7 - at, ...]) for at in range(8))
+        twice = np.stack([native, native], axis=1)
+        assert all(map(same, put["columns"], twice))
+        assert all(map(same, put["leaves"], [[row] for row in native.reshape(8, 1)]))
+        assert all(map(same, put["rows"], twice))
+        assert all(map(same, put["wide"], np.broadcast_to(native[:, None], (8, 8000))))
+
+
 def test_columns_may_be_any_iterable_in_order(arena: Any) -> None:
     put = arena.put({"a": range(3), "b": (x for x in "abc"), "c": (1.5, None, "x")})
     assert put == {"a": [0, 1, 2], "b": ["a", "b", "c"], "c": [1.5, None, "x"]}

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.errors import InvalidValue
-from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch
+from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch, shown
 
 _MAX_LIST = (1 << 31) - 1
 _REFUSALS = (InvalidValue, pa.ArrowException, TypeError, ValueError, OverflowError)
@@ -57,7 +57,7 @@ def _exact(
         reason = exc.message if isinstance(exc, InvalidValue) else str(exc)
         beside = " together with the rows before it" if row else ""
         raise InvalidValue(
-            f"{what}: row {row} ({values[row]!r:.60}) does not fit an Arrow column{beside}: "
+            f"{what}: row {row} ({shown(values[row]):.60}) does not fit an Arrow column{beside}: "
             f"{reason}; {instead}",
             row=row,
             **details,

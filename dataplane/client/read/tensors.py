@@ -30,7 +30,7 @@ from dataplane.client.read.ragged import (
 )
 from dataplane.errors import InvalidCall, InvalidValue, counted
 from dataplane.gpu.direct import DirectCopies
-from dataplane.wire.arrays import Array, is_torch, kind_of, tensor_over
+from dataplane.wire.arrays import Array, is_torch, kind_of, shown, tensor_over
 
 Layout = Literal["auto", "dense", "padded", "jagged", "list"]
 _LAYOUTS = ("auto", "dense", "padded", "jagged", "list")
@@ -532,7 +532,7 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
     row = next((at for at, one in enumerate(values) if not isinstance(one, _NUMBERS)), None)
     as_put = f"use batch[{field!r}] to get the original objects"
     if row is not None:
-        why = f"row {row} is {kind_of(values[row])} ({values[row]!r:.40})"
+        why = f"row {row} is {kind_of(values[row])} ({shown(values[row]):.40})"
         instead = as_put
         if arrays and layout != "list":
             instead += ", or layout='list' to get the arrays in them as tensors"
@@ -540,9 +540,9 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
     kinds = [_number_kind(value) for value in values]
     row = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 0)
     if row:
-        why = f"row {row} is {kinds[row]} ({values[row]!r:.40}) and row 0 is {kinds[0]}"
+        why = f"row {row} is {kinds[row]} ({shown(values[row]):.40}) and row 0 is {kinds[0]}"
     else:
-        why = f"row 0 is {kinds[0]} ({values[0]!r:.40})"
+        why = f"row 0 is {kinds[0]} ({shown(values[0]):.40})"
     times = [one.dtype for one in values if isinstance(one, np.datetime64 | np.timedelta64)]
     if times:
         finest = np.result_type(*(one for one in times if one.kind == times[0].kind))

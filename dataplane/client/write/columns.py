@@ -371,6 +371,7 @@ def _rows_array(column: Any) -> Any:
         and len(column)
         and column[0].flags.c_contiguous
         and column[0].nbytes >= LARGE_ROW_BYTES
+        and dtype_name(column.dtype) is not None
     ):
         return _Rows(column)
     return as_array(column)

@@ -121,9 +121,10 @@ class _Writable:
     def __init__(self, fd: int, size_bytes: int) -> None:
         mapping = _Mapping(map_to_write, fd, size_bytes)
         self.address, self.bytes = mapping.address, np.asarray(mapping)
-        self.open = np.zeros(-(-size_bytes // MAP_UNIT_BYTES), np.bool_)
-        self.present = np.zeros(len(self.open), np.bool_)
-        """Pages brought in once; asking the kernel again costs 20 us a MiB."""
+        self.open = bytearray(-(-size_bytes // MAP_UNIT_BYTES))
+        """1 for a page that may be written"""
+        self.present = bytearray(len(self.open))
+        """1 for a page that was brought in once; asking the kernel again costs 20 us a MiB."""
         self.stretches = 0
 
 
@@ -142,7 +143,7 @@ class WriteMaps:
         self._current: _Writable | None = None
 
     def __repr__(self) -> str:
-        pages = 0 if self._current is None else np.count_nonzero(self._current.open)
+        pages = 0 if self._current is None else self._current.open.count(1)
         return f"<WriteMaps {len(self)} stretches, {pages * MAP_UNIT_BYTES} B>"
 
     def __len__(self) -> int:
@@ -157,11 +158,11 @@ class WriteMaps:
         """Bring the pages of a granted extent in before it is written, from any thread: Python
         goes on elsewhere. False where the kernel cannot, which costs speed only."""
         writable, first, last = self._opened(offset, length)
-        if not writable.present[first:last].all():
+        if writable.present.find(0, first, last) >= 0:
             address = writable.address + first * MAP_UNIT_BYTES
             if not populate(address, (last - first) * MAP_UNIT_BYTES):
                 return False
-            writable.present[first:last] = True
+            writable.present[first:last] = b"\1" * (last - first)
         return True
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class WriteMaps:
             if self._fd < 0:
                 raise _no_arena()
             current = self._current
-            if current is None or not current.open[first:last].all():
+            if current is None or current.open.find(0, first, last) >= 0:
                 if current is None or current.stretches == MAX_STRETCHES:
                     self._current = current = _Writable(self._fd, self._size_bytes)
                 _open(current, first, last)
@@ -191,14 +192,14 @@ class WriteMaps:
 
 def _open(writable: _Writable, first: int, last: int) -> None:
     """These pages, of which some may be open."""
-    around = writable.open[max(first - 1, 0) : last + 1]
-    before = _runs(around)
+    around = slice(max(first - 1, 0), last + 1)
+    before = _runs(writable.open[around])
     address = writable.address + first * MAP_UNIT_BYTES
     let_write(address, (last - first) * MAP_UNIT_BYTES)
-    writable.open[first:last] = True
-    writable.stretches += _runs(around) - before
+    writable.open[first:last] = b"\1" * (last - first)
+    writable.stretches += _runs(writable.open[around]) - before
 
 
-def _runs(pages: npt.NDArray[np.bool_]) -> int:
-    """How many stretches of True there are."""
-    return int(pages[0]) + int(np.count_nonzero(pages[1:] > pages[:-1]))
+def _runs(pages: bytearray) -> int:
+    """How many stretches of 1 there are."""
+    return pages.startswith(b"\1") + pages.count(b"\0\1")

@@ -15,7 +15,6 @@ the chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -80,13 +79,9 @@ _decoder = msgspec.msgpack.Decoder(Layout)
 
 
 @lru_cache(1024)
-def _encoded(columns: tuple[ColumnSpec, ...]) -> bytes:
-    return _encoder.encode(Layout(VERSION, columns))
-
-
-def encode(columns: Sequence[ColumnSpec]) -> bytes:
+def encode(columns: tuple[ColumnSpec, ...]) -> bytes:
     """The layout of a chunk with these columns."""
-    return _encoded(tuple(columns))
+    return _encoder.encode(Layout(VERSION, columns))
 
 
 @lru_cache(1024)

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from struct import Struct
 from typing import Any
 
@@ -118,13 +118,20 @@ def encode(value: object, path: str = "value") -> list[Buffer]:
 
 
 def encode_many(values: Sequence[object]) -> list[bytes] | None:
-    """The rows of a column of plain scalars and texts; None where one of them is not plain."""
-    if not _PLAIN.issuperset(map(type, values)):
+    """The rows of a column of scalars, texts and bytes; None where a row is something else, or
+    `encode` refuses it."""
+    others = {*map(type, values)} - _PLAIN
+    if not all([issubclass(kind, np.generic) for kind in others]):
         return None
     try:
-        return [_row(_encoder.encode(value), "value") for value in values]
-    except (OverflowError, ValueError):
+        if others:
+            values = [v if type(v) in _PLAIN else _lowered_scalar(v) for v in values]
+        heads = list(map(_encoder.encode, values))
+    except (InvalidValue, OverflowError, ValueError):
         return None
+    if max(map(len, heads)) >= MAX_HEAD_BYTES:
+        return None
+    return [_SIZE.pack(len(head)) + head for head in heads]
 
 
 def _row(head: bytes, path: str) -> bytes:
@@ -475,11 +482,18 @@ def _lowered_buffer(value: bytearray | memoryview) -> bytes:
     return bytes(value)
 
 
-def _lowered_scalar(value: np.generic) -> Ext:
-    name = dtype_name(value.dtype)
+def _lowered_scalar(value: Any) -> Ext:
+    return Ext(EXT_SCALAR, _scalar_head(value.dtype) + value.tobytes())
+
+
+@lru_cache(1024)
+def _scalar_head(dtype: np.dtype[Any]) -> bytes:
+    """What is before the item's bytes."""
+    name = dtype_name(dtype)
     if name is None:
-        raise InvalidValue(f"a numpy.{type(value).__name__} cannot be stored: pass value.item()")
-    return Ext(EXT_SCALAR, bytes((len(name),)) + name.encode() + value.tobytes())
+        kind = dtype.type.__name__
+        raise InvalidValue(f"a numpy.{kind} cannot be stored: pass value.item()")
+    return bytes((len(name),)) + name.encode()
 
 
 def _scalar(data: memoryview) -> Any:

@@ -133,7 +133,7 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
 )
 def test_a_spec_that_is_none_is_refused(spec: ColumnSpec) -> None:
     with pytest.raises(ProtocolError):
-        layouts.decode(layouts.encode([spec]))
+        layouts.decode(layouts.encode((spec,)))
 
 
 def test_lengths_whose_product_wraps_are_refused() -> None:

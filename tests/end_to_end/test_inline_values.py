@@ -187,7 +187,7 @@ def test_what_a_shard_refuses_takes_no_room(plane: dataplane.Plane) -> None:
 # messages that lie
 
 
-LAYOUT = layouts.encode([layouts.ColumnSpec("array", "int64")])
+LAYOUT = layouts.encode((layouts.ColumnSpec("array", "int64"),))
 SOUND = Chunk(0, 0, 1, 8, 0, bytes(8))
 ALONE = Piece(0, [0], 0, b"\1")
 

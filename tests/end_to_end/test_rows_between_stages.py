@@ -32,6 +32,26 @@ def test_a_row_goes_through_two_stages(plane: dataplane.Plane) -> None:
     until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "everything was freed", 2)
 
 
+@pytest.mark.parametrize("nbytes", [5_001, 3 << 20])
+def test_equal_values_are_found_in_memory_that_was_used_before(
+    plane: dataplane.Plane, nbytes: int
+) -> None:
+    """Padding is part of a chunk: what was in that memory before does not make it another one."""
+    part = plane.partition("before", stages={"s": ["x"]}, free="acked")
+    half = plane.stats()["arena"]["size_bytes"] // 2
+    for _ in range(8):
+        part.put({"x": [np.full(half // 8, 255, np.uint8)]})
+    part.claim("s", rows=8).ack()
+    until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "the memory was freed", 2)
+    image = np.random.default_rng(0).integers(0, 9, nbytes, np.uint8)
+    part = plane.partition("images", stages={"s": ["image"]})
+    for _ in range(3):
+        part.put({"image": [image.copy(), image.copy()]}, dedup=["image"])
+    batch = part.claim("s", rows=6)
+    assert len({value.__array_interface__["data"] for value in batch["image"]}) == 1
+    batch.ack()
+
+
 def test_values_come_back_exactly(plane: dataplane.Plane) -> None:
     part = plane.partition("values", stages={"all": ["bf16"]})
     columns = {

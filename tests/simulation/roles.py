@@ -62,7 +62,7 @@ AGAIN = (
     StaleEpoch,
 )
 """After these a call is made anew: they say that it may be."""
-LAYOUT = layouts.encode([layouts.ColumnSpec("array", "uint8", (-1,))])
+LAYOUT = layouts.encode((layouts.ColumnSpec("array", "uint8", (-1,)),))
 
 
 def content(key: bytes, field: str, nbytes: int) -> bytes:

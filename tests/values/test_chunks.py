@@ -89,7 +89,7 @@ def check(units: list[Unit], columns: list[ValueColumn]) -> None:
         for chunk in unit.chunks:
             assert len(b"".join(chunk.image())) == chunk.nbytes
             assert len(decode(chunk.layout)) == len(chunk.columns)
-            starts = [start for _, start in chunk.placed_columns()]
+            starts = [start for start, _ in chunk.places]
             assert not any(start % ALIGNMENT_BYTES for start in starts)
             values = sum(one.bytes_of(chunk.first, chunk.last) for one in chunk.columns)
             assert values <= CHUNK_BYTES or chunk.rows == 1
@@ -146,7 +146,7 @@ def test_the_bytes_of_a_chunk_say_where_its_rows_are() -> None:
     memory = b"".join(chunk.image())
     lengths = np.frombuffer(memory, U4, 3 + 3 + 3 + 6).tolist()
     assert lengths == [3, 0, 5, 1, 1, 0, 1, 0, 2, 1, 2, 2, 4, 3, 6]
-    places = {one.field: start for one, start in chunk.placed_columns()}
+    places = {one.field: at for one, (at, _) in zip(chunk.columns, chunk.places, strict=True)}
     assert list(places.values()) == [64, 128, 192, 256, 384]
     tokens = np.concatenate(columns["tokens"]).tobytes()
     assert memory[64 : 64 + len(tokens)] == tokens

@@ -194,7 +194,10 @@ def test_plain_columns_are_encoded_at_once_and_others_are_not() -> None:
     assert rows is not None and [decode(row) for row in rows] == values
     assert encode_many([1, [2]]) is None
     assert encode_many([1, 1 << 70]) is None
-    assert encode_many([np.float64(1)]) is None
+    scalars = [np.float64(1), 2, np.int8(3)]
+    rows = encode_many(scalars)
+    assert rows == [encode(one)[0] for one in scalars]
+    assert encode_many([np.str_("a")]) is None and encode_many([np.zeros(1)]) is None
 
 
 @pytest.mark.parametrize(

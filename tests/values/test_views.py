@@ -164,7 +164,7 @@ INT = ColumnSpec("array", "int64")
 GOOD = Values(
     ["x"],
     [Owner("p", 1), INLINE],
-    [layouts.encode([INT])],
+    [layouts.encode((INT,))],
     [Chunk(0, 1, 4, 32, 0)],
     [Piece(0, [0], 0, b"\x0f")],
 )
@@ -210,8 +210,8 @@ def test_places_outside_the_arena_are_refused(arena: Any, place: tuple[int, int]
         changed(chunks=[Chunk(0, 1, 5, 32, 0)]),
         changed(chunks=[Chunk(1, 0, 4, 32, 0, bytes(31))]),
         changed(layouts=[b"no layout"]),
-        changed(layouts=[layouts.encode([ColumnSpec("array", "int64", (2,))])]),
-        changed(layouts=[layouts.encode([INT, INT])]),
+        changed(layouts=[layouts.encode((ColumnSpec("array", "int64", (2,)),))]),
+        changed(layouts=[layouts.encode((INT, INT))]),
         changed(pieces=[Piece(1, [0], 0, b"\x0f")]),
         changed(pieces=[Piece(-1, [0], 0, b"\x0f")]),
         changed(pieces=[Piece(0, [1], 0, b"\x0f")]),

@@ -167,7 +167,7 @@ class _Copies:
     def _copy(self, until: Deadline) -> None:
         copies: list[Copy] = []
         for chunk in self._chunks:
-            for column, start in chunk.placed_columns():
+            for column, (start, _) in zip(chunk.columns, chunk.places, strict=True):
                 target = chunk.offset + start
                 for value in column.source[chunk.first : chunk.last]:
                     address = self._address(target, value.nbytes)

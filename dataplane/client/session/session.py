@@ -498,12 +498,13 @@ class Familiar:
                 self._newer_count += len(more)
             self._noted.clear()
             self._noted_bytes = 0
-            newer, older = (half.get(generation, ()) for half in (self._newer, self._older))
-            return all(key in newer or key in older for key in split_keys(keys))
+            newer, older = self._newer.get(generation, set()), self._older.get(generation, set())
+            return not {*split_keys(keys)} - newer - older
 
 
 def split_keys(column: bytes) -> list[bytes]:
-    return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
+    size = KEY.itemsize
+    return [column[i : i + size] for i in range(0, len(column), size)]
 
 
 def _let_go(

@@ -10,7 +10,7 @@ ones and those of deduplicated values. What the bytes of a chunk are: `wire/layo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain, groupby
 from struct import pack
 from typing import Any
@@ -21,7 +21,6 @@ import xxhash
 
 from dataplane.client.write.columns import ValueColumn
 from dataplane.errors import LimitExceeded
-from dataplane.memory.extents import room
 from dataplane.memory.placement import Stretch
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import layouts
@@ -56,7 +55,7 @@ _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
 
 
 class Chunk(msgspec.Struct, eq=False):
-    """What is stored as one: `rows` rows of some columns, from the row `first` of each on.
+    """What is stored as one: the rows from `first` to `last` of some columns.
 
     It goes with the message (`is_inline`), or has no space yet, or is at `offset` in space of this
     client, or the peer knows it as `range`. data: the bytes of one that is, or was, inline.
@@ -66,9 +65,11 @@ class Chunk(msgspec.Struct, eq=False):
 
     columns: Sequence[ValueColumn]
     first: int
-    rows: int
+    last: int
     nbytes: int
     layout: bytes
+    places: Sequence[tuple[int, int]] = ()
+    """where the values of each column start and end"""
     data: bytes | None = None
     is_inline: bool = False
     lengths: bytes | None = None
@@ -77,23 +78,34 @@ class Chunk(msgspec.Struct, eq=False):
     range: tuple[int, int] | None = None
 
     @property
-    def last(self) -> int:
-        return self.first + self.rows
+    def rows(self) -> int:
+        """How many it has."""
+        return self.last - self.first
 
-    def placed_columns(self) -> Iterator[tuple[ValueColumn, int]]:
-        """Each column, and where its values start."""
-        width = sum([column.spec.width for column in self.columns])
-        at = 0 if self.lengths is not None else U4.itemsize * width * self.rows
-        for column in self.columns:
-            at = layouts.aligned(at)
-            yield column, at
-            at += column.bytes_of(self.first, self.last)
+    @property
+    def space(self) -> int:
+        """What it takes in the arena."""
+        return max(layouts.aligned(self.nbytes), ALIGNMENT_BYTES)
+
+    def head(self) -> bytes:
+        """What is before the values of the first column."""
+        if self.lengths is not None:
+            return b""
+        lengths = lengths_of(self.columns, self.first, self.last)
+        return lengths + _PADDING[-len(lengths) % ALIGNMENT_BYTES]
 
     def image(self) -> list[Buffer]:
         """Its bytes, in order."""
         if self.data is not None:
             return [self.data]
-        return _image(self.columns, self.first, self.last, self.lengths is None)
+        buffers: list[Buffer] = [self.head()]
+        written = len(buffers[0])
+        for column, (start, end) in zip(self.columns, self.places, strict=True):
+            if start > written:
+                buffers.append(_PADDING[start - written])
+            buffers += column.buffers(self.first, self.last)
+            written = end
+        return buffers
 
 
 class Piece(msgspec.Struct, eq=False):
@@ -133,7 +145,7 @@ class Unit(msgspec.Struct, eq=False):
 
 def room_of(chunks: Iterable[Chunk]) -> int:
     """What these chunks take in the arena."""
-    return sum([room(chunk.nbytes) for chunk in chunks])
+    return sum([chunk.space for chunk in chunks])
 
 
 def spaces_of(chunks: Iterable[Chunk]) -> list[Stretch]:
@@ -141,12 +153,12 @@ def spaces_of(chunks: Iterable[Chunk]) -> list[Stretch]:
     spaces: list[Stretch] = []
     end = -1
     for chunk in chunks:
-        nbytes = room(chunk.nbytes)
-        if chunk.offset == end:
-            spaces[-1] = spaces[-1][0], spaces[-1][1] + nbytes
+        offset, space = chunk.offset, chunk.space
+        if offset == end:
+            spaces[-1] = spaces[-1][0], spaces[-1][1] + space
         else:
-            spaces.append((chunk.offset, nbytes))
-        end = chunk.offset + nbytes
+            spaces.append((offset, space))
+        end = offset + space
     return spaces
 
 
@@ -342,7 +354,7 @@ class _Planner:
             found = chunk
         if found is chunk:
             unit.chunks.append(chunk)
-            unit.nbytes += room(chunk.nbytes)
+            unit.nbytes += chunk.space
         elif found not in self._here:
             unit.repeats.append(found)
         self._here.add(found)
@@ -369,13 +381,13 @@ def _add(
     unit: Unit, columns: Sequence[ValueColumn], rows: Sequence[int], first: int, on_device: bool
 ) -> None:
     """Chunks for these rows of the write, which are the rows from `first` on of the columns."""
-    last, start = first + len(rows), first
+    last, start, fields = first + len(rows), first, fields_of(columns)
     while start < last:
         stop = last if len(columns) > 1 else _end(columns[0], start, last)
         chunk = chunk_of(columns, start, stop, on_device)
         unit.chunks.append(chunk)
-        unit.nbytes += room(chunk.nbytes)
-        unit.pieces.append(Piece(chunk, fields_of(columns), rows[start - first : stop - first]))
+        unit.nbytes += chunk.space
+        unit.pieces.append(Piece(chunk, fields, rows[start - first : stop - first]))
         start = stop
 
 
@@ -399,12 +411,15 @@ def chunk_of(
     columns: Sequence[ValueColumn], first: int, last: int, on_device: bool = False
 ) -> Chunk:
     """A chunk of these rows of the columns."""
-    rows = last - first
-    specs = [column.spec for column in columns]
-    at = 0 if on_device else U4.itemsize * rows * sum([spec.width for spec in specs])
+    specs = tuple([column.spec for column in columns])
+    places, end = [], 0
+    if not on_device:
+        end = U4.itemsize * (last - first) * sum([spec.width for spec in specs])
     for column in columns:
-        at = layouts.aligned(at) + column.bytes_of(first, last)
-    chunk = Chunk(columns, first, rows, at, layouts.encode(specs))
+        start = layouts.aligned(end)
+        end = start + column.bytes_of(first, last)
+        places.append((start, end))
+    chunk = Chunk(columns, first, last, end, layouts.encode(specs), places)
     if on_device:
         chunk.lengths = lengths_of(columns, first, last)
     return chunk
@@ -431,35 +446,17 @@ def pieces_of(units: Sequence[Unit]) -> list[Piece]:
     return pieces
 
 
-def _image(
-    columns: Sequence[ValueColumn], first: int, last: int, with_lengths: bool = True
-) -> list[Buffer]:
-    """The bytes of a chunk of these rows, in order."""
-    buffers: list[Buffer] = []
-    at = 0
-    if with_lengths:
-        lengths = lengths_of(columns, first, last)
-        buffers, at = [lengths], len(lengths)
-    for column in columns:
-        gap = -at % ALIGNMENT_BYTES
-        if gap:
-            buffers.append(_PADDING[gap])
-        buffers += column.buffers(first, last)
-        at += gap + column.bytes_of(first, last)
-    return buffers
-
-
 def _inline(columns: Sequence[ValueColumn], first: int, last: int) -> Chunk:
-    data = b"".join(_image(columns, first, last))
-    layout = layouts.encode([column.spec for column in columns])
-    return Chunk(columns, first, last - first, len(data), layout, data, True)
+    chunk = chunk_of(columns, first, last)
+    chunk.data, chunk.is_inline = b"".join(chunk.image()), True
+    return chunk
 
 
 def _of_rows(chunk: Chunk, rows: Sequence[int]) -> Chunk:
     """An inline chunk of just these rows of one: the shard keeps no others."""
     columns, data = [], chunk.data or b""
     numbers = [chunk.first + row for row in rows]
-    for column, start in chunk.placed_columns():
+    for column, (start, _) in zip(chunk.columns, chunk.places, strict=True):
         sizes = [column.size_of(row) for row in range(chunk.first, chunk.last)]
         ends = list(accumulate(sizes, initial=start))
         source = [data[ends[row] : ends[row + 1]] for row in rows]

@@ -56,6 +56,7 @@ _TIMED_ROWS = 1_024
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 _dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
+_form = attrgetter("dtype", "strides")
 
 
 class ValueColumn(msgspec.Struct, eq=False):
@@ -428,7 +429,7 @@ def _values(
     check_time()
     rows = None if np.ndarray in kinds else objects.encode_many(column)
     if rows is not None:
-        return _of_rows(name, [[row] for row in rows], _OBJECT, dedup)
+        return _of_heads(name, rows, _OBJECT, dedup)
     if Kept in kinds:
         column = [v.value if type(v) is Kept else v for v in column]
         return _of_objects(name, column, dedup, check_time, _LOOSE_OBJECT)
@@ -545,18 +546,13 @@ def _of_array(name: str, array: Array, dedup: bool) -> ValueColumn:
 
 def _of_vectors(name: str, arrays: Sequence[Array], dedup: bool) -> ValueColumn | None:
     """Arrays of one dimension and one dtype, which most columns are; None where they are not."""
-    first = arrays[0]
-    dtype, step = first.dtype, first.itemsize
-    steps, (spec, is_raw) = (step,), _vectors(dtype)
-    if spec is None or [
-        one
-        for one in arrays
-        if one.strides != steps or (one.dtype is not dtype and one.dtype != dtype)
-    ]:
+    dtype = arrays[0].dtype
+    spec, is_raw = _vectors(dtype)
+    forms = list(map(_form, arrays))
+    if spec is None or forms.count((dtype, (dtype.itemsize,))) < len(forms):
         return None
-    source = list(arrays) if is_raw else list(map(raw, arrays))
-    lengths = list(map(len, arrays))
-    sizes = [length * step for length in lengths]
+    source, lengths = list(arrays if is_raw else map(raw, arrays)), list(map(len, arrays))
+    sizes = list(map(_nbytes, arrays))
     return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
 
 
@@ -605,18 +601,21 @@ def _of_objects(
 
 def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec, dedup: bool) -> ValueColumn:
     """Rows of objects."""
-    if max(map(len, rows)) == 1:  # none has arrays
-        heads = [row[0] for row in rows]
-        lengths = list(map(len, heads))
-        gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
-        source: list[Buffer] = [head + _PADDING[gap] for head, gap in zip(heads, gaps, strict=True)]
-        sizes = list(map(len, source))
-    else:
-        lengths = [sum([memoryview(buffer).nbytes for buffer in row]) for row in rows]
-        gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
-        source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
-        sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
+    if max(map(len, rows)) == 1:
+        return _of_heads(name, [row[0] for row in rows], spec, dedup)
+    lengths = [sum([memoryview(buffer).nbytes for buffer in row]) for row in rows]
+    gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
+    source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
+    sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
     return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+
+
+def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+    """Rows of objects without arrays."""
+    lengths = list(map(len, heads))
+    source: list[Buffer] = [head + _PADDING[-len(head) % OBJECT_ALIGNMENT_BYTES] for head in heads]
+    sizes = list(map(len, source))
+    return ValueColumn(name, len(heads), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
 
 
 def check_lengths(column: ValueColumn) -> None:

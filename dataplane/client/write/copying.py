@@ -2,7 +2,7 @@
 
 Runs in the client. A small chunk is joined first and copied at once. In a large one each column is
 copied at once where its rows are in one array, else value by value; large copies are shared among
-threads, see `parallel`.
+threads, see `parallel`. Padding is written too, so that equal chunks have equal bytes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.client.write.chunks import Chunk, lengths_of, spaces_of
-from dataplane.client.write.columns import ValueColumn
+from dataplane.client.write.chunks import Chunk, spaces_of
 from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out, populate
-from dataplane.memory.mapping import WriteMaps
+from dataplane.memory.mapping import ByteArray, WriteMaps
 from dataplane.memory.placement import Stretch
 from dataplane.wire.objects import Buffer
 
@@ -44,47 +42,47 @@ def _copies(
             continue
         while not base <= chunk.offset < end:
             base, length = next(following)
-            space, end = writes.view(base, length), base + length
-        at = chunk.offset - base
-        memory = space[at : at + chunk.nbytes]
+            space, end = memoryview(writes.view(base, length)), base + length  # type: ignore[arg-type]
+        memory = space[chunk.offset - base : chunk.offset - base + chunk.nbytes]
         if chunk.nbytes < JOINED_BYTES or chunk.data is not None:
-            memory[:] = np.frombuffer(b"".join(chunk.image()), np.uint8)
-            continue
-        lengths = lengths_of(chunk.columns, chunk.first, chunk.last)
-        memory[: len(lengths)] = np.frombuffer(lengths, np.uint8)
-        for column, start in chunk.placed_columns():
-            target = memory[start : start + column.bytes_of(chunk.first, chunk.last)]
-            rows = column.source[chunk.first : chunk.last]
-            if _are_vectors(column) and target.nbytes < SHARED_BYTES * len(rows):
-                np.concatenate(rows, out=target.view(rows[0].dtype))
-            else:
-                yield from _copy(target, column.buffers(chunk.first, chunk.last))
+            memory[:] = b"".join(chunk.image())
+        else:
+            yield from _copy_columns(memory, chunk)
 
 
-def _are_vectors(column: ValueColumn) -> bool:
-    """Whether rows are arrays of one dimension and one dtype, each for itself."""
-    is_list = not isinstance(column.source, np.ndarray)
-    return is_list and column.spec.kind == "array" and len(column.spec.shape) == 1
+def _copy_columns(memory: memoryview, chunk: Chunk) -> Iterator[Copy]:
+    head, first, last = chunk.head(), chunk.first, chunk.last
+    written = len(head)
+    memory[:written] = head
+    for column, (start, end) in zip(chunk.columns, chunk.places, strict=True):
+        memory[written:start] = bytes(start - written)
+        written = end
+        rows, spec = column.source[first:last], column.spec
+        is_vectors = spec.kind == "array" and len(spec.shape) == 1 and type(rows) is list
+        if is_vectors and end - start < SHARED_BYTES * len(rows):
+            np.concatenate(rows, out=np.frombuffer(memory[start:end], rows[0].dtype))
+        else:
+            yield from _copy(memory[start:end], column.buffers(first, last))
 
 
-def _copy(memory: npt.NDArray[np.uint8], buffers: list[Buffer]) -> Iterator[Copy]:
+def _copy(memory: memoryview, buffers: list[Buffer]) -> Iterator[Copy]:
     """These buffers, one behind the other. Large ones are handed over."""
     if memory.nbytes < JOINED_BYTES or memory.nbytes < JOINED_VALUE_BYTES * len(buffers):
-        memory[:] = np.frombuffer(b"".join(buffers), np.uint8)
+        memory[:] = b"".join(buffers)
         return
     at = 0
-    target = memoryview(memory)  # type: ignore[arg-type]
     for buffer in buffers:
         source = memoryview(buffer)
         nbytes = source.nbytes
         if nbytes >= SHARED_BYTES:
-            yield memory[at : at + nbytes], np.frombuffer(buffer, np.uint8)
+            target = np.frombuffer(memory[at : at + nbytes], np.uint8)
+            yield target, np.frombuffer(buffer, np.uint8)
         elif nbytes:
-            target[at : at + nbytes] = source.cast("B")
+            memory[at : at + nbytes] = source.cast("B")
         at += nbytes
 
 
-def is_stored(chunk: Chunk, stored: npt.NDArray[np.uint8]) -> bool:
+def is_stored(chunk: Chunk, stored: ByteArray) -> bool:
     """Whether these are the bytes of a deduplicated chunk."""
     at = 0
     for buffer in chunk.image():

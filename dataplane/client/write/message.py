@@ -81,17 +81,13 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     layouts: dict[bytes, int] = {}
     numbers: dict[Chunk, int] = {}
     said: list[tables.Chunk] = []
-    copied_bytes = 0
     for chunk in (*own, *shared, *inline):
-        numbers[chunk] = len(said)
+        numbers[chunk] = number = len(said)
         layout = layouts.setdefault(chunk.layout, len(layouts))
+        where, name, beside = 0, number + 1, chunk.lengths
         if chunk.is_inline:
-            where, number, beside = len(owners), 0, chunk.data
-        else:
-            where, number, beside = 0, len(said) + 1, chunk.lengths
-        said.append(tables.Chunk(where, number, chunk.rows, chunk.nbytes, layout, beside or b""))
-        if chunk.range is None:
-            copied_bytes += chunk.nbytes
+            where, name, beside = len(owners), 0, chunk.data
+        said.append(tables.Chunk(where, name, chunk.rows, chunk.nbytes, layout, beside or b""))
     if inline:
         owners.append(INLINE)
     fields: dict[str, int] = {}
@@ -99,21 +95,23 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     for piece in pieces:
         mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in piece.fields]
         at = b"" if piece.at is None else np.array(piece.at, U4).tobytes()
-        number, first = numbers[piece.chunk], piece.rows[0] - base
-        parts.append(tables.Piece(number, mine, first, _mask(piece.rows), piece.first, at))
+        rows = piece.rows
+        number, first = numbers[piece.chunk], rows[0] - base
+        parts.append(tables.Piece(number, mine, first, _mask(rows), piece.first, at))
     values = Values(list(fields), owners, list(layouts), said, parts)
+    copied_bytes = sum([chunk.nbytes for chunk in (*own, *inline)])
     return MessageValues(values, own, shared, copied_bytes)
 
 
 def _mask(rows: Sequence[int]) -> bytes:
     """The bits of these rows, counted from the first."""
-    first, count = rows[0], rows[-1] + 1 - rows[0]
-    if len(rows) == count:
+    first, count = rows[0], len(rows)
+    if rows[-1] - first == count - 1:
         return _all(count)
     bits = 0
     for row in rows:
         bits |= 1 << row - first
-    return bits.to_bytes((count + 7) // 8, "little")
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 @lru_cache(1024)

@@ -49,12 +49,17 @@ def populate(writes: WriteMaps, spaces: Iterable[Stretch], nbytes: int) -> None:
     """Bring in the pages of these spaces, which have `nbytes` in sum."""
     if nbytes < POPULATE_BYTES:
         return
+    threads = _threads(nbytes)
+    if threads < 2:
+        for space in spaces:
+            writes.populate(*space)
+        return
     pieces = (
         (at, min(_THREAD_BYTES, first + length - at))
         for first, length in spaces
         for at in range(first, first + length, _THREAD_BYTES)
     )
-    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces)
+    _share(threads, lambda one: writes.populate(*one), pieces)
 
 
 def _threads(nbytes: int) -> int:
@@ -80,9 +85,6 @@ def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> 
             items = iter(())  # nobody begins another
             raise
 
-    if threads < 2:
-        work()
-        return
     with ThreadPoolExecutor(threads - 1, "dataplane-copy") as pool:
         others = []
         with contextlib.suppress(RuntimeError):  # no thread is to be had: a limit, or the exit

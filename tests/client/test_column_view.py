@@ -84,7 +84,7 @@ def test_what_rows_have_in_common(data: st.DataObject) -> None:
         assert same(np.array(dense), np.stack(arrays))
     ragged = view.ragged
     if ragged is not None:
-        shapes = [(*ragged.head, length, *ragged.tail) for length in ragged.lengths.tolist()]
+        shapes = [(*ragged.head, length, *ragged.tail) for length in ragged.lengths]
         assert shapes == [value.shape for value in arrays]
 
 

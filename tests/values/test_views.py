@@ -63,7 +63,7 @@ def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
 
 
 def pin_of(view: ColumnView) -> Any:
-    return view.columns[0].memory.base.base
+    return view.runs[0].column.memory.base.base
 
 
 def test_the_pin_goes_with_the_last_view(arena: Any) -> None:

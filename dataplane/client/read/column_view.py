@@ -24,7 +24,7 @@ from dataplane.client.write.parallel import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
 from dataplane.wire import objects
 from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch, jagged_parts
-from dataplane.wire.layouts import OPEN
+from dataplane.wire.layouts import OPEN, ColumnSpec
 
 Form = tuple[np.dtype[Any], tuple[int, ...]]
 _SHOWN = 4
@@ -55,6 +55,7 @@ class ColumnView(Sequence[Any]):
         self.runs = runs
         self.name_of = name_of
         self._ends = list(accumulate([last - first for _, first, last in runs]))
+        self._specs: list[ColumnSpec | None] | None = None
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -88,7 +89,7 @@ class ColumnView(Sequence[Any]):
         if ragged is None:
             return f"arrays of {' and '.join(sorted({one.name for one in self.dtypes}))}"
         shape = ",".join(map(str, (*ragged.head, "*", *ragged.tail)))
-        least, most = int(ragged.lengths.min()), int(ragged.lengths.max())
+        least, most = min(ragged.lengths), max(ragged.lengths)
         return f"{ragged.dtype.name}[{shape}] of length {least} to {most}"
 
     # values
@@ -163,9 +164,13 @@ class ColumnView(Sequence[Any]):
     # what all of them have in common
 
     @property
-    def columns(self) -> list[ChunkColumn]:
-        """Each column of a chunk that has rows here, once."""
-        return list({id(run.column): run.column for run in self.runs if run.column}.values())
+    def specs(self) -> list[ColumnSpec | None]:
+        """Each spec that rows have, once. None stands for rows that lack the field."""
+        specs = self._specs
+        if specs is None:
+            found = [None if column is None else column.spec for column, _, _ in self.runs]
+            specs = self._specs = list(dict.fromkeys(found))
+        return specs
 
     @cached_property
     def absent(self) -> npt.NDArray[np.bool_]:
@@ -173,33 +178,34 @@ class ColumnView(Sequence[Any]):
         lacks = [run.column is None for run in self.runs]
         return np.repeat(np.array(lacks, bool), [run.last - run.first for run in self.runs])
 
-    @cached_property
+    @property
     def holds_arrays(self) -> bool:
         """Whether every row is an array (not an object, not absent)."""
         return bool(self.runs) and all(
-            [run.column is not None and run.column.is_array for run in self.runs]
+            [spec is not None and spec.kind == "array" for spec in self.specs]
         )
 
     @property
     def loose(self) -> bool:
         """Whether rows were given one by one: a nested tensor, a list of arrays; or are kept as
         objects that are no tensors."""
-        return any([column.spec.loose for column in self.columns])
+        return any([spec is not None and spec.loose for spec in self.specs])
 
-    @cached_property
+    @property
     def dtypes(self) -> list[np.dtype[Any]]:
         """Those of the rows that are arrays."""
-        arrays = [column for column in self.columns if column.is_array]
-        return list(dict.fromkeys([column.spec.items for column in arrays]))
+        arrays = [spec for spec in self.specs if spec is not None and spec.kind == "array"]
+        return list(dict.fromkeys([spec.items for spec in arrays]))
 
     @cached_property
     def uniform(self) -> Form | None:
         """dtype and shape that all rows share; None where they differ or are no arrays."""
-        if not self.holds_arrays or len(self.dtypes) > 1:
+        if not self.holds_arrays:
             return None
-        shapes = {run.column.shared_shape(run.first, run.last) for run in self.runs if run.column}
+        dtype, *others = self.dtypes
+        shapes = {column.shared_shape(first, last) for column, first, last in self.runs if column}
         shape = shapes.pop()
-        return None if shapes or shape is None else (self.dtypes[0], shape)
+        return None if others or shapes or shape is None else (dtype, shape)
 
     def forms(self) -> list[Form]:
         """dtype and shape of each row, where all are arrays."""
@@ -214,16 +220,18 @@ class ColumnView(Sequence[Any]):
     def ragged(self) -> Ragged | None:
         """How the rows lie side by side, where they are arrays of one dtype that differ along one
         axis at most; of numbers, None. Where all are alike it is the axis as it was put."""
-        if not self.holds_arrays or len(self.dtypes) > 1:
+        if not self.holds_arrays:
             return None
-        specs = {column.spec.shape for column in self.columns}
-        if len(specs) == 1 and (shape := specs.pop()).count(OPEN) == 1:
+        dtype, *others = self.dtypes
+        if others:
+            return None
+        shapes = {spec.shape for spec in self.specs if spec is not None}
+        if len(shapes) == 1 and (shape := shapes.pop()).count(OPEN) == 1:
             axis = shape.index(OPEN)
-            own = [run.column.lengths[run.first : run.last] for run in self.runs if run.column]
-            lengths = np.array(list(chain.from_iterable(own)), np.int64)
-            return Ragged(self.dtypes[0], shape[:axis], shape[axis + 1 :], lengths)
-        axes = [column.spec.shape.index(OPEN) for column in self.columns if column.spec.width]
-        return ragged_of(self.dtypes[0], [form[1] for form in self.forms()], max(axes, default=0))
+            own = [column.lengths[first:last] for column, first, last in self.runs if column]
+            return Ragged(dtype, shape[:axis], shape[axis + 1 :], list(chain.from_iterable(own)))
+        axes = [shape.index(OPEN) for shape in shapes if OPEN in shape]
+        return ragged_of(dtype, [form[1] for form in self.forms()], max(axes, default=0))
 
     # bytes
 
@@ -262,6 +270,8 @@ class ColumnView(Sequence[Any]):
 def arrays_of(view: ColumnView) -> ColumnView:
     """The view with its rows as arrays, where all of them are. Arrays of several dtypes or ranks
     are stored as objects."""
+    if view.holds_arrays:
+        return view
     runs: list[Run] = []
     for run in view.runs:
         column = run.column
@@ -278,7 +288,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
             if type(value) is not np.ndarray:
                 return view
             runs.append(Run(ChunkColumn.of(value), 0, 1))
-    return view if runs == view.runs else type(view)(view.field, runs, view.name_of)
+    return type(view)(view.field, runs, view.name_of)
 
 
 def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:

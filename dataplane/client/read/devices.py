@@ -291,7 +291,7 @@ def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding:
     value = padding_value(field, padding, forms[0][0]).item()
     shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
     if shape:
-        lengths = np.array([row.shape[axis] for row in rows], np.int64)
+        lengths = [row.shape[axis] for row in rows]
         shape[axis] = padding.width(field, lengths)
     check_padded(field, (len(rows), *shape), forms[0][0])
     made = torch.full([len(rows), *shape], value, dtype=rows[0].dtype, device=rows[0].device)

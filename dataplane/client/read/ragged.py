@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +20,31 @@ import numpy.typing as npt
 from dataplane.errors import InvalidCall, InvalidValue
 from dataplane.wire.arrays import Array, is_time
 
-Ints = npt.NDArray[np.int64]
 Side = Literal["right", "left"]
 
 
-@dataclass(frozen=True, eq=False)
-class Ragged:
+class Ragged(NamedTuple):
     """Arrays of one dtype whose shapes are `head`, a length of their own, `tail`."""
 
     dtype: np.dtype[Any]
     head: tuple[int, ...]
     tail: tuple[int, ...]
-    lengths: Ints
+    lengths: list[int]
 
     @property
     def axis(self) -> int:
         """Of a row, the axis of its own length."""
         return len(self.head)
 
-    @cached_property
-    def ends(self) -> Ints:
+    @property
+    def ends(self) -> list[int]:
         """Where each row begins, and where the last one ends: one number more than rows."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+        return list(accumulate(self.lengths, initial=0))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of all rows side by side along the axis."""
-        return (*self.head, int(self.ends[-1]), *self.tail)
+        return (*self.head, sum(self.lengths), *self.tail)
 
 
 def ragged_of(
@@ -61,7 +60,7 @@ def ragged_of(
         return None
     axis = differ[0] if differ else axis
     first = shapes[0]
-    return Ragged(dtype, first[:axis], first[axis + 1 :], np.array(columns[axis], np.int64))
+    return Ragged(dtype, first[:axis], first[axis + 1 :], list(columns[axis]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,12 @@ class Padding:
             if given is not None and (type(given) is not int or given < 1):
                 raise InvalidCall(f"{name}={given!r:.40}: expected a positive int")
 
-    def width(self, field: str, lengths: Ints) -> int:
+    def width(self, field: str, lengths: Sequence[int]) -> int:
         """How long each row becomes. InvalidValue for one that is longer than `length`."""
-        longest = int(lengths.max(initial=0))
+        longest = max(lengths, default=0)
         if self.length is not None:
             if longest > self.length:
-                row = int(np.argmax(lengths))
+                row = lengths.index(longest)
                 raise InvalidValue(
                     f"field {field!r}: row {row} has length {longest}, more than "
                     f"length={self.length}: pass a larger length=, or truncate the rows before "
@@ -111,12 +110,12 @@ class Padding:
         """Where a row lies in its padded form."""
         return slice(width - length, width) if self.side == "left" else slice(length)
 
-    def mask(self, lengths: Ints, width: int) -> npt.NDArray[np.bool_]:
+    def mask(self, lengths: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
         """bool [n, width]: where values are."""
-        at = np.arange(width)
+        at, own = np.arange(width), np.array(lengths, np.int64)[:, None]
         if self.side == "left":
-            return at >= width - lengths[:, None]
-        return at < lengths[:, None]
+            return at >= width - own
+        return at < own
 
 
 RIGHT = Padding()
@@ -250,19 +249,23 @@ class Offsets:
     used together that have the same."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, bytes], Any] = {}
+        self._made: dict[tuple[Any, tuple[int, ...]], Any] = {}
+        """by device and lengths"""
 
     def nested(self, values: Any, ragged: Ragged) -> Any:
         """A nested jagged tensor over these values, on their device."""
         torch = sys.modules["torch"]
-        named = (str(values.device), ragged.ends.tobytes())
+        lengths = ragged.lengths
+        named = (values.device, tuple(lengths))
         offsets = self._made.get(named)
         if offsets is None:
-            offsets = self._made[named] = torch.from_numpy(ragged.ends).to(values.device)
-        return torch.nested.nested_tensor_from_jagged(
-            values,
-            offsets,
-            jagged_dim=ragged.axis + 1,
-            min_seqlen=int(ragged.lengths.min()) if len(ragged.lengths) else 0,
-            max_seqlen=int(ragged.lengths.max(initial=0)),
-        )
+            ends = torch.from_numpy(np.array(ragged.ends, np.int64))
+            offsets = self._made[named] = ends.to(values.device)
+        known: dict[str, int] = {}
+        if values.device.type != "cpu":  # torch finds them when they are used, and would wait then
+            known = {
+                "min_seqlen": min(lengths, default=0),
+                "max_seqlen": max(lengths, default=0),
+            }
+        nested: Any = torch.nested.nested_tensor_from_jagged
+        return nested(values, offsets, jagged_dim=ragged.axis + 1, **known)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -63,14 +64,15 @@ def to_torch(
     _check_device(device)
     _check_layout(layout)
     column = arrays_of(column)
-    if column.holds_arrays:
+    holds_arrays = column.holds_arrays
+    if holds_arrays:
         _check_dtypes(column)
     offsets = offsets or Offsets()
     if isinstance(column, DeviceColumn):
         if column.device_kind == "cuda" and str(device).startswith("cuda"):
             return tensors_of(column, layout, padding, view, device, offsets)
         column, direct = column.on_host(), None
-    if not column.holds_arrays:
+    if not holds_arrays:
         return _object_tensors(column, layout, view, device)
     if view:
         return _views(column, layout, device)
@@ -78,7 +80,7 @@ def to_torch(
         tensors = copied(column, layout, padding, device, direct, offsets)
         if tensors is not None:
             return tensors
-    uniform = column.uniform
+    uniform = None if layout == "jagged" else column.uniform
     if layout == "dense" and uniform is None:
         raise unlike(column.field, column.forms(), layout)
     if layout == "padded" and (uniform is None or padding is not RIGHT):
@@ -94,7 +96,7 @@ def to_torch(
     if ragged.axis == 0:
         values = _made(ragged.shape, ragged.dtype, device, column.pack)
     else:
-        values = _filled(ragged.shape, ragged.dtype, device, _side_by_side(column, ragged.ends))
+        values = _filled(ragged.shape, ragged.dtype, device, _side_by_side(column))
     return offsets.nested(values, ragged)
 
 
@@ -360,7 +362,7 @@ def _filled(
 ) -> Any:
     """A tensor of what is written into an array; to a GPU from pinned memory, without waiting."""
     torch: Any = sys.modules["torch"]
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+    if device != "cpu" and torch.device(device).type == "cuda" and torch.cuda.is_available():
         form = tensor_over(np.empty(0, dtype)).dtype
         host = torch.empty(shape, dtype=form, pin_memory=True)
         memory = host.reshape(-1).view(torch.uint8).numpy()
@@ -368,7 +370,8 @@ def _filled(
         return host.to(device, non_blocking=True)
     array = np.empty(shape, dtype)
     fill(array)
-    return tensor_over(array).to(device)
+    made = tensor_over(array)
+    return made if device == "cpu" else made.to(device)
 
 
 def _check_device(device: str) -> None:
@@ -388,15 +391,14 @@ def _check_device(device: str) -> None:
         )
 
 
-def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:
+def _side_by_side(column: ColumnView) -> Callable[[Array], None]:
     """Rows next to each other along the ragged axis, which is not their first."""
 
     def fill(array: Array) -> None:
         ragged = column.ragged
         assert ragged is not None
         before = (slice(None),) * ragged.axis
-        bounds = ends.tolist()
-        for row, start, end in zip(column, bounds[:-1], bounds[1:], strict=True):
+        for row, (start, end) in zip(column, pairwise(ragged.ends), strict=True):
             array[(*before, slice(start, end))] = row
 
     return fill
@@ -410,10 +412,13 @@ def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
 
     def fill(array: Array) -> None:
         array[...] = padding_value(column.field, padding, array.dtype)
-        axis, target = ragged.axis, array.swapaxes(1, 1 + ragged.axis)
-        spans = [padding.span(length, width) for length in ragged.lengths.tolist()]
-        for row, (values, span) in enumerate(zip(column, spans, strict=True)):
-            target[row, span] = values.swapaxes(0, axis)
+        axis, lengths = ragged.axis, ragged.lengths
+        starts = [width - length if padding.side == "left" else 0 for length in lengths]
+        rows, target = iter(column), array
+        if axis:
+            rows, target = (row.swapaxes(0, axis) for row in column), array.swapaxes(1, 1 + axis)
+        for row, length, start, values in zip(target, lengths, starts, rows, strict=True):
+            row[start : start + length] = values
 
     shape = (len(column), *ragged.head, width, *ragged.tail)
     check_padded(column.field, shape, ragged.dtype)
@@ -428,7 +433,7 @@ def _padded_along_axes(column: ColumnView, padding: Padding, device: str) -> Any
         raise unlike(column.field, forms, "padded")
     shape = [max(lengths) for lengths in zip(*(shape for _, shape in forms), strict=True)]
     if shape:
-        firsts = np.array([shape[0] for _, shape in forms], np.int64)
+        firsts = [shape[0] for _, shape in forms]
         shape[0] = padding.width(column.field, firsts)
 
     def fill(array: Array) -> None:

@@ -201,7 +201,7 @@ def test_reprs_tell_the_state(hosts: Hosts) -> None:
     batch.add(y=[1, 2])
     x = f"x: int, first {batch['x'][0]}"
     assert repr(batch) == f"<Batch 2 rows of {hosts.name!r} for 's', leased: {x}, added y>"
-    with pytest.raises(dataplane.NotFetched, match="before the ack"):
+    with pytest.raises(dataplane.NotFetched, match="Ack the batch first"):
         batch["y"]
     batch.ack()
     assert f"acked: {x}" in repr(batch)

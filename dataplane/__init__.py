@@ -1,6 +1,7 @@
-"""dataplane: rows move between the stages of RL post-training, with no controller.
+"""dataplane moves rows between the stages of RL post-training, without a controller.
 
-`connect()` attaches to this host's peer, or starts one. `dataplane.aio` is the same with `await`.
+`connect()` attaches to this host's peer, or starts one. `dataplane.aio` has the same interface with
+`await`.
 """
 
 import sys
@@ -96,8 +97,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """Of the surface, when it is asked for: a peer and its bulk workers load this package too,
-        and no client."""
+        """Load a public name on first use: a peer imports this package, but not the client."""
         if name not in __all__:
             raise AttributeError(f"module 'dataplane' has no attribute {name!r}", name=name)
         from dataplane import surface

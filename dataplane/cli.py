@@ -1,10 +1,6 @@
-"""The command line. `dataplane peer` starts a peer by hand. `dataplane status` shows what runs,
-`dataplane watch` who waits for whom, `dataplane why` why a step was slow. `dataplane trace` writes
-steps to a file for Perfetto, `dataplane record` writes down what a job does. `dataplane rows` and
-`dataplane get` look at rows. `dataplane clean` ends unused runs, `dataplane probe` tests transports
-between hosts, `dataplane token` makes a cluster token.
+"""The command line: parse the arguments, run one command, print its result.
 
-Errors are one line on standard error and exit code 2.
+An error is one line on standard error, and exit code 2.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command, and return its exit code."""
     arguments = _parser().parse_args(argv)
     if wrong := settings.unknown():
         print(f"dataplane: {wrong}", file=sys.stderr)
@@ -134,7 +130,11 @@ def _add_record(commands: Commands) -> None:
         commands, "record", "record the sizes and times of steps, for `python -m bench run`"
     )
     record.add_argument(
-        "-o", "--output", metavar="DIR", required=True, help="a new or empty directory"
+        "-o",
+        "--output",
+        metavar="DIR",
+        required=True,
+        help="directory for the recording, new or empty",
     )
     record.add_argument(
         "--steps", metavar="N", type=int, help="stop after N steps (default: when the run ends)"
@@ -236,7 +236,7 @@ def _add_token(commands: Commands) -> None:
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="the step of this partition")
+    step.add_argument("--step", metavar="PARTITION", help="only the step of this partition")
     step.add_argument(
         "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
     )
@@ -263,7 +263,7 @@ def _peer(arguments: argparse.Namespace) -> int:
 
 
 def peer_config(arguments: argparse.Namespace) -> PeerConfig:
-    """The configuration that the arguments and, where they are silent, the variables give."""
+    """Return the configuration of a peer from the arguments, then the environment variables."""
     said = {one.name: getattr(arguments, one.name) for one in settings.OF_PEERS}
     texts = {name: _SWITCH.get(text, text) for name, text in said.items()}
     starter = rundir.parse_starter(arguments.starter) if arguments.starter else None
@@ -411,7 +411,8 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
                 running=running,
             )
         raise PeerNotFound(
-            f"found no peer{asked} on this host. Running peers of each run: {'; '.join(running)}",
+            f"found no peer{asked} on this host. Choose one of the running peers, listed by run: "
+            f"{'; '.join(running)}",
             running=running,
         )
     return found

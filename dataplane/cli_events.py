@@ -1,4 +1,4 @@
-"""What commands about steps ask a run for: the events of all peers, and which steps are meant."""
+"""Read the events of a run for the commands about steps, and select the steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHOWN = 8
 
 
 def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event], list[str]]:
-    """(events of the whole plane, names of the steps): one step, or the last ones, the earliest
-    first. InvalidCall if `last` is below 1, or if no peer has events of `step`."""
+    """Return the events of the whole plane, and the names of the selected steps, earliest first.
+    Raise InvalidCall if `last` is below 1, or if no peer has events of `step`."""
     if last < 1:
         raise InvalidCall(f"--last {last}: expected 1 or more")
     with Plane(visit(peer)) as plane:
@@ -25,7 +25,7 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
     if step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
         raise InvalidCall(
-            f"--step {step!r}: no peer has events for a partition of that name. Partitions with "
-            f"events: {shown}"
+            f"--step {step!r}: no peer has events of a partition with this name. Choose one of the "
+            f"partitions with events: {shown}"
         )
     return events, [step]

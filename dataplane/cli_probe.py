@@ -1,7 +1,8 @@
-"""`dataplane probe`: what carries values between each pair of hosts, tried now, and why.
+"""`dataplane probe`: which transport carries values between each pair of hosts, and why.
 
-Asks one peer of this host; all peers of the plane then try their ways to each other, one after
-another. Exit code 1 where `--require` names a transport that does not work between every pair.
+The command asks one peer of this host. All peers of the plane then test their transports to each
+other, one after another. The exit code is 1 if `--require` names a transport that does not work
+between every pair.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ Report = dict[str, Any]
 
 
 def probe(peer: LivingPeer) -> Report:
-    """The report of all pairs, from one peer of this host."""
+    """Return the report about all pairs of peers."""
     with Plane(visit(peer)) as connected:
         report: Report = queries.probe(connected._session, PROBE_S)
     return report
 
 
 def lacking(report: Report, transport: str) -> list[str]:
-    """The pairs, and peers that could not be asked, where a transport does not work; why not."""
+    """Return one text per peer, or pair of peers, where the transport does not work, with the
+    reason."""
     found = []
     for peer in report["peers"]:
         here = peer["peer"]
@@ -56,7 +58,7 @@ def lacking(report: Report, transport: str) -> list[str]:
 
 
 def show(report: Report, require: str | None, as_json: bool) -> int:
-    """Prints the report; the exit code."""
+    """Print the report, and return the exit code."""
     missing = lacking(report, require) if require else []
     if as_json:
         required = {"required": require, "lacking": missing} if require else {}
@@ -69,7 +71,7 @@ def show(report: Report, require: str | None, as_json: bool) -> int:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report as text: a block for each peer, a line for each way and transport."""
+    """Yield the lines of the report: a block for each peer, a line for each pair and transport."""
     for peer in report["peers"]:
         if "error" in peer:
             yield f"peer {peer['peer']}: {peer['error']}"
@@ -102,7 +104,7 @@ def _way(way: Report, here: Report) -> Iterator[str]:
     if way["version"] != here["version"]:
         yield (
             f"    versions differ: {way['version']} on {way['peer']}, {here['version']} on "
-            f"{here['peer']}"
+            f"{here['peer']}; install one release everywhere"
         )
 
 

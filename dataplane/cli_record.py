@@ -1,8 +1,8 @@
-"""`dataplane record`: what a job does, written to a directory while it runs, for `bench run`.
+"""`dataplane record`: record the sizes and times of a job's steps while it runs, for `bench run`.
 
-The directory has one Parquet file for each complete step, one row per group, and `recording.json`,
-which lists the steps. A file appears under its name when it is complete, so a recorder that is
-killed leaves the steps that it finished and a `recording.json` that says it did not end.
+The directory has one Parquet file for each complete step, with one row per group, and
+`recording.json`, which lists the steps. A file gets its name when it is complete. A recorder that
+is killed leaves the complete steps, and a `recording.json` that says that it did not end.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ from dataplane.timeline.recording import RecordedStep, Recorder
 FORMAT = 1
 INDEX = "recording.json"
 PERIOD_S = 0.5
-"""How often all peers are asked for their events."""
+"""Seconds between two requests for the events of all peers."""
 QUIET_S = 30.0
-"""After so long without an event the recorder looks whether it is the last client, for which the
-peer would stay."""
+"""After this many seconds without an event, the recorder checks whether it is the last client. If
+so, it ends, because the peer stays while it has a client."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Index(msgspec.Struct):
-    """`recording.json`. ended: why the recording ended; None while it goes on, or where the
-    recorder was killed. lost_events: overwritten before they were read. lost_peers: those that
-    were asked until they were lost, and then another one was asked. steps: without groups."""
+    """The contents of `recording.json`.
+
+    ended: why the recording ended; None while it runs, or if the recorder was killed. lost_events:
+    the number of events that were overwritten before the recorder read them. lost_peers: peers that
+    the recorder lost before it switched to another one. steps: without their groups.
+    """
 
     format: int
     run: str
@@ -61,7 +64,8 @@ class Index(msgspec.Struct):
 
 
 def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
-    """Record until `most_steps` steps are complete, the run ends or a signal comes. InvalidCall."""
+    """Record until `most_steps` steps are complete, the run ends or a signal arrives. Raise
+    InvalidCall if no step was recorded."""
     recorder = Recorder()
     with _Stop() as stop:
         with _Access(peer, run) as access:
@@ -174,7 +178,9 @@ class _Folder:
             path.mkdir(parents=True, exist_ok=True)
             found = sorted(one.name for one in path.iterdir())
         except OSError as error:
-            raise InvalidCall(f"-o {str(path)!r}: {error.strerror}") from error
+            raise InvalidCall(
+                f"-o {str(path)!r}: {error.strerror}; choose another directory"
+            ) from error
         if found:
             raise InvalidCall(
                 f"-o {str(path)!r}: the directory is not empty (it contains {found[0]!r}); choose "
@@ -233,7 +239,8 @@ class _Folder:
             unfinished.unlink(missing_ok=True)
             raise InvalidCall(
                 f"-o {str(self.path)!r}: cannot write {name}: {error.strerror or error}. "
-                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that"
+                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that. "
+                "Free space there, or choose another directory"
             ) from error
 
 

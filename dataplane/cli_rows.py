@@ -1,6 +1,7 @@
-"""`dataplane rows` and `dataplane get`: look at rows from a shell.
+"""`dataplane rows` and `dataplane get`: show rows in a shell.
 
-Both only read: they lease nothing, change nothing and start no peer. What they print is bounded.
+Both commands only read: they lease nothing, change nothing and start no peer. Their output is
+bounded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dataplane.metadata.tables.where import Where, tag
 from dataplane.wire.tables import Name
 
 MAX_ROWS = 1000
-"""that one command lists"""
+"""rows that one command lists"""
 STATES = ("pending", "ready", "leased", "acked")
 """of a row for a stage, by number"""
 _PREVIEW = 8
@@ -46,7 +47,7 @@ Report = dict[str, Any]
 
 
 def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> Report:
-    """The first `limit` rows of a partition whose tags are these."""
+    """Return the first `limit` rows of a partition that match `where`."""
     with Plane(visit(peer)) as plane:
         stats = _attached(plane, partition)
         handle = Handle(plane._session, partition)
@@ -76,7 +77,7 @@ def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> R
 
 
 def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None) -> Report:
-    """One row, and of each field its type, shape, size and the first values."""
+    """Return one row, with the type, shape, size and first values of each field."""
     with Plane(visit(peer)) as plane:
         _attached(plane, partition)
         part = plane.partition(partition)
@@ -106,7 +107,7 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
 
 
 def described(value: Any) -> Report:
-    """A value in a few words: never larger than a line, whatever its size."""
+    """Describe a value in less than a line."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value)
         flat = value.reshape(-1)
@@ -130,7 +131,7 @@ def described(value: Any) -> Report:
 
 
 def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
-    """Print what `rows` found; the exit code."""
+    """Print the result of `rows`, and return the exit code."""
     if stage is not None and report["shown"]:
         known = list(report["shown"][0]["states"])
         if stage not in known:
@@ -145,7 +146,7 @@ def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """What `rows` found, for people."""
+    """Yield the lines that show the result of `rows`."""
     groups = f", {counted(report['groups'], 'group')}" if report["groups"] else ""
     yield (
         f"partition {report['partition']}: {report['phase']}, {counted(report['rows'], 'row')}"
@@ -178,13 +179,13 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def show_row(report: Report, as_json: bool) -> int:
-    """Print what `get` found; the exit code."""
+    """Print the result of `get`, and return the exit code."""
     print(json.dumps(report, default=str) if as_json else "\n".join(row_lines(report)), flush=True)
     return 0
 
 
 def row_lines(report: Report) -> Iterator[str]:
-    """What `get` found, for people."""
+    """Yield the lines that show the result of `get`."""
     group = "" if report["group"] is None else f", group {report['group']}"
     yield f"row {report['key']} of partition {report['partition']}{group}"
     for name, value in report["tags"].items():
@@ -199,7 +200,7 @@ def row_lines(report: Report) -> Iterator[str]:
 
 
 def parsed_where(texts: Sequence[str]) -> Where | None:
-    """`TAG=VALUE` as a filter; a value that is no JSON is a text."""
+    """Return a filter for `TAG=VALUE` texts. A value that is not JSON is a str."""
     where = None
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,6 +1,6 @@
-"""`dataplane status` as people read it: what is stuck first, then hosts, then a line a stage.
+"""The text of `dataplane status`: stuck calls first, then hosts, then one line per stage.
 
-Made of what peers say of themselves (`plane.stats()`), and nothing else.
+The text is made only from the statistics of the peers (`plane.stats()`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from dataplane.errors import counted, duration, few, sized
 
 STUCK_S = 10.0
-"""A call that waits for so long is shown first."""
+"""Calls that have waited for at least this many seconds are shown first."""
 SHOWN_HOLDERS = 3
 SHOWN_DRAINED = 8
 SHOWN_RANKS = 8
@@ -26,7 +26,7 @@ Stats = Mapping[str, Any]
 
 
 def alone(stats: Stats) -> Stats:
-    """What a peer says, without the other peers of its plane."""
+    """Return the statistics of one peer, without the other peers of its plane."""
     if "error" in stats:
         return stats
     own = {name: stats[name] for name in ("partitions", "waits", "holders")}
@@ -36,7 +36,7 @@ def alone(stats: Stats) -> Stats:
 
 
 def lines(peers: Mapping[str, Stats]) -> Iterator[str]:
-    """One run. peers: the stats of its peers on this host, by name."""
+    """Yield the lines about one run. peers: the statistics of its peers on this host, by name."""
     seen = _everywhere(peers)
     yield from _stuck(seen)
     for name, stats in peers.items():

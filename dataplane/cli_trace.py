@@ -1,4 +1,4 @@
-"""`dataplane trace`: the last steps as a file for ui.perfetto.dev."""
+"""`dataplane trace`: write the last steps to a file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 8
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A trace that was written: where, of which steps, and its size."""
+    """A written trace: its path, its steps and its size in bytes."""
 
     path: str
     steps: list[str]
@@ -27,8 +27,8 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write(peer: LivingPeer, step: str | None, last: int, output: str) -> Written:
-    """Write a trace of one step, or of the last ones. InvalidCall if there is none, or if it cannot
-    be written; no part of a file is left then."""
+    """Write a trace of one step, or of the last steps. Raise InvalidCall if there is no step, or if
+    the file cannot be written; then no partial file is left."""
     path = _target(output)
     events, names = gathered(peer, step, last)
     if not names:

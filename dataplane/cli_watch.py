@@ -1,4 +1,4 @@
-"""`dataplane watch`: who waits for whom, as it happens, in this terminal or on a page."""
+"""`dataplane watch`: show live which workers wait, in this terminal or on a web page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dataplane.watch.server import Server
 from dataplane.watch.watcher import Watcher
 
 ROLE = "page"
-"""Of the key that is made of the cluster token."""
+"""The role of the key that is derived from the cluster token."""
 Find = Callable[[], LivingPeer]
 
 
 def in_terminal(run: str, find: Find) -> int:
-    """Until Ctrl-C."""
+    """Show the view in this terminal until Ctrl-C."""
     watcher = Watcher(run, find)
     is_terminal = sys.stdout.isatty()
     while True:
@@ -38,7 +38,7 @@ def in_terminal(run: str, find: Find) -> int:
 
 
 def on_page(run: str, find: Find, address: str, token_file: str | None) -> int:
-    """Until Ctrl-C or SIGTERM. InvalidConfig, TokenMissing, AddressInUse."""
+    """Serve the page until Ctrl-C or SIGTERM. Raise InvalidConfig, TokenMissing or AddressInUse."""
     where = values.parse_page(address)
     token = read_token(token_file) if token_file else settings.of_variable("token-file")
     values.check_visible("the page", where, token)

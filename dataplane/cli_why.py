@@ -14,7 +14,8 @@ from dataplane.timeline.why import Why, explain
 
 
 def why(peer: LivingPeer, step: str | None, last: int) -> list[Why]:
-    """What is known of one step, or of the last ones, the earliest first. InvalidCall."""
+    """Explain one step, or the last steps, earliest first. Raise InvalidCall for an unknown
+    step."""
     events, names = gathered(peer, step, last)
     return [explain(Step(events, name)) for name in names]
 

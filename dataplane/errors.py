@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 MAX_COMPARED = 1_000
-"""Names that a misspelt one is compared with."""
+"""A misspelt name is compared with at most this many others."""
 
 Retry = Literal["yes", "with keys", "no"]
 """Whether the same call may be repeated.
@@ -42,18 +42,18 @@ class DataplaneError(Exception):
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """A count for a message: "1 row", "3 rows"; with a verb, "1 row lacks", "3 rows lack"."""
+    """Return a count for a message, such as "1 row" or "3 rows", or "1 row has" with a verb."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """The first `most` names for a message, then "and 3 more"."""
+    """Return the first `most` names for a message, followed by "and 3 more" if there are others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """The name of which `name` may be a misspelling; "" if there is none.
+    """Return the name of which `name` may be a misspelling, or "".
 
     Names that differ only in their numbers, such as "step-12" and "step-13", do not count.
     """
@@ -67,13 +67,13 @@ def nearest(name: str, among: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, among: Iterable[str]) -> str:
-    """A question for the end of a message; "" if no name is similar."""
+    """Return " (did you mean …?)" for the end of a message, or "" if no name is similar."""
     near = nearest(name, among)
     return f" (did you mean {near!r}?)" if near else ""
 
 
 def sized(nbytes: float) -> str:
-    """Bytes for a message: "512 B", "28.6 MiB"."""
+    """Return a number of bytes for a message, such as "512 B" or "28.6 MiB"."""
     value, units, unit = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB")), "B"
     while value >= 1024 and (larger := next(units, None)):
         value, unit = value / 1024, larger
@@ -81,7 +81,7 @@ def sized(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a message: "0.2 s", "5 s", "3 min", "2.5 h"."""
+    """Return a duration for a message, such as "0.2 s", "5 s", "3 min" or "2.5 h"."""
     if 0 < seconds < 0.01:
         return f"{1000 * seconds:.1g} ms"
     if seconds < 9.95:
@@ -301,7 +301,7 @@ class InvalidRows(DataplaneError, ValueError):
 
 
 def without_group(rows: int, group_size: int) -> InvalidRows:
-    """New rows that no claim of whole groups would ever get."""
+    """Return the error for new rows that no claim of whole groups would return."""
     return InvalidRows(
         f"{counted(rows, 'new row has', 'new rows have')} no group, but the partition has "
         f"group_size={group_size}, so claims of groups would never return them: pass group= with "
@@ -332,7 +332,7 @@ class GroupClosed(DataplaneError):
 class RowsDropped(DataplaneError):
     """The call names rows or groups that were dropped."""
 
-    next_step = "Leave them out. To reuse their names, pass `reuse=True`."
+    next_step = "Leave them out. To reuse their keys, pass `reuse=True`."
 
 
 class RowsGone(DataplaneError, LookupError):
@@ -399,7 +399,7 @@ class BackPressure(DataplaneError):
 
 
 class ShardFull(BackPressure):
-    """The host with the partition's metadata has no room left."""
+    """The host that stores the partition's metadata has no space left for it."""
 
     next_step = "Consume or drop rows, or give that host a larger arena."
 
@@ -482,6 +482,6 @@ _BY_CODE: dict[str, type[DataplaneError]] = {
 
 
 def from_wire(code: str, message: str, details: dict[str, Any]) -> DataplaneError:
-    """The error that a peer reported. An unknown code becomes the base class."""
+    """Return the error that a peer reported. An unknown code becomes the base class."""
     known = _BY_CODE.get(code)
     return known(message, **details) if known else DataplaneError(f"{code}: {message}", **details)

@@ -23,8 +23,8 @@ def installed(group: str) -> EntryPoints:
 def load(
     entry: EntryPoint, base: type[Any], what: str, missing: type[DataplaneError], **details: Any
 ) -> type[Any]:
-    """Return the class of an entry point. If it cannot be imported or is no subclass of `base`,
-    raise `missing` with these details. `what`: the plug-in, as the message names it."""
+    """Return the class of an entry point. If it cannot be imported, or is not a subclass of `base`,
+    raise `missing` with these details. `what`: how the message names the plug-in."""
     try:
         found = entry.load()
     except Exception as exc:  # other people's code runs, and may raise anything

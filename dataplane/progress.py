@@ -1,7 +1,7 @@
 """A progress bar on standard error, for calls that a person waits for at a terminal.
 
-Where standard error is no terminal, nothing is written. The bar is one line that a thread of its
-own draws, so a caller or an event loop never waits for a terminal. It needs no package.
+If standard error is not a terminal, nothing is written. A separate thread draws the bar, so a
+caller or an event loop never waits for the terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataplane.errors import duration
 from dataplane.launch import settings
 
 SHOW_AFTER_S = 0.5
-"""Calls that end sooner show no bar."""
+"""Shorter calls show no bar."""
 _REDRAW_S = 0.1
 _JOIN_S = 1.0
 """A terminal that somebody paused may not take the last characters."""
@@ -27,7 +27,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class Bar:
-    """How far a call is. Callers on any thread report it; drawing happens elsewhere."""
+    """The progress of a call. Any thread may report it; another thread draws it."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -39,7 +39,7 @@ class Bar:
         self._over = threading.Event()
 
     def expect(self, total: float) -> None:
-        """Report how much there is to do. Without it the bar shows only the time."""
+        """Report how much there is to do. Until then, the bar shows only the time."""
         self._total, self._done = total, 0.0
 
     def at(self, done: float, detail: str = "") -> None:

@@ -1,3 +1,3 @@
-"""The version of this dataplane, also where it runs from a tree that is not installed."""
+"""The version of dataplane, also in a source tree that is not installed."""
 
 __version__ = "0.1.0.dev0"

@@ -23,12 +23,13 @@ _MAX_COUNT = 2**63 - 1
 def text(value: object, what: str) -> str:
     """A name: a str that is neither empty nor over the limit."""
     if not isinstance(value, str) or not value:
-        raise InvalidCall(f"the name of {what} must be a non-empty str, not {value!r:.80}")
+        raise InvalidCall(f"the name of {what} is {value!r:.80}: expected a non-empty str")
     try:
         nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
     except UnicodeEncodeError as exc:
         raise InvalidCall(
-            f"the name of {what} is {value!r:.80}, which is not valid text ({exc.reason})"
+            f"the name of {what} is {value!r:.80}, which UTF-8 cannot encode ({exc.reason}): use "
+            "another name"
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
@@ -110,7 +111,7 @@ def moment(value: object, what: str) -> float:
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidCall(f"{what} must be a mapping {form}, not {value!r:.80}")
+        raise InvalidCall(f"{what}={value!r:.80}: expected a mapping {form}")
     return value
 
 

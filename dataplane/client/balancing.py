@@ -61,7 +61,7 @@ class Layout:
                     raise InvalidRows(
                         "remainder='drop' leaves no rows: the stage has only "
                         f"{counted(over, shape.unit[:-1])} for ranks={shape.ranks} × "
-                        f"minibatches={shape.minibatches}. Use fewer mini-batches, or "
+                        f"minibatches={shape.minibatches}. Pass a smaller minibatches=, or "
                         "remainder='pad'",
                         units=over,
                     )

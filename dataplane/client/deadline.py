@@ -28,7 +28,7 @@ class Deadline:
         """DeadlineExceeded when it has passed."""
         if self.until <= time.monotonic():
             raise DeadlineExceeded(
-                f"{doing} did not finish within {self.timeout_s} s; pass a longer timeout=",
+                f"{doing} did not finish within {self.timeout_s} s: pass a longer timeout=",
                 limit_s=self.timeout_s,
             )
 

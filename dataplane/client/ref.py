@@ -1,4 +1,4 @@
-"""What calls return beside rows: the ref of a put, the counts of a drop."""
+"""The results of put and drop: a reference to rows, and the counts of a drop."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class Dropped(NamedTuple):
-    """How many rows a drop removed, and about how many bytes their values took: rows that are
-    stored together count alike. Memory is free once all rows that are stored together are gone."""
+    """The result of a drop: the number of dropped rows, and about how many bytes their values took.
+
+    Several rows may be stored together. `bytes` divides the size of such a block equally between
+    its rows, and the memory is freed when all rows of the block are gone.
+    """
 
     rows: int
     bytes: int

@@ -104,7 +104,7 @@ class Demand(msgspec.Struct, eq=False):
         ((tag, amount),) = budget.items()
         number = isinstance(amount, Real) and not isinstance(amount, bool)
         if not number or not 0 < amount <= sys.float_info.max:
-            raise InvalidCall(f"budget={shown!r:.80}: the sum must be a finite number above 0")
+            raise InvalidCall(f"budget={shown!r:.80}: expected a finite number above 0 as the sum")
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, float(amount))
@@ -124,7 +124,7 @@ def shape_of(
     """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
     rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
-        raise InvalidCall(f"ranks={ranks}: a plan can have at most {MAX_RANKS} ranks")
+        raise InvalidCall(f"ranks={ranks}: expected at most {MAX_RANKS} ranks in a plan")
     if rank >= ranks:
         raise InvalidCall(f"rank={rank}: with ranks={ranks}, expected 0 to {ranks - 1}")
     minibatches = arguments.count(minibatches, "minibatches")

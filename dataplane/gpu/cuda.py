@@ -118,7 +118,7 @@ class CudaDevice(Device):
         if handle.kind != self.kind or handle.device != self.identity:
             raise DeviceMissing(
                 f"the memory handle belongs to GPU {handle.device}, but this process uses GPU "
-                f"{self.identity}"
+                f"{self.identity}: check CUDA_VISIBLE_DEVICES"
             )
         return self._opened(handle)
 

@@ -23,7 +23,7 @@ SPIN_S = 0.001
 POLL_S = 0.0002
 
 Copy = tuple[int, int, int, int]
-"""As `Device.copy` takes it: target, source, bytes, stream."""
+"""The arguments of `Device.copy`: target, source, bytes, stream."""
 
 
 class Located(NamedTuple):
@@ -182,7 +182,7 @@ class Device(ABC):
 
     @abstractmethod
     def finish(self, timeout_s: float) -> bool:
-        """Wait until all work of this process on the device is done. Return whether it is. If a
+        """Wait until all work of this process on the device is done, and return whether it is. If a
         driver cannot wait with a timeout, the call may take longer than `timeout_s`."""
 
     def bind(self) -> None:  # noqa: B027

@@ -204,7 +204,11 @@ class DirectCopies:
         try:
             piece.device.unpin_host(first + number * PIECE_BYTES)
         except DeviceMissing as exc:
-            log.warning("arena: could not unpin piece %d: %s", number, exc)
+            log.warning(
+                "arena: could not unpin piece %d, which stays pinned until this process exits: %s",
+                number,
+                exc,
+            )
 
     def _is_done(self, copy: _Copy) -> bool:
         try:
@@ -226,7 +230,10 @@ class DirectCopies:
             self.settle()
         with self._lock:
             if self._copies:
-                log.warning("arena: left pinned, because a GPU copy has not finished")
+                log.warning(
+                    "arena: left pinned until this process exits, because a GPU copy has not "
+                    "finished"
+                )
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None

@@ -16,13 +16,13 @@ CUDA = "cuda"
 
 
 def names() -> list[str]:
-    """The kinds that are installed."""
+    """Return the kinds of devices that installed packages support."""
     return [CUDA, *sorted({entry.name for entry in plugins.installed(GROUP)} - {CUDA})]
 
 
 def load(kind: str) -> type[Device]:
-    """Return the class of a kind. DeviceMissing if no installed package has it, or its package
-    cannot be imported."""
+    """Return the class of a kind. Raise DeviceMissing if no installed package supports it, or if
+    its package cannot be imported."""
     if kind == CUDA:
         from dataplane.gpu.cuda import CudaDevice
 
@@ -36,5 +36,5 @@ def load(kind: str) -> type[Device]:
 
 
 def device_of(handle: PoolHandle) -> Device:
-    """The device of a pool as this process has it. DeviceMissing where it does not."""
+    """Return the device of a pool. Raise DeviceMissing if this process does not have it."""
     return load(handle.kind).of(handle.device)

@@ -36,16 +36,17 @@ __all__ = ["Peers", "Started", "start", "started"]
 log = logging.getLogger(__name__)
 
 START_S = 180.0
-"""Ray starts a worker on every node first, which imports this package."""
+"""Seconds to wait for all peers. Ray first starts a worker on every node, which imports this
+package."""
 STOP_S = 30.0
 _PORTS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all peers of a plane have in common.
+    """The settings that all peers of a plane share.
 
-    - `given`: the settings that `start` was called with.
+    - `given`: the settings that the caller passed to `start`.
     - `variables`: the driver's environment variables. A variable that is set for a node's workers
       takes precedence.
     - `token`: the secret. None if every host has it in a file, or if no token is needed.
@@ -139,7 +140,7 @@ _SHARED = (
     "linger-unread",
 )
 _OF_NODES = ("spill", "token-file")
-"""Settings whose text means something on the node only."""
+"""Settings whose values depend on the node."""
 
 
 def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
@@ -255,7 +256,9 @@ def _let_go(attendants: list[Any]) -> None:
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
             late = counted(len(told) - len(done), "actor")
-            log.warning("ray: %s did not stop the peers within %g s", late, STOP_S)
+            log.warning(
+                "ray: %s did not stop their peers within %g s, so Ray kills them", late, STOP_S
+            )
     for attendant in attendants:
         ray.kill(attendant)
 

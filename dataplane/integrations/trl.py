@@ -24,7 +24,8 @@ __all__ = ["Rollouts"]
 
 PROMPT, REQUEST, VERSION, EVAL = "prompt", "request", "version", "eval"
 RESULT = ("prompt_ids", "completion_ids", "logprobs")
-"""What trl requires of a rollout function: lists of token ids, and of their log-probabilities."""
+"""The results that trl requires of a rollout function: lists of token ids, and of their
+log-probabilities."""
 
 
 class Rollouts:

@@ -39,12 +39,12 @@ def put(
     dedup: Collection[str] = (),
     replace: bool = False,
 ) -> dataplane.Ref:
-    """Write the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
+    """Put the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
     `meta_info` with each row. The other arguments are those of `Partition.put`.
 
-    Raises ValueError for a name that is in both, is `meta_info`, or is missing in some rows. Raises
-    InvalidValue for an object that contains anything other than None, numbers, text, bytes, lists,
-    tuples, dicts, arrays and tensors.
+    Raises ValueError if a name is in both `batch` and `non_tensor_batch`, is "meta_info", or is
+    missing in some rows. Raises InvalidValue for an object that contains anything other than None,
+    numbers, text, bytes, lists, tuples, dicts, arrays and tensors.
     """
     if data.batch is not None:
         check_even(data.batch)

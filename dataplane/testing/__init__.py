@@ -1,4 +1,4 @@
-"""For authors of a transport: a test suite that a transport must pass, and hosts to run it on.
+"""The test suite that every transport must pass, and hosts to run it on, for authors of transports.
 
 Needs pytest and pytest-asyncio. Neither the library nor the peer imports this.
 

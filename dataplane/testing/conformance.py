@@ -1,4 +1,5 @@
-"""What every transport must do, tested with real bulk workers: subclass `TransportConformance`.
+"""The tests that every transport must pass, with real bulk workers: subclass
+`TransportConformance`.
 
 The variable TRANSPORT_CONFORMANCE_MIB sets the largest read, 64 by default.
 """
@@ -48,7 +49,8 @@ def _open_in_workers(*peers: Host) -> int:
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
-    """Act on the first call. At the first pin, a transfer is certainly in flight."""
+    """Return a function that calls `act` only the first time. At the first pin, a transfer is
+    certainly in flight."""
     todo = [act]
     return lambda: todo.pop()() if todo else None
 

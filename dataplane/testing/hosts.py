@@ -1,4 +1,4 @@
-"""Two or more "hosts" in one process: each has an arena, and a bulk engine with a real worker."""
+"""Several "hosts" in one process, each with an arena, and a bulk engine with a real worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Records = npt.NDArray[Any]
 
 
 class Host:
-    """One host of a test: an arena, its ranges, and a bulk engine that serves them, without a
+    """One host of a test: an arena with its ranges, and a bulk engine that serves them. It has no
     peer."""
 
     def __init__(
@@ -79,8 +79,8 @@ class Host:
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """Read, and retry up to four times if the transfer fails, as a peer does: a worker may be
-        restarting."""
+        """Read as `read` does, and retry up to four times if the transfer fails, as a peer does,
+        because a worker may be restarting."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)
@@ -111,7 +111,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Process id of the bulk worker."""
+        """The process id of the bulk worker."""
         assert self.engine.pid is not None
         return self.engine.pid
 

@@ -1,8 +1,8 @@
-"""What happened at a peer, as its ring keeps it and as peers and clients are told it.
+"""Records of what happened at a peer, as its ring keeps them and as messages carry them.
 
-One record per call and group, never per row. A record has a fixed number of fields. `Kind` says
-what happened, `Reason` why something waited or how it ended: the same words in records, errors,
-stats, metrics and traces.
+There is one record per call and group, never per row. A record has a fixed number of fields. `Kind`
+says what happened, and `Reason` says why something waited or how it ended. Records, errors,
+statistics, metrics and traces use the same words.
 """
 
 from __future__ import annotations
@@ -18,47 +18,45 @@ MAX_RECORDS_PER_MESSAGE = 4_096
 
 
 class Kind(enum.StrEnum):
-    """What a record is about.
-
-    Of something that took a while, the record is made when it ends, and `seconds` says how long it
-    took.
-    """
+    """What happened. If it took time, the record is made at its end, and `seconds` is its
+    duration."""
 
     PUT = "put"
-    """`worker` put `rows` rows of `nbytes` bytes, or added fields to them. `version`: the trainer's
-    when the group was begun."""
+    """`worker` put `rows` rows of `nbytes` bytes, or added fields to them. `version` is the
+    trainer's version when the group started."""
     READY = "ready"
-    """`rows` rows became ready for `stage`. `field` came last, written by `worker`; `by` is the
-    stage that added it, "" for a put. No field: the group was closed."""
+    """`rows` rows became ready for `stage`, because `worker` wrote `field`. `by` is the stage that
+    added it, "" for a put. Without a field, the group was closed."""
     CLAIM_WAIT = "claim_wait"
     """A claim of `worker` for `stage` waited for `seconds`, for `reason`."""
     ROOM_WAIT = "room_wait"
-    """`worker` waited for room, for `reason` (the class). `by` holds most of the room."""
+    """`worker` waited for space in the arena. `reason` is the admission class, and `by` holds most
+    of the space."""
     ADMIT_WAIT = "admit_wait"
-    """A call of `admit` waited."""
+    """A call of `admit` by `worker` waited."""
     PULL = "pull"
-    """`nbytes` came from the peer `by` over `transport`, for `stage`."""
+    """This peer copied `nbytes` from the peer `by` over `transport`, for `stage`."""
     LEASE_BEGIN = "lease_begin"
-    """`worker` leased `rows` rows for `stage`. A plan has a lease without a worker, and one without
-    rows for each rank that joined."""
+    """`worker` leased `rows` rows for `stage`. A plan has one lease without a worker, and one lease
+    without rows for each rank that joined."""
     LEASE_END = "lease_end"
-    """The rows of a lease left it, `seconds` after it began. `reason` says how."""
+    """A lease ended, or some of its rows did, after `seconds`. `reason` says how."""
     SEAL = "seal"
-    """The partition takes no new rows."""
+    """The partition was sealed."""
     DROP = "drop"
     """Rows, or the partition, were dropped."""
     LOST = "lost"
     """`rows` rows were lost with the peer `by`."""
     ADVANCE = "advance"
-    """The trainer is at `version`."""
+    """The trainer advanced to `version`."""
     STALL = "stall"
-    """The peer did not run for `seconds`: it got no processor time, or was stopped."""
+    """The peer did not run for `seconds`, because it got no processor time or was stopped."""
     BACKUP = "backup"
-    """For `seconds`, answers of the peer waited for the peer `by`, its backup, to confirm."""
+    """Replies of this peer waited for `seconds` until its backup, the peer `by`, confirmed."""
     ARENA = "arena"
-    """`nbytes` of the peer's arena are in use from now on, give or take a percent of it."""
+    """About `nbytes` of the peer's arena are now in use, to within a percent of its size."""
     MISSING = "missing"
-    """Records of `peer` are missing: it did not answer, or those before `at` are overwritten."""
+    """Records of `peer` are missing: it did not answer, or it has overwritten those before `at`."""
 
 
 class Reason(enum.StrEnum):
@@ -66,31 +64,31 @@ class Reason(enum.StrEnum):
 
     NONE = ""
     NO_ROWS = "no_rows"
-    """The stage has had every row that is there."""
+    """The stage has received every row of the partition."""
     FIELD = "field"
-    """Rows are there and lack a field of the stage."""
+    """Rows exist, but lack a field that the stage needs."""
     OPEN_GROUP = "open_group"
-    """Groups are there and are not complete."""
+    """Groups exist, but are not complete."""
     TOO_FEW = "too_few"
-    """Rows are ready, fewer than were asked for, and the partition is not sealed."""
+    """Fewer rows are ready than the claim needs, and the partition is not sealed."""
     FILTER = "filter"
-    """Rows are ready, and the claim's filter excludes them."""
+    """Rows are ready, but the claim's filter excludes them."""
     LEASED = "leased"
-    """The partition is sealed, and what is left of it is leased."""
+    """The partition is sealed, and all remaining rows are leased."""
     BEHIND = "behind"
     """Older claims wait for the same rows."""
     PLAN = "plan"
     """The stage's plan waits for rows or ranks."""
     LAG = "lag"
-    """`admit`: rollout is as far ahead of the trainer as it may be."""
+    """`admit`: rollout is as far ahead of the trainer as `max_lag` allows."""
     OPEN = "open"
-    """No room in the arena for new groups."""
+    """The arena has no space for new groups."""
     CONTINUE = "continue"
-    """No room in the arena for groups that have begun."""
+    """The arena has no space for groups that have started."""
     PULL = "pull"
-    """No room in the arena for values of other hosts."""
+    """The arena has no space for values of other hosts."""
     METADATA = "metadata"
-    """No room at the shard for rows' keys, tags and small values."""
+    """The shard has no space for keys, tags and small values."""
     ACK = "ack"
     RELEASE = "release"
     DROP = "drop"
@@ -99,9 +97,9 @@ class Reason(enum.StrEnum):
     EXPIRED = "expired"
     """The lease lasted longer than the claim's `lease=` seconds."""
     OVERWRITTEN = "overwritten"
-    """The ring of the peer was full."""
+    """The peer overwrote old records, because its ring was full."""
     RESTARTED = "restarted"
-    """The peer restarted: its last records before that are lost."""
+    """The peer restarted, and the last records before that are lost."""
     SILENT = "silent"
     """The peer did not answer."""
 
@@ -111,8 +109,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Record(msgspec.Struct, array_like=True, gc=False):
-    """at: when it happened, or ended, on the peer's monotonic clock. worker: the client's session,
-    0: none."""
+    """One event of a peer. at: the time at which it happened, or ended, on the peer's monotonic
+    clock. worker: the session of the client; 0: none."""
 
     kind: Kind
     at: float = 0.0

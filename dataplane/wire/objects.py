@@ -308,7 +308,7 @@ class _Walk:
         except Exception as exc:  # the value's own code: properties, serializers, a __getattr__
             raise self._refusal(
                 f"{kind_of(value)} cannot be stored, because reading it raised "
-                f"{type(exc).__name__}: {exc}"
+                f"{type(exc).__name__}: {exc}. Convert it to an array or a dict first"
             ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))

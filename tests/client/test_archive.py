@@ -18,6 +18,7 @@ from dataplane.client.checkpoint.archive import (
     SummedFile,
     verified,
 )
+from dataplane.client.checkpoint.arrow_in import PartReader
 from dataplane.errors import CheckpointCorrupt, CheckpointFailed
 from dataplane.progress import Bar
 
@@ -90,3 +91,8 @@ def test_what_came_to_its_name_meanwhile_stays(tmp_path: Path, made: Any) -> Non
         archive.commit("p", [])
     archive.discard()
     assert sorted(tmp_path.rglob("*")) == [path for path in before if path != archive.partial]
+
+
+def test_files_that_cannot_be_read_are_not_reported_as_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFailed, match="could not read the checkpoint .*restore again"):
+        PartReader(tmp_path)

@@ -78,9 +78,7 @@ def test_what_is_not_is_refused_by_row(form: str, column: Any, row: int, found: 
 def test_a_form_that_is_none_is_told_with_examples(form: Any) -> None:
     with pytest.raises(dataplane.InvalidCall, match=r"fields\['x'\].*such as 'int64\[\*\]'"):
         canonical({"x": form})
-    with pytest.raises(
-        dataplane.InvalidCall, match="fields must be a mapping of field names to forms"
-    ):
+    with pytest.raises(dataplane.InvalidCall, match="expected a mapping of field names to forms"):
         canonical("tokens")
 
 

@@ -1,4 +1,4 @@
-"""Attaching to a partition: finding, declaring and asking after it."""
+"""Attach to a partition: declare it, find it, and query its phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataplane.wire.tables import Definition
 
 
 async def attach(handle: Handle, deadline: Deadline) -> int:
-    """Return the generation. Asks once, and waits until a process has defined the partition."""
+    """Return the generation of the partition, after a process has declared it."""
     if handle.session.closed is not None:  # before anything is copied
         raise ClientClosed(handle.session.closed)
     if handle.defined is None:
@@ -28,7 +28,7 @@ async def attach(handle: Handle, deadline: Deadline) -> int:
 
 
 async def attach_to_wait(handle: Handle, timeout_s: float | None) -> int:
-    """Attach for a call that waits for rows. Without a timeout this waits without a limit."""
+    """Attach for a call that waits for rows. Without a timeout, there is no limit."""
     return await attach(handle, Deadline(None if timeout_s is None else max(timeout_s, ATTACH_S)))
 
 
@@ -41,7 +41,7 @@ async def define(handle: Handle, definition: Definition | None, deadline: Deadli
 
 
 async def takes_rows(handle: Handle) -> bool:
-    """Whether new rows may still be put: the partition is neither sealed nor dropped."""
+    """Return whether the partition accepts new rows: it is neither sealed nor dropped."""
     await attach_to_wait(handle, None)
     body = Define(handle.name, None, generation=handle.generation)
     try:
@@ -54,8 +54,8 @@ async def takes_rows(handle: Handle) -> bool:
 
 
 async def comes_too_late(handle: Handle, exc: DataplaneError) -> bool:
-    """Whether a call in a loop over `producing` failed because the partition takes no new rows.
-    The loop then ends, without an error."""
+    """Return whether a call in a loop over `producing` failed because the partition accepts no new
+    rows. The loop then ends without an error."""
     if caller() not in handle.producers:
         return False
     if isinstance(exc, PartitionSealed):

@@ -1,7 +1,8 @@
-"""What waiting means for `dataplane.aio`. `_sync/backend.py` has the same names.
+"""How `dataplane.aio` waits, copies and prefetches. `_sync/backend.py` has the same names.
 
 Each call in flight has a connection of its own. Cancelling the task closes it, which cancels the
-call at the peer. Large copies run in the loop's executor. Works from several loops and threads.
+call at the peer. Large copies run in the loop's executor. Several event loops and threads may use
+one client.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 OFFLOAD_BYTES = 1 << 20
-"""Copies of at least this much leave the event loop."""
+"""Copies of at least this many bytes run outside the event loop."""
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Closing")
@@ -60,7 +61,7 @@ class _NotConnected(InvalidCall, AttributeError):
 
 
 class Connecting(Generic[P]):
-    """A plane that is being connected to: await it, or use it with `async with`."""
+    """A plane that is not connected yet. Await it, or use it in `async with`."""
 
     def __init__(self, kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> None:
         self._kind, self._attach = kind, attach
@@ -113,7 +114,7 @@ async def leave(keeper: Housekeeper, why: str) -> None:
 
 
 async def offload(work: Callable[[], T], nbytes: int) -> T:
-    """Run `work`, which copies `nbytes`: in a thread if that is much. A cancelled task still waits
+    """Run `work`, which copies `nbytes`, in a thread if that is much. A cancelled task still waits
     until the thread has ended, because the thread writes into memory that must not be reused
     meanwhile."""
     if nbytes < OFFLOAD_BYTES:
@@ -141,7 +142,7 @@ async def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -
 
 
 class Prefetch(Generic[B]):
-    """A task that takes up to `ahead` batches before they are asked for, `wanted` in all."""
+    """A task that claims up to `ahead` batches before the loop needs them, and `wanted` in all."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class Prefetch(Generic[B]):
         self._changed = asyncio.Condition()
         self._ready: deque[tuple[B, Any]] = deque()
         self._making: B | None = None
-        """The batch that `collate` works on, or failed with."""
+        """The batch that `collate` is working on, or failed on."""
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._work(), name="dataplane-loader")
@@ -174,7 +175,7 @@ class Prefetch(Generic[B]):
         raise failure
 
     def stop(self) -> None:
-        """Cancel the task. A claim that waits is withdrawn."""
+        """Cancel the task and withdraw its waiting claim."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._task.cancel)
 
@@ -185,7 +186,7 @@ class Prefetch(Generic[B]):
         await self._loop.run_in_executor(None, self._session.settle)
 
     def left(self) -> list[Lease]:
-        """Take the leases of batches that were prefetched and not used."""
+        """Remove the unused prefetched batches, and return their leases."""
         left, self._ready = [batch for batch, _ in self._ready], deque()
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 

@@ -25,7 +25,7 @@ from dataplane.wire.messages import Body
 
 DEFAULT_TIMEOUT_S = 30.0
 ATTACH_S = 1.0
-"""A call that waits for rows takes at least this long to find its partition."""
+"""A call that waits for rows has at least this many seconds to find its partition."""
 UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
 """Failures that do not say whether a call took effect."""
 
@@ -54,19 +54,19 @@ def public(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine
 async def ask(
     session: Session, body: Body, expected: type[B], deadline: Deadline, doing: str = ""
 ) -> B:
-    """Send one request and return its reply, of the expected type. doing: for the error when the
-    deadline has passed before anything is sent."""
+    """Send one request and return its reply, of the expected type. doing: names the operation in
+    the error if the deadline passes before anything is sent."""
     deadline.check(doing or type(body).__name__.lower())
     return expect(await send(session, Call(body, deadline)), expected, body)
 
 
 async def wait_for(session: Session, body: Body, expected: type[B], timeout_s: float | None) -> B:
-    """Send a request that the peer may hold until rows come. Its body carries the same timeout."""
+    """Send a request that waits at the peer for rows. Its body carries the same timeout."""
     return expect(await send(session, Call(body, Deadline(timeout_s), True)), expected, body)
 
 
 def expect(reply: object, expected: type[B], body: Body) -> B:
-    """The reply to `body`, if it has the expected type; ProtocolError otherwise."""
+    """Return the reply to `body`. Raise ProtocolError if it does not have the expected type."""
     if not isinstance(reply, expected):
         raise ProtocolError(
             f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
@@ -111,13 +111,13 @@ async def send(session: Session, call: Call) -> Body:
 
 
 def limit_beside(timeout_s: float | None) -> float:
-    """The timeout of calls that accompany calls which wait `timeout_s` for rows, such as a stream's
-    acks: the same, but between 1 s and the default."""
+    """Return the timeout of acks and releases in a stream whose claims wait `timeout_s`: the same
+    number of seconds, but at least 1 and at most the default."""
     if timeout_s is None:
         return DEFAULT_TIMEOUT_S
     return min(max(timeout_s, ATTACH_S), DEFAULT_TIMEOUT_S)
 
 
 def milliseconds(timeout_s: float | None) -> int:
-    """The timeout as messages carry it; -1 for no limit."""
+    """Return the timeout in milliseconds, as messages carry it; -1 for no limit."""
     return -1 if timeout_s is None else max(0, int(timeout_s * 1e3))

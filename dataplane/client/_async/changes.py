@@ -1,4 +1,4 @@
-"""Changing rows without moving values: tags and drops."""
+"""Change rows without moving values: set tags, drop rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def tag(
     expect: Mapping[str, Scalar] | None,
     timeout: float | None,
 ) -> None:
-    """Set tags of rows, `max_rows` of them with each message."""
+    """Set tags of rows, with at most `max_rows` rows per message."""
     names = name_list(keys, "key")
     columns = tag_columns(tags, len(names))
     expected = {n: v[0] for n, v in tag_columns(expect, 1).items()} if expect is not None else None
@@ -57,7 +57,7 @@ async def drop(
     where: Where | None,
     timeout: float | None,
 ) -> Dropped:
-    """Drop rows, in one message unless the list of keys or groups is very long."""
+    """Drop rows, with one message unless the list of keys or groups is very long."""
     if sum(a is not None for a in (keys, groups, where)) > 1:
         raise InvalidCall(
             "drop() takes at most one of keys=, groups= and where=; without any of them, it drops "

@@ -1,7 +1,7 @@
-"""Loaders: a stage's batches for a training loop, which claim the next one while it trains.
+"""Loaders: iterate over a stage's batches in a training loop, and claim the next one meanwhile.
 
-The rule is that of streams: a batch is acked when the loop asks for the next one. A loop that ends
-in any other way releases it, and what was prefetched.
+As in a stream, advancing to the next batch acks the current one. A loop that ends in any other way
+releases the current batch and the prefetched ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Loader:
 
     _kind = "aio.Loader"
     _behind: tuple[Prefetch[Batch], list[Lease]] | None = None
-    """Of the loop that ended last. The end of a `with` releases its leases."""
+    """The last loop that ended. The end of a `with` block releases its leases."""
     _entered = False
 
     def __init__(
@@ -87,8 +87,8 @@ class Loader:
         return None if loop is None else loop.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which rows were handed out, to save with the model and `plane.checkpoint`. The
-        current batch counts as done; prefetched batches do not. The state consists of plain
+        """Return which rows were handed out. Save the result with the model and `plane.checkpoint`.
+        The current batch counts as done; prefetched batches do not. The state consists of plain
         numbers, strings and lists."""
         batch = self.batch
         held = batch.keys if batch is not None and batch.state == "leased" else []
@@ -169,7 +169,7 @@ class Loader:
 
 
 class LoaderLoop(AsyncIterator[Any]):
-    """One loop over a loader. Its end releases the batches that it has."""
+    """One loop over a loader. At its end, it releases the batches that it still holds."""
 
     def __init__(self, loader: Loader) -> None:
         self.batch: Batch | None = None
@@ -204,7 +204,7 @@ class LoaderLoop(AsyncIterator[Any]):
 
     def leave(self, forgotten: tuple[str, str] | None = None) -> None:
         """End the loop: release the current batch and the prefetched ones, without waiting. The end
-        of the loader's `with` waits. forgotten: as in `Abandoned`, for the current batch."""
+        of the loader's `with` block waits. forgotten: as in `Abandoned`, for the current batch."""
         if self.over:
             return
         self.over = True
@@ -224,7 +224,7 @@ class LoaderLoop(AsyncIterator[Any]):
 
 
 def tell_what_is_left(end: StreamEnd) -> None:
-    """A loop ends without a word, also where its filter left rows out that nobody may ask for."""
+    """Log that a loop has ended, if rows remain that its filter leaves out."""
     if end.details.get("remaining"):
         log.warning("stream ended: %s", end.message)
 
@@ -238,7 +238,7 @@ _WHY = (
 
 
 def refuse_workers() -> None:
-    """InvalidCall in a worker of torch's DataLoader."""
+    """Raise InvalidCall in a worker of torch's DataLoader."""
     data = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:
         raise InvalidCall(_WHY)

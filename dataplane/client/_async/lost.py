@@ -1,4 +1,4 @@
-"""Which rows were lost with a peer."""
+"""Iterate over the rows that were lost with a peer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataplane.wire.tables import Name
 
 
 class Lost(AsyncIterator[list[Name]]):
-    """Lists of keys, until no row can be lost any more: the partition was dropped, or is sealed and
-    every stage has its rows. `missed`: how many rows were lost so long ago that the peer has
-    forgotten their names."""
+    """An iterator over lists of keys of lost rows. It ends when no more rows can be lost: the
+    partition was dropped, or it is sealed and every stage has received every row. `missed` is the
+    number of rows that were lost so long ago that the peer has forgotten their keys."""
 
     def __init__(self, handle: Handle, timeout: float | None) -> None:
         self.missed = 0

@@ -1,4 +1,4 @@
-"""Partition: put, claim, stream, read, and the end of it."""
+"""Partition: put, claim, stream, read, seal and drop."""
 
 from __future__ import annotations
 
@@ -61,20 +61,21 @@ class Partition:
         reuse: bool = False,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
-        """Write rows. `columns`: for each field a sequence or an array `[n, …]`; or a TensorDict.
+        """Put rows. `columns` maps each field to a sequence or an array `[n, …]`, or is a
+        TensorDict.
 
         A flat list of numbers of one type is stored as an array; to store it as a list, wrap it in
         `dataplane.object(x)`. Each row of a nested tensor is an array. A nested TensorDict gives
-        fields named "a.b", and its non-tensor data are stored as Python objects.
+        fields named "a.b". Non-tensor data are stored as Python objects.
 
         - `key`: one id per row, str or int. Rows without a key get a generated one. If a row with
           this key exists, it gets the new fields and tags.
         - `group`: one id per row, or one for all rows.
         - `tags`: small scalars, one per row or one for all rows.
-        - `dedup`: fields of which equal values are stored only once per host.
+        - `dedup`: fields whose equal values are stored only once per host.
         - `replace`: overwrite fields that exist, instead of raising FieldExists.
-        - `reuse`: allow new rows to take the names of freed and dropped rows, instead of raising
-          RowsDropped.
+        - `reuse`: let new rows use the keys and group ids of freed and dropped rows, instead of
+          raising RowsDropped.
 
         It is safe to repeat a put with the same keys. The repeated put stores the rows that the
         first attempt did not store, and skips rows that have all of these fields or have been
@@ -109,11 +110,11 @@ class Partition:
     async def close(
         self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Set the size of a group to n rows, dropped rows included. The group closes when it has
+        """Set the size of a group to n rows, including dropped rows. The group closes when it has
         n rows.
 
-        A no-op for a group that has been freed. To close a new group of that name, first put its
-        rows with `reuse=True`.
+        The call does nothing if the group has been freed. To close a new group with the same id,
+        first put its rows with `reuse=True`.
         """
         handle, deadline = self._handle, Deadline(timeout)
         (name,) = name_list([group], "group")
@@ -125,9 +126,9 @@ class Partition:
     async def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Seal the partition: it accepts no new rows from now on, only new fields of existing rows.
 
-        Open groups close as they are. In a partition with `group_size`, a group that is still open
-        is too short and is dropped. `stats()["short_groups"]` counts such groups, and a later put
-        of their rows raises RowsDropped. `short="keep"` keeps short groups.
+        Without `group_size`, open groups close with the rows that they have. With `group_size`, an
+        open group is too short and is dropped. `stats()["short_groups"]` counts such groups, and a
+        later put of their rows raises RowsDropped. `short="keep"` keeps short groups.
         """
         handle, deadline = self._handle, Deadline(timeout)
         if short not in ("drop", "keep"):
@@ -154,7 +155,8 @@ class Partition:
     ) -> Dropped:
         """Drop rows by key, group or filter, or the whole partition if none is given.
 
-        A later put of dropped rows raises RowsDropped. Returns how many rows went, and their bytes.
+        A later put of these rows raises RowsDropped. Returns the number of dropped rows and about
+        how many bytes their values took.
         """
         return await changes.drop(self._handle, keys, groups, where, timeout)
 
@@ -178,17 +180,18 @@ class Partition:
         """Lease rows for a stage. Pass exactly one of `rows`, `groups` or `budget`.
 
         - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
-        - `budget={tag: sum}`: claim as many groups as fit, at least one (rows, if the partition has
-          no `group_size`). The tag must be a finite number of 0 or more, else InvalidRows.
-        - `unit`: "groups" or "rows", to choose what `budget` counts.
+        - `budget={tag: sum}`: claim at least one group, and as many as fit this sum of the tag.
+          Without `group_size`, claim rows instead. Raises InvalidRows if the tag of a row is not a
+          finite number of 0 or more.
+        - `unit`: "groups" or "rows", to choose what `budget` claims.
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: claim only rows whose tags match, or groups of which all rows match.
         - `fields`: which fields to fetch with the claim. Default: the fields of the stage.
         - `lease`: seconds after which the rows return to the stage, even if this process is still
           working on them. Default: the lease lasts as long as the process.
 
-        Raises ClaimTimeout, and StreamEnd when the partition is sealed and the stage has received
-        every row.
+        Raises ClaimTimeout if too few rows become ready in time, and StreamEnd if the partition is
+        sealed and the stage has received every row.
         """
         demand = Demand(rows, groups, budget, min, where, unit)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
@@ -215,8 +218,8 @@ class Partition:
         it.
 
         - `batches`: end the loop after this many batches, and ack the last one.
-        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, clamped
-          to 1–30 s.
+        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, but
+          at least 1 and at most 30 seconds.
 
         The other arguments are those of `claim`.
         """
@@ -293,8 +296,8 @@ class Partition:
         - `rank`: the rank of this process. All processes of one tensor- or pipeline-parallel
           replica pass the same rank.
         - `minibatches`: the number of mini-batches per epoch.
-        - `budget={tag: sum}`: no micro-batch exceeds this sum, unless it is a single row. None: one
-          micro-batch per mini-batch.
+        - `budget={tag: sum}`: no micro-batch exceeds this sum of the tag, unless it is a single
+          row. None: one micro-batch per mini-batch.
         - `balance`: the tag whose sums are made as equal as possible between ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows, or of groups with
           `unit="groups"`.
@@ -307,8 +310,8 @@ class Partition:
         - `prefetch`: how many micro-batches to fetch ahead.
 
         The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
-        plan with different arguments, InvalidRows if a row lacks the tag, ClaimTimeout, and
-        StreamEnd if the stage has received every row.
+        plan with different arguments, InvalidRows if a row lacks the tag, ClaimTimeout if the rows
+        are not ready in time, and StreamEnd if the stage has received every row.
         """
         shape, rank = shape_of(
             rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
@@ -329,8 +332,8 @@ class Partition:
         where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until enough rows or groups are ready for a stage, until few enough are unfinished,
-        or until a row exists.
+        """Wait until enough rows or groups are ready for a stage, until few of them are unfinished,
+        or until one row exists.
 
         - `rows`, `groups`: wait until at least this many are ready.
         - `below`: wait until fewer than this many are unfinished: groups if the partition has a
@@ -340,13 +343,15 @@ class Partition:
         - `key`: wait until a row with this key exists. Pass no stage:
           `part.wait(key="version-7")`.
 
-        Raises ClaimTimeout; StreamEnd if the partition is sealed and the condition can no longer
-        be met; RowsGone or RowsDropped if the row with this key was freed or dropped."""
+        Raises ClaimTimeout if the condition is not met in time. Raises StreamEnd if the partition
+        is sealed and the condition can no longer be met. Raises RowsGone or RowsDropped if the row
+        with this key was freed or dropped.
+        """
         handle = self._handle
         if key is not None:
             if any(a is not None for a in (stage, rows, groups, below, unit, where)):
                 raise InvalidCall(
-                    "wait(key=…) waits for one row and takes no argument other than timeout="
+                    "wait(key=…) waits for one row: pass no other argument than timeout="
                 )
             timeout = arguments.seconds(timeout, "timeout")
             (name,) = name_list([key], "key")
@@ -398,8 +403,9 @@ class Partition:
         returned at the end of the `with`, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 
-        Raises ClaimTimeout, PartitionSealed and PartitionGone; PartitionConflict if `max_lag` or
-        `per_version` differs from that of other callers; and InvalidCall if n exceeds the number
+        Raises ClaimTimeout if no places become free in time, and PartitionSealed or PartitionGone
+        if the partition accepts no new groups. Raises PartitionConflict if `max_lag` or
+        `per_version` differs from that of other callers, and InvalidCall if n exceeds the number
         of places.
         """
         return Admission(self._handle, n, max_lag, per_version, timeout)
@@ -472,12 +478,13 @@ class Partition:
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Return statistics of this partition as nested dicts: rows, groups, bytes and stages.
 
-        `bytes` counts what is stored, once: also of dropped rows, while others are stored with
-        them."""
+        `bytes` counts each stored value once. Values of dropped rows count until the rows that are
+        stored together with them are freed, too.
+        """
         return await partition_stats(self._handle, timeout)
 
     def __reduce__(self) -> Any:
-        """In another process: the same partition, through a client of that process."""
+        """Pickle the partition. The other process uses it through a client of its own."""
         return _reattached, (self._handle.plane, self.name, self._handle.defined)
 
     def __repr__(self) -> str:

@@ -137,7 +137,8 @@ class Plane:
 
     @public
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return statistics of this peer, as nested dicts: `stats()["arena"]["used_bytes"]`."""
+        """Return statistics of this peer as nested dicts, such as
+        `stats()["arena"]["used_bytes"]`."""
         return await queries.stats(self._session, timeout)
 
     @public
@@ -216,7 +217,7 @@ class Plane:
         await leave(self._keeper, why)
 
     def __reduce__(self) -> Any:
-        """In another process: a client of the same run, one per process."""
+        """Pickle the plane. The other process gets a client of the same run, one per process."""
         return reconnect, (Plane, *self._session.origin)
 
     async def __aenter__(self) -> Plane:

@@ -1,4 +1,4 @@
-"""What the plane says about itself: partitions, statistics, events, transports."""
+"""Queries about a plane: its partitions, statistics, events and transports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.messages import Stats, StatsDone
 
 MAX_PAGES = 64
-"""Pages of events of one peer, more than its ring has."""
+"""The maximum number of pages of events from one peer; its ring has fewer."""
 
 
 async def partitions(session: Session, timeout: float | None) -> list[str]:
@@ -27,7 +27,7 @@ async def partitions(session: Session, timeout: float | None) -> list[str]:
 
 
 async def probe(session: Session, timeout: float | None) -> dict[str, Any]:
-    """Try the transports between all peers again, and return what each achieved."""
+    """Measure the transports between all peers again, and return the results."""
     done = await ask(session, Stats(probe=True), StatsDone, Deadline(timeout))
     return done.stats
 
@@ -66,7 +66,8 @@ async def stats(session: Session, timeout: float | None) -> dict[str, Any]:
 
 
 async def partition_stats(handle: Handle, timeout: float | None) -> dict[str, Any]:
-    """Return the statistics of a partition; PartitionGone if it is a later one of this name."""
+    """Return the statistics of a partition. Raise PartitionGone if it was dropped, also if a new
+    partition has its name."""
     deadline = Deadline(timeout)
     generation = await attach(handle, deadline)
     done = await ask(handle.session, Stats(handle.name), StatsDone, deadline)

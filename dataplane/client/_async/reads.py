@@ -1,4 +1,4 @@
-"""Reading rows without a lease: `get`, `rows`, and the pages that a large answer comes in."""
+"""Read rows without a lease: `get`, `rows`, and the pages of a large reply."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ async def read(
     fields: Sequence[str] | None,
     timeout: float | None,
 ) -> Found:
-    """The rows with these keys, in this order; or those that `where` holds for; or all."""
+    """Read the rows with these keys, in this order; the rows that match `where`; or all rows."""
     if keys is not None and where is not None:
-        raise InvalidCall("pass keys= or where=, not both")
+        raise InvalidCall("got both keys= and where=: pass only one of them")
     deadline = Deadline(timeout)
     await attach(handle, deadline)
     if keys is None:
@@ -52,8 +52,8 @@ async def read(
 async def overview(
     handle: Handle, where: Where | None, limit: int, timeout: float | None
 ) -> ReadDone:
-    """The first rows that `where` holds for, without values: which fields each has, and its state
-    for each stage."""
+    """Read the first rows that match `where`, without values: which fields each row has, and its
+    state for each stage."""
     deadline = Deadline(timeout)
     generation = await attach(handle, deadline)
     filtered = arguments.filter_of(where)
@@ -64,13 +64,13 @@ async def overview(
 async def read_rows(
     handle: Handle, rows: Rows, fields: Sequence[str] | None, timeout: float | None
 ) -> Found:
-    """The rows of a batch or a ref, in their order."""
+    """Read the rows of a batch or a ref, in their order."""
     parts = _cut(rows, handle.session.max_rows)
     return _gather(handle, await _read_parts(handle, parts, fields, Deadline(timeout)))
 
 
 def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
-    """The partition that a ref is of. InvalidCall where that is none of this plane."""
+    """Return the partition of a ref. Raise InvalidCall if the ref belongs to another plane."""
     if not isinstance(ref, Ref):
         raise InvalidCall(
             f"expected a ref returned by put(), got {ref!r:.80}. To read by key, use "
@@ -87,7 +87,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
 async def read_ref(
     handle: Handle, ref: Ref, fields: Sequence[str] | None, timeout: float | None
 ) -> Found:
-    """The rows of a ref. PartitionGone where its partition was dropped since."""
+    """Read the rows of a ref. Raise PartitionGone if its partition was dropped."""
     handle.defined = Defined(ref.generation, Definition(), "open")
     rows = Rows(ref.key_column, None if ref.names is None else list(ref.names))
     return await read_rows(handle, rows, fields, timeout)

@@ -1,4 +1,4 @@
-"""Attaching to a partition: finding, declaring and asking after it.
+"""Attach to a partition: declare it, find it, and query its phase.
 
 Generated from dataplane/client/_async/attaching.py: change that.
 """
@@ -22,7 +22,7 @@ from dataplane.wire.tables import Definition
 
 
 def attach(handle: Handle, deadline: Deadline) -> int:
-    """Return the generation. Asks once, and waits until a process has defined the partition."""
+    """Return the generation of the partition, after a process has declared it."""
     if handle.session.closed is not None:  # before anything is copied
         raise ClientClosed(handle.session.closed)
     if handle.defined is None:
@@ -31,7 +31,7 @@ def attach(handle: Handle, deadline: Deadline) -> int:
 
 
 def attach_to_wait(handle: Handle, timeout_s: float | None) -> int:
-    """Attach for a call that waits for rows. Without a timeout this waits without a limit."""
+    """Attach for a call that waits for rows. Without a timeout, there is no limit."""
     return attach(handle, Deadline(None if timeout_s is None else max(timeout_s, ATTACH_S)))
 
 
@@ -42,7 +42,7 @@ def define(handle: Handle, definition: Definition | None, deadline: Deadline) ->
 
 
 def takes_rows(handle: Handle) -> bool:
-    """Whether new rows may still be put: the partition is neither sealed nor dropped."""
+    """Return whether the partition accepts new rows: it is neither sealed nor dropped."""
     attach_to_wait(handle, None)
     body = Define(handle.name, None, generation=handle.generation)
     try:
@@ -55,8 +55,8 @@ def takes_rows(handle: Handle) -> bool:
 
 
 def comes_too_late(handle: Handle, exc: DataplaneError) -> bool:
-    """Whether a call in a loop over `producing` failed because the partition takes no new rows.
-    The loop then ends, without an error."""
+    """Return whether a call in a loop over `producing` failed because the partition accepts no new
+    rows. The loop then ends without an error."""
     if caller() not in handle.producers:
         return False
     if isinstance(exc, PartitionSealed):

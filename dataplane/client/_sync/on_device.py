@@ -1,8 +1,8 @@
-"""Values that lie on a device, on their way into its arena: copied there, on the caller's streams.
+"""Put values that are on a device: copy them into the device arena, on the values' own streams.
 
-The copy is behind all that was asked of the stream of a value, so nobody has to wait before a put.
-The peer is told when the copy is done: a value that is there is whole, whoever dies. Where the
-device is full the same copies go to the host arena.
+The copy of a value runs after all earlier work on the value's stream, so the caller need not wait
+before a put. The client names the values to the peer only after the copies have finished, so no
+process can see a partial value. If the device arena is full, the copies go to the host arena.
 
 
 Generated from dataplane/client/_async/on_device.py: change that.
@@ -27,14 +27,14 @@ from dataplane.gpu.device import Copy, Located
 from dataplane.wire.limits import MAX_RANK
 
 _OFF_LOOP_BYTES = 64 << 20
-"""Waiting for a device is work for a thread, however little is copied."""
+"""Added to the size of a copy, so that a thread waits for the device and not the event loop."""
 
 Columns = dict[str, list[Located]]
 
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """The fields of a put whose values are all on the device of this pool."""
+    """The fields of a put whose values are all on the device of `opened`."""
 
     opened: Opened
     columns: list[ValueColumn]
@@ -43,8 +43,8 @@ class OnDevice:
 def take_located(
     devices: Devices, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
 ) -> list[OnDevice]:
-    """The fields whose values all are on one device that this peer has an arena of; other fields
-    are the host's. InvalidRows where they have no n values each."""
+    """Return the fields whose values are all on one device on which this peer has an arena. The
+    other fields go to the host arena. Raise InvalidRows if a field does not have n values."""
     found: dict[int, tuple[Opened, Columns]] = {}
     for name, values in columns.items() if isinstance(columns, Mapping) else ():
         located = _located(devices, values)
@@ -104,8 +104,8 @@ def _column(name: str, values: list[Located]) -> ValueColumn:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """The fields of a put that go to one pool: a `write.OtherMemory`; to the host arena where
-    that is full."""
+    """The fields of a put that go to one device arena, or to the host arena if that is full. A
+    `write.OtherMemory`."""
 
     opened: Opened
     units: Sequence[Unit]
@@ -115,7 +115,7 @@ class DevicePart:
         return self.opened.number
 
     def upto(self, first: int, last: int) -> int:
-        """As `OtherMemory.upto` says: no more than a quarter of the pool."""
+        """As in `OtherMemory`: at most a quarter of the device arena."""
         most, nbytes = self.opened.pool.nbytes // 4, 0
         for stop in range(first, last):
             nbytes += self.units[stop].nbytes
@@ -126,7 +126,7 @@ class DevicePart:
     def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
     ) -> list[Piece]:
-        """As `OtherMemory.write` says."""
+        """As in `OtherMemory`."""
         run = self.units[which]
         units = needed(run)
         done = 0

@@ -1,4 +1,4 @@
-"""Plans: a rank's part of all that a stage has left, in mini- and micro-batches, for several
+"""Plans: one rank's part of a stage's remaining rows, in mini- and micro-batches, for several
 epochs.
 
 Generated from dataplane/client/_async/plan.py: change that.
@@ -81,7 +81,7 @@ class Micro(LeasedRows):
         """Add fields, one value per row, and store them at once.
 
         Values for padding rows are ignored. If this stage has already set the field of a row, the
-        old value is kept. Raises LeaseExpired if the plan has ended.
+        old value stays. Raises LeaseExpired if the plan has ended.
         """
         columns = named_once(columns, named)
         lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
@@ -132,7 +132,7 @@ class Mini:
 
 
 class Micros(Iterator[Micro]):
-    """One way through a mini-batch."""
+    """An iterator over the micro-batches of a mini-batch."""
 
     def __init__(self, plan: Plan, mini: int) -> None:
         self._plan, self._mini, self._at = plan, mini, 0
@@ -149,8 +149,8 @@ class Micros(Iterator[Micro]):
 class Minis(Iterator[Mini]):
     """An iterator over the mini-batches of a plan.
 
-    The end of the loop acks the plan. `break`, `return` or an exception releases it. Inside `with
-    plan:`, the end of the `with` acks or releases instead.
+    The end of the loop acks the plan. `break`, `return` or an exception releases it. In a `with
+    plan:` block, the end of the block acks or releases the plan instead.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -189,9 +189,9 @@ class Plan:
     def __init__(self, joined: Joined, prefetch: int) -> None:
         self._joined, self._ahead = joined, prefetch
         self._entered = False
-        """Inside a `with`, whose end acks or releases."""
+        """Whether the plan is in a `with` block, whose end acks or releases it."""
         self._upcoming = (-1, -1)
-        """What the prefetch gives next: mini-batch, micro-batch."""
+        """The next result of the prefetch: mini-batch, micro-batch."""
 
     @property
     def rank(self) -> int:
@@ -209,7 +209,7 @@ class Plan:
         return self._joined.part.state
 
     def __len__(self) -> int:
-        """Return the number of mini-batches in all epochs."""
+        """Return the number of mini-batches in all epochs together."""
         shape = self._joined.layout.shape
         return shape.epochs * shape.minibatches
 

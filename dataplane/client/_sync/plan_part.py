@@ -1,7 +1,7 @@
-"""A process's part of a plan: joining it, and fetching its rows micro-batch by micro-batch.
+"""One rank's part of a plan: join the plan, and fetch the rows micro-batch by micro-batch.
 
-All ranks lay the plan out alike (`client/balancing.py`). One lease holds the rows of all of them,
-and ends when all have acked.
+All ranks compute the same layout (`client/balancing.py`). One lease holds the rows of all ranks,
+and ends when all ranks have acked.
 
 
 Generated from dataplane/client/_async/plan_part.py: change that.
@@ -44,18 +44,18 @@ Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
 SOUGHT = 1_024
-"""Rows of which a rank asks at once whether they are there, when its own are gone."""
+"""A rank that lost all rows of a micro-batch checks this many other rows per request."""
 
 
 class Part(Lease):
-    """A process's part in a plan: of all its rows, by their positions."""
+    """The lease of a plan. Positions count all rows of the plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
         super().__init__(handle, stage, claimed)
         self.n = rows
         self.why = ""
         self.at_once = handle.session.max_rows
-        """rows that one message brings: fewer once that was too large"""
+        """rows per message; halved when a message was too large"""
 
     def check(self) -> None:
         if self.state != "leased":
@@ -66,15 +66,16 @@ class Part(Lease):
 
 
 class Joined:
-    """What a process has that takes part in a plan."""
+    """A plan that this process has joined."""
 
     def __init__(self, part: Part, layout: Layout, rank: int, fields: list[str]) -> None:
         self.part, self.layout, self.rank, self.fields = part, layout, rank, fields
         self._minis: dict[tuple[int, int], list[Rows]] = {}
-        """of this epoch and the last one; replaced whole, as the loop and the prefetch both do"""
+        """of this epoch and the last one; replaced as a whole, because two threads write it"""
 
     def mini(self, number: int) -> list[Rows]:
-        """The micro-batches of one of the mini-batches of all epochs."""
+        """Return the rows of each micro-batch. number: of the mini-batch, counted over all
+        epochs."""
         at = divmod(number, self.layout.shape.minibatches)
         known = self._minis
         rows = known.get(at)
@@ -93,7 +94,7 @@ def join(
     fields: Sequence[str] | None,
     timeout: float | None,
 ) -> Joined:
-    """Take part. Waits until the partition is sealed and all that the stage has left is ready."""
+    """Join a plan. Wait until the partition is sealed and all remaining rows are ready."""
     session = handle.session
     arguments.text(stage, "a stage")
     wanted = arguments.optional_texts(fields, "fields")
@@ -136,7 +137,7 @@ def join(
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Rows of a plan that were fetched, and where they are in it, ascending."""
+    """Fetched rows of a plan. there: their positions in the plan, ascending."""
 
     table: Table
     pin: Pin
@@ -144,12 +145,12 @@ class Came:
 
 
 Fetching = tuple[Came, Index, Mask]
-"""Rows that came; the positions of a micro-batch's rows, and which of them are no padding."""
+"""The fetched rows; the positions of a micro-batch's rows; a mask that is False for padding."""
 
 
 def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
-    """The rows of a micro-batch. Those that were dropped or lost meanwhile become padding, so that
-    its rank stays in step with the others."""
+    """Fetch the rows of a micro-batch. Padding replaces rows that were dropped or lost meanwhile,
+    so that every rank takes the same number of steps."""
     wanted = np.array(rows, np.intp)
     mask = wanted >= 0
     positions = np.where(mask, wanted, ~wanted)
@@ -191,7 +192,7 @@ def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Came:
 
 
 def fetch_rows(part: Part, fields: Sequence[str], positions: Index, deadline: Deadline) -> Came:
-    """In as many messages as it takes: rows may have many small values."""
+    """Fetch rows, with several messages if their small values exceed the size of one."""
     session, done = part.handle.session, list[Fetched]()
     at = 0
     try:

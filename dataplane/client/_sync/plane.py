@@ -140,7 +140,8 @@ class Plane:
 
     @public
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return statistics of this peer, as nested dicts: `stats()["arena"]["used_bytes"]`."""
+        """Return statistics of this peer as nested dicts, such as
+        `stats()["arena"]["used_bytes"]`."""
         return queries.stats(self._session, timeout)
 
     @public
@@ -219,7 +220,7 @@ class Plane:
         leave(self._keeper, why)
 
     def __reduce__(self) -> Any:
-        """In another process: a client of the same run, one per process."""
+        """Pickle the plane. The other process gets a client of the same run, one per process."""
         return reconnect, (Plane, *self._session.origin)
 
     def __enter__(self) -> Plane:

@@ -1,7 +1,7 @@
-"""What a producer uses around its puts: permits for new groups, and a loop that ends quietly.
+"""Producers: permits for new groups, and a loop that ends without an error.
 
-Groups that a session opens use its permits, oldest first. At the end of one `with`, the shard keeps
-as many permits as open groups use, and takes the others back.
+Groups that a session opens use its permits, oldest first. At the end of a `with` block, the shard
+takes back the permits that no open group uses.
 
 
 Generated from dataplane/client/_async/producing.py: change that.
@@ -34,10 +34,11 @@ T = TypeVar("T")
 
 
 class Admission:
-    """`part.admit(…)`: waits when its `with` begins, and returns unused permits at its end.
+    """The context manager of `part.admit(…)`. It waits for permits at the start of the `with`
+    block, and returns the unused ones at its end.
 
-    `n` groups may start. `version` is the trainer's version when they were admitted: what starts
-    now samples from these weights, or newer ones.
+    `n` is the number of groups that may start. `version` is the trainer's version when the shard
+    granted the permits. Groups that start now sample from these weights, or from newer ones.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class Admission:
 
 
 class Producer(Iterator[T]):
-    """The items of `part.producing(…)`. Ends when the partition takes no new rows."""
+    """An iterator over the items of `part.producing(…)`. It ends when the partition accepts no new
+    rows."""
 
     def __init__(self, handle: Handle, items: Iterable[T]) -> None:
         self._caller: int | None = None
@@ -135,5 +137,5 @@ class Producer(Iterator[T]):
         self._leave()  # left by break, return or an exception
 
     def __repr__(self) -> str:
-        state = "ended" if self._over else "goes on"
+        state = "ended" if self._over else "running"
         return f"<Producing for {self._handle.name!r}: {state}>"

@@ -1,4 +1,4 @@
-"""What the plane says about itself: partitions, statistics, events, transports.
+"""Queries about a plane: its partitions, statistics, events and transports.
 
 Generated from dataplane/client/_async/queries.py: change that.
 """
@@ -20,7 +20,7 @@ from dataplane.wire.events import Events, EventsDone
 from dataplane.wire.messages import Stats, StatsDone
 
 MAX_PAGES = 64
-"""Pages of events of one peer, more than its ring has."""
+"""The maximum number of pages of events from one peer; its ring has fewer."""
 
 
 def partitions(session: Session, timeout: float | None) -> list[str]:
@@ -30,7 +30,7 @@ def partitions(session: Session, timeout: float | None) -> list[str]:
 
 
 def probe(session: Session, timeout: float | None) -> dict[str, Any]:
-    """Try the transports between all peers again, and return what each achieved."""
+    """Measure the transports between all peers again, and return the results."""
     done = ask(session, Stats(probe=True), StatsDone, Deadline(timeout))
     return done.stats
 
@@ -67,7 +67,8 @@ def stats(session: Session, timeout: float | None) -> dict[str, Any]:
 
 
 def partition_stats(handle: Handle, timeout: float | None) -> dict[str, Any]:
-    """Return the statistics of a partition; PartitionGone if it is a later one of this name."""
+    """Return the statistics of a partition. Raise PartitionGone if it was dropped, also if a new
+    partition has its name."""
     deadline = Deadline(timeout)
     generation = attach(handle, deadline)
     done = ask(handle.session, Stats(handle.name), StatsDone, deadline)

@@ -1,8 +1,8 @@
-"""`plane.restore`: the rows of a checkpoint, put into a plane of any number of peers.
+"""`plane.restore`: put the rows of a checkpoint into a plane of any number of peers.
 
-Every file is verified before anything is put. Rows and bytes go to this host, as if this client had
-put them; ready ones are claimable as they come. A restore that fails half-way, or is cancelled or
-interrupted, drops what it has brought.
+The restore verifies every file before it puts any row. Rows and values go to this host, as if this
+client had put them. Ready rows can be claimed at once. A restore that fails, is cancelled or is
+interrupted drops the rows that it has restored.
 
 
 Generated from dataplane/client/_async/restore.py: change that.
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORTION_BYTES = 32 << 20
-"""Values that go with one message; no more than a quarter of what may be put at once."""
+"""Bytes of values per message, and at most a quarter of the quota for new groups."""
 UNDO_S = 10.0
-"""How long a restore that failed, or was cancelled, takes to drop what it has brought."""
+"""Seconds that a failed or cancelled restore may take to drop the restored rows."""
 _WAITING = "waiting for space in the arena"
 _RESTORING = "the restore"
 
@@ -98,8 +98,8 @@ def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> 
             ask(handle.session, body, messages.Dropped, deadline)
         except DataplaneError as exc:
             said = (
-                f"partition {handle.name!r}: the restore failed, and the restored rows could not "
-                f"be dropped: {exc}"
+                f"partition {handle.name!r}: the restore failed, and dropping the restored rows "
+                f"failed, too: {exc}. Drop the partition before you restore again"
             )
             failure.add_note(said)
             log.warning("%s", said)

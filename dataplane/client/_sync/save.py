@@ -1,7 +1,7 @@
-"""`plane.checkpoint`: all rows of a plane, group by group, into a directory.
+"""`plane.checkpoint`: write all rows of a plane, group by group, to a directory.
 
-Values that lie on other hosts are pulled to
-this one on the way; at most one answer of the peer is under way, whatever the plane holds.
+This host pulls values that are on other hosts. The client has at most one reply of the peer in
+memory, whatever the size of the plane.
 
 
 Generated from dataplane/client/_async/save.py: change that.
@@ -49,38 +49,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SAVE_BYTES = 32 << 20
-"""Values that are asked for at once; no more than a quarter of what the peer may pull."""
+"""Bytes of values per request, and at most a quarter of the quota for pulls."""
 MAX_UNITS = 4096
-"""Groups, or rows without one, that are asked for at once."""
+"""Groups, or rows without a group, per request."""
 ATTACH_S = 5.0
-"""A partition that nobody has declared by then was dropped."""
+"""After this many seconds, a partition that is still undeclared counts as dropped."""
 _TIMES = int(DEFAULT_TIMEOUT_S / ATTACH_S)
 _FILE_WORK = 1 << 62
-"""More bytes than any copy has."""
+"""More bytes than any copy has, so that the work runs in a thread."""
 _TRIES = 16
 _ROSTERS = 3
-"""How often a checkpoint starts over if the peers change meanwhile."""
+"""How many times a checkpoint starts if rows move between peers meanwhile."""
 
 
 def path_of(directory: Any) -> Path:
-    """The directory that a user named."""
+    """Return the absolute path of `directory`."""
     given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
     try:
         names_one = isinstance(given, str) and b"\0" not in os.fsencode(given)
     except UnicodeEncodeError:
         names_one = False
     if not isinstance(given, str) or not names_one:
-        raise InvalidCall(f"directory={directory!r:.80}: expected a path")
+        raise InvalidCall(
+            f"directory={directory!r:.80}: expected a path, as a str or a pathlib.Path"
+        )
     return Path(os.path.abspath(given))
 
 
 def filing(work: Callable[[], T]) -> T:
-    """Work on files, which always leaves an event loop."""
+    """Do work on files in a thread, outside the event loop."""
     return offload(work, _FILE_WORK)
 
 
 def within(deadline: Deadline, doing: str) -> Deadline:
-    """For one request: a peer that does not answer is noticed, however long the whole may take."""
+    """Return the deadline of one request: `deadline`, but at most the default timeout from now."""
     left = deadline.left(doing)
     return Deadline(DEFAULT_TIMEOUT_S if left is None else min(left, DEFAULT_TIMEOUT_S))
 

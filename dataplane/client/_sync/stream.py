@@ -1,7 +1,7 @@
-"""Streams: a stage's batches one after the other, until the partition is sealed and drained.
+"""Streams: iterate over a stage's batches until the partition is sealed and drained.
 
-One rule: a batch is acked when the body asks for the next one, or by `ack()`. A loop that ends in
-any other way releases it.
+Advancing to the next batch, or `ack()`, acks the current batch. A loop that ends in any other way
+releases it.
 
 
 Generated from dataplane/client/_async/stream.py: change that.
@@ -55,7 +55,7 @@ class Stream:
         self._what = f"{handle.name!r} for {stage!r}"
         self._loops: WeakSet[StreamLoop] = WeakSet()
         self._left: list[Lease] = []
-        """Leases of loops that have ended inside a `with`. The end of the `with` releases them."""
+        """Leases of loops that have ended in a `with` block. The end of the block releases them."""
         self._entered = False
         self._closed = False
 
@@ -107,8 +107,8 @@ class Stream:
 
 
 class StreamLoop(Iterator[Batch]):
-    """One loop over a stream, and the lease of its current batch. When the loop goes, the batch is
-    released."""
+    """One loop over a stream, and the lease of its current batch. When the loop is
+    garbage-collected, it releases the batch."""
 
     def __init__(self, stream: Stream) -> None:
         self.lease: Lease | None = None

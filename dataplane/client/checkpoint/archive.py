@@ -196,14 +196,17 @@ def corrupt(path: Path, why: str) -> CheckpointCorrupt:
 
 
 @contextlib.contextmanager
-def failing(path: Path) -> Iterator[None]:
-    """What the file system refuses, as an error of ours."""
+def failing(path: Path, reading: bool = False) -> Iterator[None]:
+    """Raise CheckpointFailed for an error of the file system."""
     try:
         yield
     except OSError as exc:
+        why = exc.strerror or exc
         raise CheckpointFailed(
-            f"could not write the checkpoint {path}: {exc.strerror or exc}. Its files were "
-            "removed; check the disk, or choose another directory",
+            f"could not read the checkpoint {path}: {why}. Check the disk, then restore again"
+            if reading
+            else f"could not write the checkpoint {path}: {why}. Its files were removed; check the "
+            "disk, or choose another directory",
             path=str(path),
         ) from exc
 

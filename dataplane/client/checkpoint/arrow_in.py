@@ -52,7 +52,7 @@ class PartReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with failing(directory):
+        with failing(directory, reading=True):
             self._bytes = open(directory / FILES[-1], "rb", buffering=0)  # noqa: SIM115
             self.nbytes = os.fstat(self._bytes.fileno()).st_size
             self._maps = [pa.memory_map(str(directory / name)) for name in FILES[:-1]]
@@ -90,7 +90,7 @@ class PartReader:
     def read(self, at: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `at` on."""
         rest = into
-        with failing(self._directory):
+        with failing(self._directory, reading=True):
             while rest:
                 count = os.preadv(self._bytes.fileno(), [rest], at)
                 if not count:

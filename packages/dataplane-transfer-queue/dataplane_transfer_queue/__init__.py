@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.11"
-"""Of the surface: what callers compare with TransferQueue's."""
+"""Part of the public interface: callers compare it with TransferQueue's version."""
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -97,7 +97,7 @@ class _Here:
 
     def forget(self) -> None:
         self.of_parent = self.peers
-        """kept: Ray takes it for the parent's when a child lets go of it, and ends the starter"""
+        """Kept alive: if a forked child released it, Ray would end the actor of the parent."""
         self.lock = threading.RLock()
         self.client: TransferQueueClient | None = None
         self.store: Store | None = None
@@ -200,7 +200,7 @@ def _serve(store: Store, port: int) -> Any:
 
 
 def close() -> None:
-    """Leave the queue. In the process that started it, end the queue and free all rows."""
+    """Leave the queue. In the process that started the queue, end it and free all rows."""
     with _here.lock:
         store, began, peers, metrics = _here.store, _here.began, _here.peers, _here.metrics
         _here.store, _here.client, _here.began, _here.metrics = None, None, False, None
@@ -297,17 +297,19 @@ def kv_batch_put(
     the rows' tags and the fields that all of them have. `data_parser` changes the columns first.
     """
     if isinstance(keys, str):
-        raise TypeError(f"keys must be a list of str, not {keys!r:.60}; to put one row, use kv_put")
+        raise TypeError(f"keys must be a list of str, not {keys!r:.60}: to put one row, use kv_put")
     if not len(keys):
         raise ValueError("keys is empty: pass at least one key")
     if fields is None and tags is None:
         raise ValueError("the call has neither fields nor tags: pass at least one of them")
     if fields is not None and fields.batch_size[0] != len(keys):
         raise ValueError(
-            f"got {len(keys)} keys and fields of {fields.batch_size[0]} rows; pass one key per row"
+            f"got {len(keys)} keys for fields of {fields.batch_size[0]} rows: pass one key per row"
         )
     if tags is not None and len(tags) != len(keys):
-        raise ValueError(f"got {len(keys)} keys and {len(tags)} tags; pass one tag dict per key")
+        raise ValueError(
+            f"got {len(keys)} keys and {len(tags)} tag dicts: pass one tag dict per key"
+        )
     if len(set(keys)) < len(keys):
         raise ValueError(f"keys {twice(keys)} occur more than once: give each row its own key")
     return joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
@@ -316,10 +318,10 @@ def kv_batch_put(
 def kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """Read rows in this order: the selected fields, by default those that all rows have.
+    """Read the selected fields of rows, in this order. Default: the fields that all rows have.
 
-    Scalars are dense, other tensors jagged, everything else a stack of objects; all are private
-    copies. Raises StorageKeyNotFoundError (a ValueError) for absent keys.
+    Scalars are dense, other tensors are jagged, and everything else is a stack of objects. All are
+    private copies. Raises StorageKeyNotFoundError (a ValueError) for absent keys.
     """
     return joined().kv_get(keys, partition_id, select_fields)
 

@@ -39,7 +39,7 @@ _LOOK_S = 0.05
 
 
 class NotEnoughRows(RuntimeError, TimeoutError):
-    """A fetch waited, but too few rows became ready."""
+    """Too few rows became ready in time for a fetch."""
 
 
 def twin(
@@ -122,7 +122,8 @@ class TransferQueueClient:
             if time.monotonic() > deadline:
                 raise NotEnoughRows(
                     f"task {task_name!r} asked for {batch_size} rows of {partition_id!r} with "
-                    f"{data_fields}: too few are ready"
+                    f"{data_fields}, but fewer became ready in time: fetch again, or set "
+                    f"{_FETCH_S} to more seconds"
                 )
             time.sleep(_LOOK_S)
 
@@ -217,7 +218,9 @@ class TransferQueueClient:
             data = parsed(data, data_parser)
         if data.batch_size[0] != metadata.size:
             raise ValueError(
-                f"got {data.batch_size[0]} rows of data for a batch of {metadata.size} rows"
+                f"got {data.batch_size[0]} rows of data for a batch of {metadata.size} rows: pass "
+                "one "
+                "row of data per row of the batch"
             )
         columns = columns_of(data)
         places: dict[str, list[int]] = {}
@@ -232,8 +235,8 @@ class TransferQueueClient:
         return metadata.add_fields(data)
 
     def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the values of the batch's rows and fields. StorageKeyNotFoundError if a row is
-        gone."""
+        """Return the values of the batch's rows and fields. Raises StorageKeyNotFoundError if a row
+        does not exist."""
         fields = list(metadata.field_schema)
         if not metadata or not fields:
             return TensorDict({}, batch_size=0)
@@ -417,8 +420,8 @@ class TransferQueueClient:
         found = self._store.find(partition_id, keys)
         if absent := [key for key, row in zip(keys, found, strict=True) if row is None]:
             raise StorageKeyNotFoundError(
-                f"{len(absent)} of {len(keys)} keys not found in {partition_id!r}, for example "
-                f"{absent[:3]}: each was never put, cleared, or lost with a peer"
+                f"{len(absent)} of {len(keys)} keys not found in partition {partition_id!r}, for "
+                f"example {absent[:3]}: each was never put, or was cleared or lost with a peer"
             )
         fields = common_fields([row for row in found if row is not None])
         if not fields:
@@ -459,7 +462,7 @@ def _has_key(row: Row) -> bool:
 
 
 def joined(values: list[Any]) -> torch.Tensor | NonTensorStack:
-    """Join a field's rows, which this process has read, to one column, as `packed_field` does."""
+    """Join the rows of a field into one column, as `packed_field` does."""
     if not all(isinstance(value, torch.Tensor) for value in values):
         return NonTensorStack(*values)
     if all(value.dim() == 0 for value in values):

@@ -1,8 +1,8 @@
-"""TensorDicts as rows of the plane and back, and tags of any kind as the plane's scalars.
+"""Convert TensorDicts to rows of the plane and back, and tags of any kind to the plane's scalars.
 
-A tensor's rows are arrays. Everything else is an object under one key, so that a list of numbers
-stays a list. Of each field that a row has, a hidden tag says what it is, in the same message as the
-value: who is there, and with what dtype and shape, is read without a value.
+The rows of a tensor are arrays. Everything else is an object under one key, so that a list of
+numbers stays a list. For each field of a row, a hidden tag has its dtype and shape. The tag is
+written in the same message as the value, so metadata can be read without values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataplane.integrations.objects import check_even, packed_object, unpacked_o
 from dataplane.wire.arrays import is_time
 
 HIDDEN = "\0"
-"""How names begin that users do not see."""
+"""The prefix of names that users do not see."""
 OBJECT = "o"
 _WHOLE = ""
 _SCALARS = (bool, int, float, str)
@@ -30,9 +30,9 @@ _MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
 
 
 class Column:
-    """One field of a put: entries for the plane, one a row, and what the hidden tag says of each.
+    """One field of a put: an entry for the plane, and the text of the hidden tag, per row.
 
-    dedup: whether its arrays are stored once where they are equal.
+    dedup: whether equal arrays are stored once.
     """
 
     __slots__ = ("dedup", "entries", "told")
@@ -80,7 +80,9 @@ def _column(name: str, value: Any, rows: int) -> Column:
     else:
         raise ValueError(f"field {name!r} is a {type(value).__name__}: expected a tensor or a list")
     if len(entries) != rows:
-        raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
+        raise ValueError(
+            f"field {name!r} has {len(entries)} rows in a batch of {rows}: pass one entry per row"
+        )
     if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
         return Column([entry.detach() for entry in entries], [_told(e, 1) for e in entries])
     packed = [{_WHOLE: packed_object(entry)} for entry in entries]
@@ -115,8 +117,9 @@ def _has_arrays(value: Any) -> bool:
 def packed_field(
     rows: dataplane.Rows, field: str, told: Sequence[str]
 ) -> torch.Tensor | NonTensorStack:
-    """The rows of one field as TransferQueue hands them out: scalars dense, other tensors jagged
-    (also of equal lengths), everything else a stack of objects. All of it is private."""
+    """Return the rows of one field as TransferQueue does: scalars are dense, other tensors are
+    jagged (even if their lengths are equal), and everything else is a stack of objects. All are
+    private copies."""
     if any(one == OBJECT for one in told):
         return NonTensorStack(*[_entry(rows, field, i, one) for i, one in enumerate(told)])
     dtypes, shapes, _ = map(set, zip(*map(kind, told), strict=True))
@@ -142,7 +145,8 @@ _JSON = "\0json:"
 
 
 def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's tags as the plane's. TypeError for what are none, ValueError for a hidden name."""
+    """Return the tags of a row as the plane stores them. Raises TypeError for invalid tags, and
+    ValueError for a reserved name."""
     if not isinstance(row, Mapping):
         raise TypeError(f"tags must be one dict per row, not a {type(row).__name__}")
     for name in row:

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 
 Schema = dict[str, dict[str, Any]]
-"""Per field `dtype`, `shape` of a row, `is_nested`, `is_non_tensor`; of nested ones also
-`per_sample_shapes`, one a row."""
+"""For each field: `dtype`, `shape` of a row, `is_nested`, `is_non_tensor`; for a nested field also
+`per_sample_shapes`, one per row."""
 
 
 def schema_of(columns: Mapping[str, Any], rows: int) -> Schema:
-    """Return the schema of the columns of a TensorDict. ValueError if a column has another number
-    of rows."""
+    """Return the schema of the columns of a TensorDict. Raises ValueError if the columns differ in
+    their number of rows."""
     return {name: _described(name, column, rows) for name, column in columns.items()}
 
 
@@ -35,7 +35,9 @@ def _described(name: str, column: Any, rows: int) -> dict[str, Any]:
     nested = tensor and column.is_nested
     entries = column.unbind() if nested else column
     if len(entries) != rows:
-        raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
+        raise ValueError(
+            f"field {name!r} has {len(entries)} rows in a batch of {rows}: pass one entry per row"
+        )
     found: dict[str, Any] = {"dtype": None, "shape": None}
     if tensor:
         # A row of a vector counts as a vector of one, as TransferQueue has it.
@@ -175,12 +177,16 @@ class BatchMeta:
         told = {"partition_ids": partition_ids, "production_status": ready, "custom_meta": tags}
         for name, given in told.items():
             if len(given) != rows:
-                raise ValueError(f"{name} has {len(given)} entries for {rows} rows")
+                raise ValueError(
+                    f"{name} has {len(given)} entries for {rows} rows: pass one per row"
+                )
         schema = {name: dict(meta) for name, meta in (field_schema or {}).items()}
         for name, meta in schema.items():
             shapes = meta.get("per_sample_shapes")
             if shapes is not None and len(shapes) != rows:
-                raise ValueError(f"field {name!r} has {len(shapes)} shapes for {rows} rows")
+                raise ValueError(
+                    f"field {name!r} has {len(shapes)} shapes for {rows} rows: pass one per row"
+                )
         self.global_indexes = list(global_indexes)
         self.partition_ids = list(partition_ids)
         self.field_schema: Schema = schema
@@ -261,7 +267,9 @@ class BatchMeta:
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta has {len(custom_meta)} entries for {self.size} rows")
+            raise ValueError(
+                f"custom_meta has {len(custom_meta)} entries for {self.size} rows: pass one per row"
+            )
         for own, new in zip(self.custom_meta, custom_meta, strict=True):
             own.update(new)
 
@@ -276,7 +284,9 @@ class BatchMeta:
         if rows == 0:
             return self
         if rows != self.size:
-            raise ValueError(f"got fields of {rows} rows for a batch of {self.size} rows")
+            raise ValueError(
+                f"got fields of {rows} rows for a batch of {self.size} rows: pass one entry per row"
+            )
         self.field_schema.update(schema_of(dict(tensor_dict.items()), rows))
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)  # what Ray brought is read-only
@@ -334,8 +344,8 @@ class BatchMeta:
         return [self.select_samples(of) for of in places.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Return a batch with the fields of both. The other batch's fields win, and a row is ready
-        if it is ready in both."""
+        """Return a batch with the fields of both. If both have a field, the other batch's is used.
+        A row is ready if it is ready in both."""
         if not other or not self.size:
             return (other if other and not self.size else self).copy()
         for name in ("global_indexes", "partition_ids"):

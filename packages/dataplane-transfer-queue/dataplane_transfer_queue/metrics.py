@@ -28,11 +28,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 REST = 9
-"""A reading is kept this many times as long as it took: listing many rows takes a while."""
+"""After a scrape that took t seconds, the figures are reused for this many times t, because
+listing many rows takes time."""
 KEPT = 1_000
-"""Durations of calls, of which quantiles are told."""
+"""The quantiles are computed from this many recent durations."""
 ALL = "all"
-"""TransferQueue's name for every task together."""
+"""TransferQueue's name for all tasks together."""
 
 _CALLS = {
     "put": "NOTIFY_DATA_UPDATE",
@@ -44,11 +45,11 @@ _CALLS = {
     "clear": "CLEAR_META",
     "clear_partition": "CLEAR_PARTITION",
 }
-"""Calls of a store, and what TransferQueue calls its own requests that do the same."""
+"""Methods of `Store`, and TransferQueue's names of the corresponding requests."""
 _ANSWERS = {"PutDone": "PUT_DATA", "ReadDone": "GET_DATA", "Dropped": "CLEAR_DATA"}
-"""Answers of peers, and what TransferQueue's storage calls the request."""
+"""Replies of peers, and TransferQueue's names of the corresponding storage requests."""
 _STORED = {"NOTIFY_DATA_UPDATE": "PUT_DATA", "GET_DATA": "GET_DATA", "CLEAR_META": "CLEAR_DATA"}
-"""Requests to the controller and to storage that one call of ours does together."""
+"""Controller requests, and the storage requests that the same call includes."""
 
 
 class Server:
@@ -78,7 +79,7 @@ class Calls:
         self.latest = {kind: deque[float](maxlen=KEPT) for kind in _CALLS.values()}
         self._seconds = Histogram(
             "tq_controller_request_duration_seconds",
-            "Duration of this process's calls",
+            "Duration of this process's calls, in seconds",
             ["op_type"],
             registry=registry,
             buckets=BUCKETS_S,
@@ -136,7 +137,7 @@ class Queue(Collector):
         there = stats["everywhere"]["partitions"]
         yield _gauge(
             "tq_controller_uptime_seconds",
-            "Seconds since the queue began",
+            "Seconds since the queue started",
             time.monotonic() - self._began,
         )
         yield _gauge(
@@ -144,7 +145,7 @@ class Queue(Collector):
             "Bytes of the rows' metadata, on all hosts",
             sum(one["metadata_bytes"] for one in there.values()),
         )
-        yield _gauge("tq_partitions_total", "Partitions of the queue", len(partitions))
+        yield _gauge("tq_partitions_total", "Number of partitions", len(partitions))
         yield from self._of_partitions(partitions, there)
         yield from self._of_requests(stats)
         yield from self._of_peers(stats, there)
@@ -153,15 +154,21 @@ class Queue(Collector):
         self, partitions: dict[str, list[Row]], there: dict[str, Any]
     ) -> Iterator[Metric]:
         numbers = sum(row.number is not None for rows in partitions.values() for row in rows)
-        yield _gauge("tq_global_index_allocated_total", "Rows that have a global index", numbers)
-        yield _gauge("tq_global_index_reusable_total", "0: no global index is used twice", 0)
-        samples = _gauge("tq_partition_samples_total", "Rows", of=["partition_id"])
+        yield _gauge(
+            "tq_global_index_allocated_total", "Number of rows with a global index", numbers
+        )
+        yield _gauge(
+            "tq_global_index_reusable_total", "Always 0, because no global index is reused", 0
+        )
+        samples = _gauge("tq_partition_samples_total", "Number of rows", of=["partition_id"])
         labels = ["partition_id", "task_name"]
         produced = _gauge(
-            "tq_partition_production_progress", "Share of rows with values", of=labels
+            "tq_partition_production_progress", "Share of the rows that have values", of=labels
         )
         consumed = _gauge(
-            "tq_partition_consumption_progress", "Share of rows that a task has had", of=labels
+            "tq_partition_consumption_progress",
+            "Share of the rows that the task has fetched",
+            of=labels,
         )
         for name, rows in partitions.items():
             samples.add_metric([name], len(rows))
@@ -184,9 +191,9 @@ class Queue(Collector):
             "CLEAR_META": sum(peer["dropped_rows"] for peer in peers.values()),
         }
         for name, help, counts in (
-            ("request", "This process's calls", self._calls.requests),
-            ("request_errors", "This process's calls that failed", self._calls.errors),
-            ("request_samples", "Rows written to, and rows freed, on all hosts", moved),
+            ("request", "Number of calls of this process", self._calls.requests),
+            ("request_errors", "Number of failed calls of this process", self._calls.errors),
+            ("request_samples", "Number of rows written or freed, on all hosts", moved),
         ):
             family = CounterMetricFamily(f"tq_controller_{name}", help, labels=["op_type"])
             for kind, count in list(counts.items()):
@@ -196,15 +203,29 @@ class Queue(Collector):
     def _of_peers(self, stats: dict[str, Any], there: dict[str, Any]) -> Iterator[Metric]:
         unit = ["storage_unit_id"]
         capacity = _gauge(
-            "tq_storage_capacity_total", "Rows that fit at their average size", of=unit
+            "tq_storage_capacity_total",
+            "Number of rows of average size that the arena holds",
+            of=unit,
         )
-        keys = _gauge("tq_storage_active_keys_total", "Rows in a peer's shards", of=unit)
-        used = _gauge("tq_storage_utilization_ratio", "Used share of the arena", of=unit)
-        memory = _gauge("tq_storage_memory_rss_bytes", "Resident memory of the peer", of=unit)
-        spills = _gauge("tq_storage_ssd_offload_enabled", "1 where a peer may spill", of=unit)
-        spilled = _gauge("tq_storage_ssd_active_bytes", "Bytes in the spill file", of=unit)
+        keys = _gauge(
+            "tq_storage_active_keys_total", "Number of rows in the peer's shards", of=unit
+        )
+        used = _gauge("tq_storage_utilization_ratio", "Share of the arena that is used", of=unit)
+        memory = _gauge(
+            "tq_storage_memory_rss_bytes", "Resident memory of the peer, in bytes", of=unit
+        )
+        spills = _gauge(
+            "tq_storage_ssd_offload_enabled",
+            "1 if the peer may spill values to disk, else 0",
+            of=unit,
+        )
+        spilled = _gauge(
+            "tq_storage_ssd_active_bytes", "Bytes of values in the spill file", of=unit
+        )
         done = _gauge(
-            "tq_storage_request_ops", "Requests that a peer answered", of=[*unit, "op_type"]
+            "tq_storage_request_ops",
+            "Number of requests that the peer answered",
+            of=[*unit, "op_type"],
         )
         rows: Counter[str] = Counter()
         for partition, one in there.items():
@@ -226,7 +247,7 @@ class Queue(Collector):
         for what, of in (("avg", statistics.fmean), ("p50", _quantile(50)), ("p99", _quantile(99))):
             took = _gauge(
                 f"tq_storage_request_latency_{what}",
-                "Seconds of this process's last calls, at its host's peer",
+                "Duration of recent calls of this process at its peer, in seconds",
                 of=[*unit, "op_type"],
             )
             for kind, stored in _STORED.items():

@@ -33,8 +33,8 @@ _LENGTH = "input_lengths"
 
 @dataclass
 class KVBatchMeta:
-    """Ids of samples, with their tags and lengths, but no values. Calls return it in a process that
-    has not imported NeMo-RL; other processes get NeMo-RL's own class of this name."""
+    """Ids of samples, with their tags and lengths, but no values. In a process that has imported
+    NeMo-RL, calls return NeMo-RL's own class of this name instead."""
 
     partition_id: str
     task_name: str | None
@@ -80,10 +80,10 @@ class DataPlaneClient:
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Make a partition, or continue with an existing one.
+        """Create a partition, or use an existing one.
 
-        Its fields, tasks and size need not be declared: a field exists with its first value, and a
-        task with its first claim. NeMo-RL balances groups itself. Texts are stored as they are.
+        Its fields, tasks and size need not be declared: the first value creates a field, and the
+        first claim creates a task. NeMo-RL balances groups itself. Texts are stored unchanged.
         """
         self._used = True
         self._store.number_of(partition_id)
@@ -98,12 +98,12 @@ class DataPlaneClient:
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples that have the fields and that the task has not claimed before. No value is
-        moved.
+        """Claim samples that have the fields and that the task has not claimed before, without
+        reading values.
 
         With `blocking`, wait for exactly `batch_size` samples; after `timeout_s` raise
         ClaimTimeout, a TimeoutError, and claim nothing. Otherwise return the samples that are ready
-        now, which may be none. `dp_rank` is not used, as in NeMo-RL.
+        now; there may be none. `dp_rank` is ignored, as in NeMo-RL.
         """
         self._used = True
         least, timeout = (batch_size, timeout_s) if blocking else (1, 0.0)
@@ -127,8 +127,8 @@ class DataPlaneClient:
         )
 
     def get_data(self, meta: Any, select_fields: list[str] | None = None) -> TensorDict:
-        """Read the samples of a meta: `select_fields`, or else the meta's fields. ValueError if
-        neither is given."""
+        """Read fields of the samples of a meta: `select_fields`, or else the meta's fields. Raises
+        ValueError if there are neither."""
         fields = select_fields if select_fields is not None else meta.fields
         if fields is None:
             raise ValueError("no fields to read: pass select_fields, or a meta with fields")
@@ -155,12 +155,13 @@ class DataPlaneClient:
         self._used = True
         if fields is not None and fields.batch_size[0] != len(sample_ids):
             raise ValueError(
-                f"got {len(sample_ids)} sample ids and fields of {fields.batch_size[0]} rows; "
+                f"got {len(sample_ids)} sample ids for fields of {fields.batch_size[0]} rows: "
                 "pass one id per row"
             )
         if tags is not None and len(tags) != len(sample_ids):
             raise ValueError(
-                f"got {len(sample_ids)} sample ids and {len(tags)} tags; pass one per sample"
+                f"got {len(sample_ids)} sample ids and {len(tags)} tag dicts: pass one dict per "
+                "sample"
             )
         if sample_ids:
             columns = columns_of(fields) if fields is not None else {}
@@ -216,8 +217,8 @@ class DataPlaneClient:
         queue.save_checkpoint(checkpoint_dir, metadata=metadata)
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint, and return its metadata. RuntimeError if this client has been
-        used already, because its rows would be lost."""
+        """Restore a checkpoint, and return its metadata. Raises RuntimeError if this client has
+        been used already, because its rows would be lost."""
         if self._used:
             raise RuntimeError(
                 "load_checkpoint must come before every other call of this client: create a "

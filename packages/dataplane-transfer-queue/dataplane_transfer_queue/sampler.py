@@ -19,7 +19,7 @@ import numpy as np
 from dataplane.integrations.objects import packed_object, unpacked_object
 
 Choice = tuple[list[int], list[int]]
-"""Rows to hand out, and rows that the task has had from now on."""
+"""The rows to return, and the rows that then count as fetched by the task."""
 
 
 Fetch = tuple[str, str, Any, Any]
@@ -27,9 +27,12 @@ Fetch = tuple[str, str, Any, Any]
 
 
 class BaseSampler(ABC):
-    """Implement `sample`. `_states[partition][task][dp_rank][batch_index]` is stored between
-    fetches. What it holds for a fetch's `sampling_config` is returned again, even if too few rows
-    are ready."""
+    """The base class of samplers. A subclass implements `sample`.
+
+    `_states[partition][task][dp_rank][batch_index]` is stored between fetches. If it has a result
+    for the `sampling_config` of a fetch, the fetch returns that result again, even if too few rows
+    are ready.
+    """
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -78,7 +81,7 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """The oldest rows, each once."""
+    """Choose the oldest rows, each once."""
 
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
@@ -88,7 +91,8 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """The oldest rows; the same rows for all ranks that pass the same dp_rank and batch_index."""
+    """Choose the oldest rows, and the same rows for all ranks that pass the same dp_rank and
+    batch_index."""
 
     def sample(
         self,
@@ -113,7 +117,7 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Whole groups: rows n·k to n·k + n - 1 of a partition belong to one prompt.
+    """Choose whole groups: rows n·k to n·k + n - 1 of a partition belong to one prompt.
 
     A row's group is its number divided by n, so a group never mixes the last rows of one prompt
     with the first rows of the next.
@@ -164,8 +168,8 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Whole groups for all ranks at once. Each rank gets the same number of groups, and sums of the
-    tag `total_lengths` that are nearly equal. `batch_size` is that of one rank."""
+    """Choose whole groups for all ranks at once. Every rank gets the same number of groups, with
+    nearly equal sums of the tag `total_lengths`. `batch_size` is the batch size of one rank."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
@@ -260,8 +264,8 @@ def packed(sampler: BaseSampler) -> dict[str, Any]:
 
 
 def rebuilt(told: dict[str, Any]) -> BaseSampler:
-    """Recreate a sampler. TypeError if its class is not a sampler, or has not been imported in this
-    process: data from others may name a class, but never loads code."""
+    """Recreate a sampler. Raises TypeError if its class is not a sampler that this process has
+    imported: data from other processes may name a class, but never loads code."""
     kind: Any = sys.modules.get(told["module"])
     for name in told["class"].split("."):
         kind = getattr(kind, name, None)

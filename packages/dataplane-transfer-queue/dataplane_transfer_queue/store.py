@@ -30,7 +30,7 @@ from dataplane_transfer_queue.metadata import Schema
 T = TypeVar("T")
 REGISTRY = "transfer_queue"
 INDEX_BITS = 32
-"""A global index is a partition's number, then so many bits of a row's number in it."""
+"""A global index is the partition's number, followed by this many bits of the row's number."""
 _TOKEN = "token"
 _NUMBER, _NEXT, _GONE = "number", "next", "gone"
 _INDEX = HIDDEN + "index"
@@ -243,7 +243,7 @@ class Store:
                 continue
             return list(range(start, start + count))
         raise dataplane.Unavailable(
-            f"other processes kept taking the row numbers of partition {name!r}: try again"
+            f"other processes kept taking the row numbers of partition {name!r}: repeat the call"
         )
 
     # rows
@@ -336,8 +336,8 @@ class Store:
         except dataplane.RowsGone as exc:
             raise StorageKeyNotFoundError(
                 f"{exc.details['rows']} of {len(keys)} rows not found in partition {name!r}, for "
-                f"example {exc.details['keys'][:3]}: each was never put, cleared, or lost with a "
-                "peer"
+                f"example {exc.details['keys'][:3]}: each was never put, or was cleared or lost "
+                "with a peer"
             ) from exc
         except dataplane.FieldUnknown as exc:
             raise StorageKeyNotFoundError(
@@ -349,7 +349,8 @@ class Store:
             if None in told:
                 lacks = found.keys[told.index(None)]
                 raise StorageKeyNotFoundError(
-                    f"row {lacks!r} of partition {name!r} has no field {field!r}"
+                    f"row {lacks!r} of partition {name!r} has no field {field!r}: read it without "
+                    "this field"
                 )
             packed[field] = packed_field(found, field, [str(one) for one in told])
         return TensorDict(packed, batch_size=len(keys))
@@ -447,7 +448,7 @@ class Store:
         timeout: float | None,
     ) -> list[Row]:
         """Claim rows that have the fields and that the task has not claimed, without reading
-        values. Waits at the shard until `least` rows are ready; raises ClaimTimeout."""
+        values. Waits until `least` rows are ready, or raises ClaimTimeout."""
         where: dataplane.Where | None = None
         for field in fields:
             there = dataplane.tag(_FIELD + field).exists()
@@ -461,8 +462,8 @@ class Store:
         return self._on(name, claimed, create=True)
 
     def unclaimed(self, name: str, task: str) -> int | None:
-        """Return the number of rows that the task has not claimed, whichever fields they have. None
-        if there is no such task, or no rows."""
+        """Return the number of rows that the task has not claimed, with any fields. Returns None if
+        there is no such task, or no rows."""
         try:
             stats = self._on(name, lambda part: part.stats())
         except StorageKeyNotFoundError:

@@ -1,4 +1,4 @@
-"""Streaming: a torch dataset and loader over rows as they become ready for a task."""
+"""A torch dataset and loader over rows as they become ready for a task."""
 
 from __future__ import annotations
 

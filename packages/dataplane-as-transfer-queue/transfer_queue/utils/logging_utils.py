@@ -9,8 +9,9 @@ __all__ = ["get_logger"]
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """A logger of this level, or of `TQ_LOGGING_LEVEL`, that writes to stderr where nobody has
-    configured logging: Ray's workers have nothing of their driver's."""
+    """Return a logger with the level `TQ_LOGGING_LEVEL`, or else `default_level`. It writes to
+    stderr if logging is not configured, because Ray's workers do not inherit the driver's
+    configuration."""
     logger = logging.getLogger(name)
     logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
     if not logger.hasHandlers():

@@ -1,6 +1,6 @@
-"""What callers give, checked before it becomes a message: InvalidCall says which argument it was.
+"""Check single arguments of public calls. InvalidCall names the argument and its value.
 
-Only what types and names alone tell; whether rows fit together is told in `rows` and `values`.
+`client/write` checks whether the rows of a call fit together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_COUNT = 2**63 - 1
 
 
 def text(value: object, what: str) -> str:
-    """A name: a str that is neither empty nor over the limit."""
+    """Return a name. Raise InvalidCall unless it is a non-empty str."""
     if not isinstance(value, str) or not value:
         raise InvalidCall(f"the name of {what} is {value!r:.80}: expected a non-empty str")
     try:
@@ -42,7 +42,7 @@ def text(value: object, what: str) -> str:
 
 
 def texts(values: object, what: str) -> list[str]:
-    """Several names, such as fields; a lone text is taken for a mistake."""
+    """Return a list of names, such as fields. Raise InvalidCall for a single str."""
     if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
         isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
     ):
@@ -55,7 +55,7 @@ def optional_texts(values: object, what: str) -> list[str] | None:
 
 
 def count(value: object, what: str) -> int:
-    """How many: a positive int, numpy's too."""
+    """Return a positive int. NumPy ints are accepted."""
     number = value if type(value) is int else _number(value)
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={value!r:.80}: expected a positive int")
@@ -63,7 +63,7 @@ def count(value: object, what: str) -> int:
 
 
 def whole(value: object, what: str) -> int:
-    """A number from 0 on: an int, numpy's too."""
+    """Return an int of 0 or more. NumPy ints are accepted."""
     number = _number(value)
     if not 0 <= number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={value!r:.80}: expected an int of 0 or more")
@@ -85,8 +85,8 @@ def flag(value: object, what: str) -> bool:
 
 
 def seconds(value: object, what: str) -> float | None:
-    """A duration, or None for no limit: one of decades has none, for not every message holds it.
-    One that is negative has passed already."""
+    """Return a duration in seconds, or None for no limit. More than 30 years counts as no limit. A
+    negative duration is over already."""
     if value is None:
         return None
     # As most often, and a Real is slow to tell.
@@ -100,7 +100,7 @@ def seconds(value: object, what: str) -> float | None:
 
 
 def moment(value: object, what: str) -> float:
-    """A time on a monotonic clock, in seconds."""
+    """Return a time on a monotonic clock, in seconds."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
             f"{what}={value!r:.80}: expected a time in seconds, such as `at` of an event"
@@ -116,7 +116,7 @@ def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
 
 
 def filter_of(where: object) -> WireWhere | None:
-    """A filter as it travels."""
+    """Return a filter as messages carry it."""
     if where is None:
         return None
     if not isinstance(where, Where):

@@ -1,4 +1,4 @@
-"""When the time of an operation is over: one deadline from the caller's timeout= to the socket.
+"""Deadlines: one deadline per operation, from the caller's timeout= to the socket.
 
 Runs in the client, without I/O.
 """
@@ -13,19 +13,20 @@ from dataplane.errors import DeadlineExceeded
 
 
 class Deadline:
-    """timeout_s: as the caller passed it; None: no limit. until: the same on the monotonic clock,
-    `math.inf` for no limit."""
+    """The deadline of one operation. timeout_s: as the caller passed it; None: no limit. until: the
+    time on the monotonic clock; `math.inf`: no limit."""
 
     __slots__ = ("timeout_s", "until")
 
     def __init__(self, timeout_s: float | None) -> None:
-        """InvalidCall unless it is a number of seconds or None. A negative one has passed."""
+        """Raise InvalidCall unless `timeout_s` is a number or None. A negative one is over
+        already."""
         self.timeout_s = arguments.seconds(timeout_s, "timeout")
         limit_s = math.inf if self.timeout_s is None else max(0.0, self.timeout_s)
         self.until = time.monotonic() + limit_s
 
     def check(self, doing: str) -> None:
-        """DeadlineExceeded when it has passed."""
+        """Raise DeadlineExceeded if the deadline has passed. doing: names the operation."""
         if self.until <= time.monotonic():
             raise DeadlineExceeded(
                 f"{doing} did not finish within {self.timeout_s} s: pass a longer timeout=",
@@ -33,6 +34,7 @@ class Deadline:
             )
 
     def left(self, doing: str) -> float | None:
-        """Seconds left, None for no limit. DeadlineExceeded when none are."""
+        """Return the seconds left, or None for no limit. Raise DeadlineExceeded if none are
+        left."""
         self.check(doing)
         return None if self.timeout_s is None else self.until - time.monotonic()

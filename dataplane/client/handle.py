@@ -1,4 +1,4 @@
-"""One partition as this client knows it."""
+"""A client's handle of one partition."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from dataplane.wire.messages import Defined
 from dataplane.wire.tables import Definition
 
 SHARD_FULL_S = 1.0
-"""A shard that had no room for small values is asked again after this time."""
+"""After the shard refused small values, puts do not offer it any for this many seconds."""
 
 
 class Handle(msgspec.Struct, eq=False):
-    """A partition, its session, and what the peer has said about it.
+    """A partition, its session, and its definition.
 
-    Everything that a partition hands out (batches, streams, plans) has its handle, and so keeps the
-    plane connected.
+    Batches, streams and plans of a partition refer to its handle, and so keep the plane connected.
     """
 
     session: Session
     name: str
     defined: Defined | None = None
-    """None until this handle has attached."""
+    """The peer's reply; None until this handle has attached."""
     plane: Any = None
     """The `Plane`, which disconnects when nothing refers to it."""
     full_until: float = 0.0
@@ -33,16 +32,17 @@ class Handle(msgspec.Struct, eq=False):
     """Threads and tasks in the body of a loop over `producing`."""
 
     def takes_inline(self) -> bool:
-        """Whether the shard may have room for small values: it has not refused any recently."""
+        """Return whether the shard may have space for small values: it has not refused any
+        recently."""
         return time.monotonic() >= self.full_until
 
     def shard_is_full(self) -> None:
-        """Note that the shard had no room for small values, so that the next puts do not ask."""
+        """Note that the shard has no space for small values, so that the next puts send none."""
         self.full_until = time.monotonic() + SHARD_FULL_S
 
     @property
     def generation(self) -> int:
-        """The generation that this handle has attached to."""
+        """The generation of the partition that this handle has attached to."""
         assert self.defined is not None
         return self.defined.generation
 
@@ -52,5 +52,5 @@ class Handle(msgspec.Struct, eq=False):
 
     @property
     def unit(self) -> str:
-        """What `claim` and `wait` count by default."""
+        """The unit that `claim` and `wait` count by default: "rows" or "groups"."""
         return "groups" if self.definition.group_size is not None else "rows"

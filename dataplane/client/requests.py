@@ -1,6 +1,6 @@
-"""What the arguments of `partition`, `claim` and `plan` ask for, checked, as messages carry it.
+"""Check the arguments of `partition`, `claim` and `plan`, and convert them for messages.
 
-Pure: InvalidCall names the argument that is wrong.
+Pure functions. InvalidCall names the wrong argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def definition_of(
     replicas: int,
     fields: Mapping[str, str] | None = None,
 ) -> Definition | None:
-    """The definition that the arguments of `partition(…)` spell; None where they only attach."""
+    """Return the definition from the arguments of `partition(…)`; None if they only attach."""
     if (stages, group_size, groups, free, replicas, fields) == (None, None, None, None, 1, None):
         return None
     if group_size is not None:
@@ -59,7 +59,7 @@ def definition_of(
 
 
 class Demand(msgspec.Struct, eq=False):
-    """What a claim's arguments ask for; `want` checks them."""
+    """The arguments of a claim. `want` checks them."""
 
     rows: int | None
     groups: int | None
@@ -69,7 +69,7 @@ class Demand(msgspec.Struct, eq=False):
     unit: str | None
 
     def want(self, default_unit: str) -> Want:
-        """The demand as it travels. InvalidCall unless it is exactly one of the three."""
+        """Return the demand as messages carry it. Raise InvalidCall for invalid arguments."""
         if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
             raise InvalidCall("a claim takes exactly one of rows=, groups= and budget={tag: sum}")
         where = arguments.filter_of(self.where)
@@ -121,7 +121,8 @@ def shape_of(
     remainder: str,
     unit: str,
 ) -> tuple[Shape, int]:
-    """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
+    """Return the shape from the arguments of `plan(…)`, and the rank. Raise InvalidCall if one is
+    invalid."""
     rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
         raise InvalidCall(f"ranks={ranks}: expected at most {MAX_RANKS} ranks in a plan")

@@ -1,8 +1,8 @@
-"""Tracebacks of our errors end at the public call.
+"""Shorten the tracebacks of our errors, so that they end at the public call.
 
-The frames inside the package tell a user nothing, and hide the line of the user's own code.
-`DATAPLANE_TRACEBACKS=full` leaves them in. A bug of ours (`InternalError`, or an exception that is
-none of our errors) always keeps its traceback.
+The frames inside the package do not help a user, and hide the line of the user's own code.
+`DATAPLANE_TRACEBACKS=full` keeps them. A bug of ours (`InternalError`, or an exception of another
+class) always keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def shorten(error: DataplaneError) -> None:
-    """Take the package's frames out of the traceback of an error that is about to leave it, and of
-    the exceptions that it comes from. Frames of code that the package called, such as a user's
-    `__array__`, stay. For an `except` block that ends with a bare `raise`."""
+    """Remove the package's frames from the traceback of an error and of its causes. Frames of code
+    that the package called, such as a user's `__array__`, stay. Call this in an `except` block that
+    ends with a bare `raise`."""
     if isinstance(error, InternalError) or _full():
         return
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def _full() -> bool:
 
 
 def is_ours(filename: str) -> bool:
-    """Whether this is a file of the package."""
+    """Return whether this file belongs to the package."""
     return filename.startswith(_PACKAGE)
 
 

@@ -1,8 +1,8 @@
-"""Memory of GPUs: the seam to a driver, and the books and copies that only devices need.
+"""GPU memory: the interface of a device, and the accounting and copies that only devices need.
 
 | idea | file |
 |---|---|
-| what a device must do; CUDA; which kinds are installed | device, cuda, registry |
-| a host's memory with device arenas, in the peer | host_memory |
+| interface of a device; CUDA; installed kinds of devices | device, cuda, registry |
+| memory of a host with device arenas, in the peer | host_memory |
 | copies from the page-locked arena to a GPU, in a client | direct |
 """

@@ -1,9 +1,9 @@
-"""CUDA's memory through cupy: plain cudaMalloc pools, raw IPC handles.
+"""CUDA memory through cupy: plain cudaMalloc allocations and IPC handles.
 
-Only plain cudaMalloc memory has a handle that other processes can open, and it stands for the whole
-allocation; pools of cupy or torch may be parts of larger ones, so none is used. Processes of one
-host open each other's handles only where they share a PID namespace. cupy is imported when a device
-is asked for, never before.
+Only plain cudaMalloc memory has a handle that other processes can open. The handle stands for the
+whole allocation, and memory of cupy's or torch's pools may be part of a larger one, so neither is
+used. Processes can open each other's handles only in one PID namespace. cupy is imported on first
+use of a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
 _DLPACK_CUDA = 2
 _BLOCK_BYTES = 2 << 20
-"""A handle exports the driver's whole block: smaller allocations would share one with others."""
+"""A handle exports a whole block of the driver. Smaller allocations would share a block."""
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
 _SUCCESS, _NOT_READY = 0, 600
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for the copies of every GPU, not of one alone
@@ -37,7 +37,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CudaDevice(Device):
-    """A GPU by its number as this process sees it."""
+    """A GPU, addressed by its index in this process."""
 
     kind = "cuda"
 
@@ -51,7 +51,8 @@ class CudaDevice(Device):
 
     @classmethod
     def count(cls) -> int:
-        """GPUs that this process sees; 0 where there is no driver. DeviceMissing without cupy."""
+        """Return how many GPUs this process sees; 0 without a driver. Raise DeviceMissing without
+        cupy."""
         runtime = _runtime()
         try:
             return int(runtime.getDeviceCount())
@@ -123,7 +124,8 @@ class CudaDevice(Device):
         return self._opened(handle)
 
     def reach(self, handle: PoolHandle) -> Pool:
-        """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
+        """Map the memory of another GPU, over NVLink or PCIe. CUDA_VISIBLE_DEVICES may hide that
+        GPU from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
                 f"the memory of {handle.device} cannot be mapped from GPU {self.identity}: "
@@ -223,7 +225,8 @@ class CudaDevice(Device):
             return int(self._runtime.pointerGetAttributes(address).device)
 
     def finish(self, timeout_s: float) -> bool:
-        """Also False while a graph is captured on this GPU: CUDA waits for none then."""
+        """As in `Device`. Also False while a graph is captured on this GPU, because CUDA cannot
+        wait then."""
         with self._current():
             try:
                 self._runtime.deviceSynchronize()
@@ -252,7 +255,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _said(self) -> Iterator[None]:
-        """What CUDA raises is DeviceMissing."""
+        """Raise DeviceMissing for an error of CUDA."""
         try:
             yield
         except self._runtime.CUDARuntimeError as exc:
@@ -281,7 +284,7 @@ class CudaDevice(Device):
 
 
 class CudaView:
-    """Bytes of a pool for `cupy.asarray` and `torch.as_tensor`, which keep it and so its pin."""
+    """Bytes of a pool for `cupy.asarray` and `torch.as_tensor`. Their arrays keep the pin alive."""
 
     def __init__(
         self, pool: _CudaPool, address: int, typestr: str, shape: tuple[int, ...], keep: object
@@ -355,12 +358,12 @@ class _CudaEvent(Event):
 
 
 _entered = threading.local()
-"""`device`: whose GPU this thread has made current, in a call of ours."""
+"""`device`: the GPU that a call of this module has made current in this thread."""
 
 
 def current_gpu() -> int | None:
-    """The number of the GPU that is current in this thread, where torch or cupy work with one;
-    None where neither does. Looking starts nothing."""
+    """Return the index of the GPU that is current for torch or cupy in this thread; None if neither
+    uses a GPU. Does not initialise CUDA."""
     torch: Any = sys.modules.get("torch")
     cupy: Any = sys.modules.get("cupy")
     if hasattr(torch, "cuda") and torch.cuda.is_initialized():

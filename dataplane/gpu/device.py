@@ -19,7 +19,8 @@ from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.wire.tables import PoolHandle as PoolHandle
 
 SPIN_S = 0.001
-"""Small copies are done before a thread could sleep, and a device copies a GiB in this time."""
+"""Seconds to poll for the end of copies before sleeping. Small copies end before a thread could
+sleep."""
 POLL_S = 0.0002
 
 Copy = tuple[int, int, int, int]

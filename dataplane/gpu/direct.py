@@ -1,9 +1,9 @@
-"""Batches on a GPU straight from the arena: pieces of it are page-locked for the driver when they
-are first copied from, and the GPU's own engine copies while Python goes on.
+"""Copy batches from the arena directly to a GPU. Pieces of the arena are pinned on first use, and
+the GPU's copy engine copies them asynchronously.
 
-Runs in the client: such a registration is a matter of each process. What is copied from is held at
-the peer until the copy is done, whatever became of the batch. Where memory cannot be page-locked
-batches go by way of ordinary memory, and the log says so once.
+Runs in the client, because each process pins memory for itself. The peer keeps the source of a copy
+until the copy is done, even if the batch is gone. If memory cannot be pinned, batches are copied
+through pageable memory, and the log says so once.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from dataplane.memory.mapping import ReadMap
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""What is pinned at once: all of an arena would take as long as its pages take to be made."""
+"""Bytes that are pinned at once. Pinning a whole arena would take too long."""
 PINNED_S = 600.0
-"""A piece that is not copied from for this long is unpinned: locked memory is no other process's.
-Several steps of a trainer, which would pin it again for each."""
+"""A piece is unpinned after this many seconds without a copy, because other processes cannot use
+pinned memory. Longer than several steps of a trainer, which would otherwise pin it again."""
 DIRECT_BYTES = 32 << 10
-"""A stretch costs a call of the driver: where they are shorter than this on average the rows are
-packed in host memory first. Not measured."""
+"""Each separate copy costs a call of the driver. If copies have fewer bytes than this on average,
+the rows are packed in host memory first. Not measured."""
 FINISH_S = 1.0
-"""How long the end of a session waits for copies."""
+"""Seconds that the end of a session waits for copies."""
 POLL_S = 0.0005
 
 Offsets = npt.NDArray[np.uint64]
 
 
 class Landing(NamedTuple):
-    """Where a tensor is made. stream: copies go behind what it was asked for. place: the device as
-    torch names it."""
+    """The target of copies to a device. stream: copies run after its earlier work. place: the
+    device as torch names it."""
 
     device: Device
     stream: int
@@ -49,15 +49,16 @@ class Landing(NamedTuple):
 
 
 class Landings(Protocol):
-    """Which torch devices can be copied to from pinned memory."""
+    """The torch devices to which pinned memory can be copied."""
 
     def of(self, where: object) -> Landing | None:
-        """None: not one of those. DeviceMissing where it is, and does not work."""
+        """Return the target of copies to a torch device; None for a device of another kind. Raise
+        DeviceMissing if the device does not work."""
         ...
 
 
 class CudaLandings:
-    """The GPUs that torch sees; for a thread that has imported it."""
+    """The GPUs that torch sees. torch must be imported."""
 
     def __init__(self) -> None:
         self._devices: dict[int, Device] = {}
@@ -93,14 +94,14 @@ class _Piece(NamedTuple):
 
 
 class DirectCopies:
-    """Of one session, for its threads."""
+    """The direct copies of one session. Shared by its threads."""
 
     def __init__(self, reads: ReadMap, tell: Callable[[], None] = lambda: None) -> None:
-        """tell: called when there is something to settle."""
+        """tell: called when `settle` has something to do."""
         self.landings: Landings = CudaLandings()
         self._tell = tell
         self.refused = ""
-        """why nothing is copied directly any more"""
+        """why no more direct copies are possible; "" if they are"""
         self._reads = reads
         self._mapped: npt.NDArray[np.uint8] | None = None
         self._pieces: dict[int, _Piece] = {}
@@ -113,11 +114,12 @@ class DirectCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether `settle` is to be called again."""
+        """Whether `settle` must be called again."""
         return bool(self._copies)
 
     def landing(self, where: object) -> Landing | None:
-        """Where tensors of this torch device are made, if that can be copied to from here."""
+        """Return the target of copies to this torch device, or None if there are no direct
+        copies."""
         if self.refused:
             return None
         try:
@@ -127,8 +129,8 @@ class DirectCopies:
             return None
 
     def copy(self, runs: Runs, target: int, landing: Landing, keep: object) -> bool:
-        """Asks for the copies. keep: what holds the bytes in the arena. False, and nothing was
-        asked for, where the arena cannot be pinned. DeviceMissing where the driver fails."""
+        """Queue the copies. keep: the object that pins the bytes in the arena. Return False,
+        without a copy, if the arena cannot be pinned. Raise DeviceMissing if the driver fails."""
         pieces = runs.pieces(PIECE_BYTES)
         with self._lock:
             if self.refused or not self._pin(pieces, landing.device):
@@ -176,8 +178,8 @@ class DirectCopies:
         )
 
     def settle(self) -> None:
-        """Let go of what no GPU copies from any more, and unlock the pieces of the arena that were
-        not copied from for PINNED_S. Never waits for a GPU."""
+        """Release the sources of finished copies, and unpin pieces that were not used for
+        PINNED_S. Never waits for a GPU."""
         with self._lock:
             copies, self._copies = self._copies, []
             done: list[_Copy] = []
@@ -220,8 +222,8 @@ class DirectCopies:
             return False
 
     def close(self, timeout_s: float = FINISH_S) -> None:
-        """Nothing is copied from here any more, and the arena is not pinned. What a GPU still
-        copies from after this time stays as it is until the process ends."""
+        """End the copies, and unpin the arena. If a copy has not finished within `timeout_s`, the
+        arena stays pinned until the process ends."""
         self.refused = self.refused or "this client was closed"
         until = time.monotonic() + timeout_s
         self.settle()
@@ -241,14 +243,14 @@ class DirectCopies:
             self._unpin(number, piece, mapped)
 
     def poison(self) -> None:
-        """In a forked child, to which neither the driver nor its registrations belong."""
+        """Forget all copies and pins in a forked child, which owns neither."""
         self.refused = "this client belongs to the parent of this forked process"
         self._lock = threading.Lock()
         self._copies, self._pieces, self._mapped = [], {}, None
 
 
 class Runs:
-    """Stretches of the arena that go to stretches of a target; neighbours in both are one."""
+    """Extents of the arena that are copied to extents of a target. Adjacent extents are joined."""
 
     def __init__(self, offsets: Offsets, starts: Offsets, nbytes: Offsets) -> None:
         some = nbytes > 0
@@ -265,19 +267,19 @@ class Runs:
 
     @property
     def long(self) -> bool:
-        """Whether a call for each is well spent."""
+        """Whether the extents are long enough for one copy each."""
         return len(self) > 0 and int(self.nbytes.sum()) >= DIRECT_BYTES * len(self)
 
     def pieces(self, size: int) -> list[int]:
-        """The pieces of so many bytes that these lie in."""
+        """Return the numbers of the pieces of `size` bytes that contain these extents."""
         firsts = (self.offsets // np.uint64(size)).tolist()
         lasts = ((self.offsets + self.nbytes - np.uint64(1)) // np.uint64(size)).tolist()
         both = zip(firsts, lasts, strict=True)
         return sorted({piece for first, last in both for piece in range(first, last + 1)})
 
     def cut(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Offset, start and length of each, none over the end of a piece: a copy from two
-        registrations at once is an error of CUDA."""
+        """Yield the offset, start and length of each copy. No copy crosses the end of a piece,
+        because CUDA cannot copy from two registrations at once."""
         columns = (self.offsets.tolist(), self.starts.tolist(), self.nbytes.tolist())
         for offset, start, left in zip(*columns, strict=True):
             while left:

@@ -1,10 +1,9 @@
-"""The memory of a host: its arena and, behind that in one space of addresses, its device arenas.
+"""The memory of a host: its arena, followed by its device arenas in one address space.
 
-Runs in the peer, without I/O. One table of ranges serves all, so that pins, references, refs and
-the directory know no second kind; only who writes and who reads bytes asks which memory an address
-is of. A peer without device arenas has a plain `Space` instead. The books of a device arena are
-those of the host arena; its pages are never looked at here. A client tells of what it wrote when
-its copy is done, so a value that is there is whole.
+Runs in the peer, without I/O. All memories share one table of ranges, so pins and references treat
+them alike. Only code that reads or writes bytes asks which memory an address belongs to. A peer
+without device arenas has a plain `Space` instead. A client names a value after its copy has
+finished, so no reader sees a partial value.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from dataplane.wire.records import RANGE, U4
 
 
 class HostMemory(Space):
-    """A host arena of `size_bytes` with device arenas. Of clients it is known which devices they
-    read in place: of all other values on a device only copies can be read."""
+    """A host arena of `size_bytes` with device arenas. It records which devices each client reads
+    in place. A client gets copies of values on all other devices."""
 
     def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
         super().__init__(size_bytes, shares)
@@ -37,7 +36,7 @@ class HostMemory(Space):
     def add_device(
         self, device: Device, nbytes: int, shares: ShareOfEach = DEFAULT_SHARES
     ) -> DeviceArena:
-        """One more arena, on this device. DeviceMissing where it has no such memory."""
+        """Add an arena on this device. Raise DeviceMissing if the device cannot allocate it."""
         base = self.size_bytes + sum(arena.space.size_bytes for arena in self.devices)
         number = len(self.devices) + 1
         arena = DeviceArena(device, nbytes, self.ranges, base, number, shares)
@@ -161,7 +160,7 @@ class HostMemory(Space):
 
 
 class PoolSpace(Space):
-    """The space of one pool. `number`: 1 for the host's first device."""
+    """The space of one device arena. `number`: 1 for the host's first device."""
 
     def __init__(
         self, size_bytes: int, shares: ShareOfEach, ranges: Ranges, base: int, number: int
@@ -172,16 +171,16 @@ class PoolSpace(Space):
         self._kind = number * DEVICE
 
     def holds_addresses(self, starts: Bytes) -> Mask:
-        """Which of these addresses are this pool's."""
+        """Return which of these addresses are in this arena."""
         inside: Mask = (starts >= self.base) & (starts < self.base + self.size_bytes)
         return inside
 
     def release(self, ranges: Records, counts: Counts = 1) -> int:
-        """Of ranges that are all in this pool: copies that its cache lets go of."""
+        """Release ranges that are all in this arena. Return the freed bytes."""
         return self.take_back(self.ranges.release(ranges, counts))
 
     def take_back(self, freed: Freed) -> int:
-        """Stretches that ranges of this pool left are free; their bytes."""
+        """Free the space of released ranges of this arena, and return its bytes."""
         return self._freed(
             [(start - self.base, size, kind % DEVICE) for start, size, kind in freed]
         )
@@ -208,7 +207,7 @@ class PoolSpace(Space):
 
 
 class DeviceArena:
-    """`nbytes` of a device, rounded up to whole pages."""
+    """An arena of `nbytes` on a device, rounded up to whole pages."""
 
     def __init__(
         self,
@@ -223,21 +222,21 @@ class DeviceArena:
         self.space = PoolSpace(page_up(nbytes), shares, ranges, base, number)
         self._pool = device.allocate(self.space.size_bytes)
         self.staged_bytes = 0
-        """read by way of the host, by clients without the device and by other hosts"""
+        """bytes copied through the host, for clients without the device and for other hosts"""
         self.overflowed_bytes = 0
-        """of values for which there was no room here, and which went to the host arena"""
+        """bytes of values that went to the host arena, because this arena was full"""
 
     def __repr__(self) -> str:
         return f"<DeviceArena {self.device.identity} {self.space}>"
 
     @property
     def handle(self) -> PoolHandle:
-        """For the clients of this host."""
+        """The handle with which clients of this host open the arena."""
         return self._pool.handle
 
     def fetch(self, starts: Bytes, lengths: Bytes, targets: Bytes) -> None:
-        """Copy values to these addresses of host memory. For a thread: it returns when they are
-        there. DeviceMissing where the device fails."""
+        """Copy values to these addresses of host memory, and wait for the copies. Raise
+        DeviceMissing if the device fails."""
         first = self._address(0)
         places = zip(targets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
         copies = [(target, first + start, length, 0) for target, start, length in places]
@@ -245,19 +244,19 @@ class DeviceArena:
         self.staged_bytes += int(lengths.sum())
 
     def write(self, start: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy host memory there, as `fetch` copies from there."""
+        """Copy host memory to the arena, and wait for the copy."""
         self.device.carry_out([(self._address(start), data.ctypes.data, data.nbytes, 0)])
 
     def read(self, start: int, into: npt.NDArray[np.uint8]) -> None:
-        """As `fetch`, for the peer itself: it does not count."""
+        """Copy bytes of the arena for the peer itself, without counting them as staged."""
         self.device.carry_out([(into.ctypes.data, self._address(start), into.nbytes, 0)])
 
     def _address(self, start: int) -> int:
         return self._pool.address - self.space.base + start
 
     def figures(self) -> dict[str, Any]:
-        """The device's name, and in bytes: size = used + granted + free, exactly; staged: read by
-        way of the host since the start."""
+        """Return the device's name and statistics in bytes. size is exactly used + granted + free;
+        staged counts bytes copied through the host since the start."""
         figures = self.space.figures()
         books = ("size_bytes", "used_bytes", "granted_bytes", "quarantined_bytes", "free_bytes")
         more = ("cached_bytes", "largest_free_bytes", "classes")
@@ -270,6 +269,6 @@ class DeviceArena:
         }
 
     def close(self) -> None:
-        """Frees the pool."""
+        """Free the memory, and close the device."""
         self._pool.close()
         self.device.close()

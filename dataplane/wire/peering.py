@@ -341,8 +341,7 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
         raise FrameTooLarge(
             f"a message of type {what} between peers would have {len(message)} bytes, over the "
             f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. The small values of a row are "
-            "sent "
-            "together, so fewer fields may not help",
+            "sent together, so fewer fields may not help",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -1,1 +1,1 @@
-"""`plane.checkpoint` and `plane.restore`: rows out of a plane into a directory, and back."""
+"""Files of `plane.checkpoint` and `plane.restore`."""

@@ -1,7 +1,7 @@
-"""A checkpoint as a directory: written beside its name, summed, synced, and renamed when whole.
+"""A checkpoint directory: written under a temporary name, synced, and renamed when complete.
 
-`manifest.json` says what there is, with the size and the xxh3-128 checksum of every file, and its
-own. No path is ever taken from it: the names of the files follow from the number of partitions.
+`manifest.json` lists the partitions, the size and xxh3-128 checksum of every file, and its own
+checksum. No path is ever read from it: the number of partitions determines the names of the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataplane.wire.tables import Definition
 FORMAT, VERSION = "dataplane-checkpoint", 1
 MANIFEST = "manifest.json"
 FILES = ("groups.arrow", "rows.arrow", "chunks.arrow", "pieces.arrow", "bytes.bin")
-"""Of each partition, in a directory with its number."""
+"""The files of each partition, in a directory with its number."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MAX_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
@@ -37,7 +37,8 @@ class FileNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A partition as it was declared; closed_groups: that closed and were freed before."""
+    """A partition as it was declared. closed_groups: the number of groups that closed and were
+    freed before the checkpoint."""
 
     name: str
     stages: dict[str, list[str]]
@@ -56,7 +57,7 @@ class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """checksum: xxh3-128 of this file with an empty one."""
+    """The contents of `manifest.json`. checksum: xxh3-128 of this file with an empty checksum."""
 
     format: str
     version: int
@@ -75,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SummedFile:
-    """A new file that sums up what is written to it. Enough of a file for pyarrow."""
+    """A new file that computes the checksum of its contents. pyarrow can write to it."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
@@ -93,21 +94,21 @@ class SummedFile:
         return count
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the file has no buffer."""
 
     def close(self) -> None:
         self.closed = True
         self._file.close()
 
     def finish(self) -> FileNote:
-        """Everything is on the disk."""
+        """Sync and close the file, and return its size and checksum."""
         os.fsync(self._file.fileno())
         self.close()
         return FileNote(self.nbytes, self._sum.hexdigest())
 
 
 class Archive:
-    """A checkpoint that is being written, under another name until `commit`."""
+    """A checkpoint that is being written, under a temporary name until `commit`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -122,26 +123,26 @@ class Archive:
             self.partial.mkdir(mode=0o700)
 
     def directory(self, number: int) -> Path:
-        """Where the files of a partition go."""
+        """Create and return the directory for the files of a partition."""
         path = self.partial / directory_name(number)
         with failing(self.target):
             path.mkdir(mode=0o700)
         return path
 
     def abandon(self, number: int) -> None:
-        """The partition was dropped meanwhile."""
+        """Remove the files of a partition that was dropped meanwhile."""
         with failing(self.target):
             shutil.rmtree(self.partial / directory_name(number))
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all files, to start again."""
         self.files = {}
         with failing(self.target):
             shutil.rmtree(self.partial)
             self.partial.mkdir(mode=0o700)
 
     def commit(self, plane: str, partitions: list[PartitionNote]) -> None:
-        """The checkpoint is there, whole, or it is not."""
+        """Write the manifest, and give the directory its final name in one step."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = Manifest(FORMAT, VERSION, plane, now, partitions, self.files).signed()
         with failing(self.target):
@@ -160,15 +161,15 @@ class Archive:
             _sync(self.target.parent)
 
     def discard(self) -> None:
-        """Nothing is left of it. What cannot be removed keeps a name that nobody restores."""
+        """Remove the directory. A file that cannot be removed keeps its temporary name."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def verified(directory: Path, bar: Bar) -> Manifest:
-    """Return the manifest of a checkpoint all of whose files are as they were written.
+    """Verify every file of a checkpoint, and return its manifest.
 
-    CheckpointCorrupt names the first that is not; CheckpointFailed where there is none.
-    bar: expects each byte twice, here and as the caller restores it.
+    Raises CheckpointCorrupt, which names the first changed file, and CheckpointFailed if there is
+    no checkpoint. bar: expects each byte twice, because the caller then restores it.
     """
     manifest = _manifest(directory)
     names = [MANIFEST, *_names(len(manifest.partitions))]

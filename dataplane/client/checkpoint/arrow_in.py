@@ -1,7 +1,7 @@
-"""Rows of a checkpoint out of its Arrow IPC files, as the parts of messages.
+"""Read the rows of a checkpoint from its Arrow IPC files, as parts of messages.
 
-A record batch is cut at groups into portions that the arena has room for. The files were verified
-before; what does not fit together all the same is CheckpointCorrupt. Imported late, as arrow_out.
+A record batch is cut at groups into portions that fit the arena. The files have been verified, and
+files that do not match each other raise CheckpointCorrupt. Imported on use, like arrow_out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Records = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class Portion:
-    """Some groups and rows: the parts of a Restore. sources: where in bytes.bin each chunk
-    starts."""
+    """Some groups and rows, for one Restore message. sources: the offset of each chunk in
+    bytes.bin."""
 
     rows: Rows
     pieces: list[Piece]
@@ -63,7 +63,7 @@ class PartReader:
             one.close()
 
     def portions(self, most_bytes: int) -> Iterator[Portion]:
-        """Everything, in portions of about so many bytes of values."""
+        """Yield all rows, in portions of about `most_bytes` bytes of values."""
         try:
             tables = [pa.ipc.open_file(one) for one in self._maps]
             for table, schema, name in zip(tables, TABLES, FILES, strict=False):
@@ -88,7 +88,7 @@ class PartReader:
             raise corrupt(self._directory, f"its files do not match each other: {exc}") from exc
 
     def read(self, at: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `at` on."""
+        """Fill `into` with bytes of the file, from offset `at`."""
         rest = into
         with failing(self._directory, reading=True):
             while rest:

@@ -1,7 +1,7 @@
-"""Rows of a checkpoint into Arrow IPC files, and the bytes of their chunks beside them.
+"""Write the rows of a checkpoint to Arrow IPC files, and the bytes of their chunks to another file.
 
-One record batch of each table for each answer of the peer, so nothing grows with the partition.
-protocol/checkpoint.md describes the columns. Imports pyarrow, so it is imported late.
+Each reply of the peer becomes one record batch per table, so memory does not grow with the
+partition. protocol/checkpoint.md describes the columns. Imported on use, because it needs pyarrow.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ PIECES = pa.schema(
     ]
 )
 TABLES = (GROUPS, ROWS, CHUNKS, PIECES)
-"""In the order of FILES."""
+"""The schemas, in the order of FILES."""
 
 
 class PartFiles:
-    """The files of one partition, while they are written."""
+    """The files of one partition that is being written."""
 
     def __init__(self, directory: Path, target: Path) -> None:
         self._target = target
@@ -90,7 +90,7 @@ class PartFiles:
             raise
 
     def write(self, saved: SaveDone, arena: Memory) -> None:
-        """One answer, whose chunks are in the arena (uint8), or came with it."""
+        """Write one reply of the peer, whose chunks are in the arena (uint8) or in the reply."""
         with failing(self._target):
             chunks = self._chunks(saved.table, arena)
             batches = [_groups(saved), _rows(saved), chunks, _pieces(saved.table.values)]
@@ -98,14 +98,14 @@ class PartFiles:
                 table.write_batch(batch)
 
     def finish(self) -> list[FileNote]:
-        """All is on the disk; in the order of FILES."""
+        """Sync and close all files. Return their sizes and checksums, in the order of FILES."""
         with failing(self._target):
             for table in self._tables:
                 table.close()
             return [file.finish() for file in self._files]
 
     def close(self) -> None:
-        """Give up: the files are of no use."""
+        """Close the files without syncing them."""
         for file in self._files:
             file.close()
 

@@ -219,8 +219,7 @@ class TransferQueueClient:
         if data.batch_size[0] != metadata.size:
             raise ValueError(
                 f"got {data.batch_size[0]} rows of data for a batch of {metadata.size} rows: pass "
-                "one "
-                "row of data per row of the batch"
+                "one row of data per row of the batch"
             )
         columns = columns_of(data)
         places: dict[str, list[int]] = {}

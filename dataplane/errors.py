@@ -399,7 +399,7 @@ class BackPressure(DataplaneError):
 
 
 class ShardFull(BackPressure):
-    """The host that stores the partition's metadata has no space left for it."""
+    """The host that stores the partition's metadata is full."""
 
     next_step = "Consume or drop rows, or give that host a larger arena."
 

@@ -1,1 +1,1 @@
-"""Messages and frames: the only place that encodes or decodes what travels."""
+"""Messages and frames. Only this package encodes and decodes them."""

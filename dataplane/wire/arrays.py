@@ -100,7 +100,7 @@ def as_array(value: object) -> Array | None:
     except Exception as exc:  # the code of another library, or of the user
         raise InvalidValue(
             f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: {exc}. "
-            "Pass np.asarray(value) of values that NumPy supports"
+            "Convert it to a NumPy array yourself, and pass that"
         ) from exc
     if array is None:
         return None

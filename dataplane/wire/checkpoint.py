@@ -1,6 +1,7 @@
-"""Messages of a checkpoint: what there is, whole groups as they stand at one moment, and back.
+"""Messages for checkpoints: list the partitions and groups, read whole groups, restore them.
 
-Clients send them to the peer of their host, which forwards them to the peer that has the rows.
+A client sends them to the peer of its host, which forwards them to the peer that serves the
+partition.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataplane.wire.tables import Body, Change, Rows, Scalar, Table, Values
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """Beside rows: how far their groups and stages are.
+    """The state of groups and stages, for the rows of a checkpoint.
 
-    Per group of `rows.group_keys`: expected, u4, 0xFFFFFFFF unknown; gone, u4, rows it had that are
-    no more; dropped, u4, those of them that were dropped; closed, a byte. acked: stage → a byte a
-    row. split: stage → a byte a group of which it took rows singly. tagged: tag → a byte a row that
-    has it, where not all have.
+    For each group of `rows.group_keys`: expected, u4, 0xFFFFFFFF: unknown; gone, u4, the number of
+    freed rows; dropped, u4, how many of these were dropped; closed, one byte. acked: stage → one
+    byte per row. split: stage → one byte per group of which the stage took single rows. tagged:
+    tag → one byte per row, for tags that not all rows have.
     """
 
     expected: bytes = b""
@@ -29,19 +30,19 @@ class Progress(msgspec.Struct, array_like=True):
 
 
 class Census(Body, tag=70):
-    """Which partitions there are. Between peers: those that the receiver serves."""
+    """List all partitions. Between peers: list those that the receiver serves."""
 
 
 class CensusDone(Body, tag=71):
-    """placement: while it is the same, rows stay where they are."""
+    """The reply to `Census`. placement: changes when rows move between peers."""
 
     partitions: list[str]
     placement: int
 
 
 class Survey(Body, tag=72):
-    """Which groups, and rows without a group, there are. cursor: of the last answer, to go on
-    behind it."""
+    """List the groups, and the rows without a group. cursor: of the last reply, to continue
+    there."""
 
     partition: str
     generation: int
@@ -49,7 +50,8 @@ class Survey(Body, tag=72):
 
 
 class SurveyDone(Body, tag=73):
-    """groups, rows: KEY records. cursor 0: that was all. closed_groups: closed and gone by now."""
+    """The reply to `Survey`. groups, rows: KEY records. cursor 0: the list is complete.
+    closed_groups: the number of groups that closed and were freed."""
 
     groups: bytes
     rows: bytes
@@ -58,7 +60,7 @@ class SurveyDone(Body, tag=73):
 
 
 class Save(Body, tag=74):
-    """These groups, then these rows without a group (KEY records), as far as `nbytes` goes."""
+    """Read these groups, then these rows without a group (KEY records), up to `nbytes` bytes."""
 
     partition: str
     generation: int
@@ -68,10 +70,10 @@ class Save(Body, tag=74):
 
 
 class SaveDone(Body, tag=75):
-    """The first `units` of what was asked for, without those that are gone. The rows of each group
-    stand together, in the order of the groups, and before rows without one.
+    """The reply to `Save`: the first `units` of the requested groups and rows, without freed ones.
+    The rows of each group are adjacent, in the order of the groups; rows without a group follow.
 
-    ended_groups: of those that are gone, groups that no drop took: they closed and were freed.
+    ended_groups: how many of the requested groups have closed and been freed.
     """
 
     table: Table
@@ -82,9 +84,10 @@ class SaveDone(Body, tag=75):
 
 
 class Restore(Body, tag=76):
-    """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
+    """Restore rows and groups with their state. Ready rows can be claimed at once.
 
-    closed_groups: that closed and went before. ranges, change: as in `Put`.
+    closed_groups: the number of groups that closed and were freed before the checkpoint. ranges,
+    change: as in `Put`.
     """
 
     partition: str

@@ -1,7 +1,7 @@
-"""Frames of the local door: u32 little-endian length, then one MessagePack envelope.
+"""Frames between client and peer: a u32 little-endian length, then one MessagePack envelope.
 
-`FrameReader` is fed whatever arrived and yields whole bodies; an incomplete frame is an outcome,
-not an error. The limit is checked on the announced length, before a byte of the body is stored.
+`FrameReader` takes bytes as they arrive, and returns whole bodies. An incomplete frame is not an
+error. The reader checks the announced length against the limit before it stores the body.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(envelope: Request | Reply) -> bytes:
-    """One frame, ready to send. FrameTooLarge when the other side would refuse it."""
+    """Return one frame. Raise FrameTooLarge if the receiver would refuse it."""
     body = _encoder.encode(envelope)
     length = len(body)
     if length > MAX_FRAME_BYTES:
@@ -42,8 +42,8 @@ def encode(envelope: Request | Reply) -> bytes:
 def body_length(
     data: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES, at: int = 0
 ) -> int:
-    """The length that the header of the frame at this offset announces; FrameTooLarge over the
-    limit."""
+    """Return the length in the header of the frame at this offset. Raise FrameTooLarge if it is
+    over the limit."""
     length: int = _header.unpack_from(data, at)[0]
     if length > limit_bytes:
         raise FrameTooLarge(
@@ -57,7 +57,7 @@ def body_length(
 def decoded(
     decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray | memoryview, what: str
 ) -> _T:
-    """What the bytes say; ProtocolError where they are not `what`."""
+    """Decode the bytes. Raise ProtocolError if they are not `what`."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
@@ -69,7 +69,7 @@ decode_reply = functools.partial(decoded, msgspec.msgpack.Decoder(Reply), what="
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies of at most `limit_bytes`."""
+    """Split a byte stream into frame bodies of at most `limit_bytes` bytes."""
 
     def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -80,7 +80,7 @@ class FrameReader:
         self._at = 0
 
     def add(self, data: bytes | memoryview) -> None:
-        """They stay as they are until `next` has given all of them."""
+        """Add bytes, which must not change until `next` has returned all bodies."""
         if not self._data:
             self._data = data
             return
@@ -92,7 +92,7 @@ class FrameReader:
         self._at = 0
 
     def next(self) -> bytes | memoryview | None:
-        """The next body that is complete; FrameTooLarge ends the connection."""
+        """Return the next complete body, or None. After FrameTooLarge, the connection must end."""
         data, begin = self._data, self._at + HEADER_BYTES
         self.awaited_bytes = 0
         if len(data) < begin:
@@ -109,6 +109,6 @@ class FrameReader:
         return bytes(body) if isinstance(data, bytearray) else body
 
     def feed(self, data: bytes | memoryview) -> Iterable[bytes | memoryview]:
-        """Every body that is complete with these bytes, as `next` gives them."""
+        """Add bytes, and yield every body that is complete, as `next` does."""
         self.add(data)
         return iter(self.next, None)

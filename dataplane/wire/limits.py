@@ -6,52 +6,51 @@ PROTOCOL_VERSION = 1
 PROTOCOL_VERSION_MIN = 1
 
 SHARDS = 4096
-"""Units of placement in a plane. Peers with another number refuse each other."""
+"""Shards of a plane, the units of placement. Peers with different numbers refuse each other."""
 
 MAX_MEMBERS = 4_096
-"""Peers of a plane."""
+"""The most peers of a plane."""
 
 MAX_FRAME_BYTES = 64 << 20
 MAX_ROWS_PER_MESSAGE = 65_536
 MAX_OPS_PER_MESSAGE = 65_536
-"""Operations that are shipped to a backup at once."""
+"""Log records for a backup in one message."""
 MAX_LOST_PER_MESSAGE = 4_096
-"""Names of lost rows that are told at once."""
+"""Keys of lost rows in one message."""
 MAX_CHANGES_ABOVE_FLOOR = 1_024
-"""Changes of a partition that a caller may repeat, which the shard remembers."""
+"""Changes per caller and partition that the shard remembers, so that the caller can retry them."""
 MAX_FIELDS = 64
 MAX_TAGS = 64
 MAX_STAGES = 16
 MAX_NAME_BYTES = 512
 MAX_RANKS = 65_536
-"""Ranks of a trainer that share a plan, and processes that take part in it."""
+"""Ranks of a plan, and processes that join it."""
 MAX_PLAN_PARTS = 262_144
-"""Ranks times mini-batches of a plan: each process lays out all of them."""
+"""Ranks times mini-batches of a plan. Each process computes all of them."""
 MAX_RANK = 16
 MAX_LEAVES_PER_ROW = 4_096
 MAX_HEAD_BYTES = (1 << 32) - 1
-"""Of an object, without its arrays."""
+"""The size of an object without its arrays."""
 MAX_NESTING = 64
 MAX_WHERE_NODES = 256
 MAX_CONNECTIONS = 4_096
 MAX_HELLO_BYTES = 65_536
-"""A frame of a client that has no session yet."""
+"""The size of a frame from a client without a session."""
 MAX_REQUESTS_PER_CONNECTION = 64
 MAX_BYTES_UNDER_WAY = 256 << 20
-"""At one door: of larger messages that are coming in, or (between peers) are being answered."""
+"""The total size of large messages that one listener is receiving, or (between peers) answering."""
 
 ALIGNMENT_BYTES = 64
 """Every range starts at a multiple of this."""
 
 INLINE_ROW_BYTES = 4_096
-"""What one put or finish brings for a row with the message, to live in the shard; its other values
-go to the arena."""
+"""Inline bytes per row and message, which are stored in the shard. Other values go to the arena."""
 MAX_CHUNKS_PER_MESSAGE = 4_096
 MAX_PIECES_PER_MESSAGE = 65_536
 MAX_CHUNKS_PER_RESTORE = MAX_PIECES_PER_MESSAGE
-"""A group comes back whole, also where many puts and adds have brought it."""
+"""A whole group must fit one message, even if many puts and acks wrote it."""
 MAX_LAYOUT_BYTES = 4_096
 
 NO_GROUP = 0xFFFF_FFFF
 MAX_PULLED_BYTES = 262_144
-"""Of values that a peer sends in one answer; more go through bulk transfer."""
+"""Bytes of values in one reply between peers. Larger transfers use the bulk worker."""

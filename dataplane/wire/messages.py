@@ -1,9 +1,9 @@
-"""Every message between a client and the peer of its host, and what peers forward to each other.
+"""Messages between a client and the peer of its host, some of which peers forward to each other.
 
 A frame is one envelope: `Request` or `Reply`. The envelope carries the ids that make retries safe:
-the session and operation id (who asks, which operation) and `floor`, the lowest operation id of
-that session that may still be retried; answers to lower ones are forgotten. Requests whose answer
-nobody needs have `rid` 0. The server speaks first, with `Welcome`.
+the session, the operation id, and `floor`, the lowest operation id of the session that the client
+may still retry. The peer forgets replies to lower ids. Requests that need no reply have `rid` 0.
+The peer sends the first message, `Welcome`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from dataplane.wire.tables import (
 )
 
 UNHEARD = "unheard"
-"""Detail of a `Failed`: the request was not looked at, and what it names is still its sender's."""
+"""Detail of a `Failed`: the peer did not read the request, and the sender still owns its chunks."""
 
 # handshake
 
 
 class Welcome(Body, tag=1):
-    """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it.
+    """The peer's first frame, sent together with the arena's file descriptors (read-only,
+    read-write).
 
-    pools: its device arenas. Their addresses follow the arena's, in this order. log: the path of
-    the peer's log, "" where that is no file. alone: the run has no other peers and gets none.
-    address: by which other peers reach it, "" where there are none. With the incarnation it is the
-    owner of the client's chunks."""
+    pools: the peer's device arenas. Their addresses follow those of the arena, in this order. log:
+    the path of the peer's log; "" if the log is not a file. alone: the run has only this peer.
+    address: where other peers reach this peer; "" if there are none. The address and the
+    incarnation identify the owner of the client's chunks."""
 
     versions: tuple[int, int]
     plane: str
@@ -62,11 +63,10 @@ class Welcome(Body, tag=1):
 
 
 class Hello(Body, tag=2):
-    """The client's first frame. `session` 0 opens a session, else this connection joins it.
+    """The client's first frame. `session` 0 opens a session; otherwise this connection joins it.
 
-    pools: which device arenas the session reads in place, 1 is the first. pid, command: the
-    client's process as it sees itself; a peer in another pid namespace cannot see either. rank:
-    the one that the client's launcher gave it, -1 where none did."""
+    pools: the device arenas that the session reads in place, from 1. pid, command: the client's
+    process in its own pid namespace. rank: the rank that the client's launcher set; -1: none."""
 
     version: int
     session: int = 0
@@ -78,10 +78,11 @@ class Hello(Body, tag=2):
 
 
 class HelloDone(Body, tag=3):
-    """share_bytes: the largest unit per admission class (opening, continuing, pulls).
+    """The reply to `Hello`. share_bytes: the largest unit of each admission class (new groups,
+    continuing, pulls).
 
-    clients: other sessions of this peer. Where there are none: rows: that the peer has; left_by,
-    left_ms: the command of the client that left last, and how long ago."""
+    clients: the number of other sessions of this peer. If there are none: rows: the number of rows
+    of the peer; left_by, left_ms: the command of the last client, and the time since it left."""
 
     session: int
     share_bytes: tuple[int, int, int]
@@ -95,10 +96,10 @@ class HelloDone(Body, tag=3):
 
 
 class Define(Body, tag=10):
-    """Declare a partition, or attach to it where `definition` is None (waits for one so long).
+    """Declare a partition. If `definition` is None, attach to it, and wait up to `wait_ms` for it.
 
-    generation: of a partition that the client has attached to. Asks for its phase and waits for
-    nothing; PartitionGone where that generation is no more."""
+    generation: of a partition to which the client has attached. The peer replies with its phase at
+    once, or with PartitionGone if that generation has ended."""
 
     partition: str
     definition: Definition | None
@@ -113,8 +114,8 @@ class Defined(Body, tag=11):
 
 
 class Seal(Body, tag=12):
-    """No new rows from now on. keep_short: groups with fewer rows than groups have are closed as
-    they are, and not dropped. change: as in `Tag`."""
+    """Seal a partition: it accepts no new rows. keep_short: close groups with fewer rows than
+    `group_size` instead of dropping them. change: as in `Tag`."""
 
     partition: str
     generation: int
@@ -123,7 +124,7 @@ class Seal(Body, tag=12):
 
 
 class Close(Body, tag=13):
-    """A group is closed with n rows. change: as in `Tag`."""
+    """Close a group when it has n rows. change: as in `Tag`."""
 
     partition: str
     generation: int
@@ -133,7 +134,7 @@ class Close(Body, tag=13):
 
 
 class Reset(Body, tag=14):
-    """Rows become claimable again for a stage, whatever it acked. change: as in `Tag`."""
+    """Make all rows claimable by a stage again, also acked ones. change: as in `Tag`."""
 
     partition: str
     generation: int
@@ -145,12 +146,12 @@ class Reset(Body, tag=14):
 
 
 class Reserve(Body, tag=20):
-    """Room for units (one row's or one group's part), each whole or not at all.
+    """Reserve space for units (the values of one row or one group), each completely or not at all.
 
-    units: per unit the u8 column of the sizes of its ranges.
-    continuing: to groups or keys that this client put or leased before, or fields added to them.
-    digests: a DIGEST record per candidate for dedup. device: in which device arena, 0: the host's;
-    in that too where the device has no room now."""
+    units: for each unit, the u8 column of the sizes of its ranges.
+    continuing: whether the values belong to groups or keys that this client put or leased before.
+    digests: a DIGEST record for each candidate for dedup. device: the device arena; 0: the host
+    arena, which the peer also uses if the device arena is full."""
 
     partition: str
     generation: int
@@ -161,10 +162,12 @@ class Reserve(Body, tag=20):
 
 
 class Reserved(Body, tag=21):
-    """extents: EXTENT records; the ranges of the first `units` units fit into them in order.
+    """The reply to `Reserve`. extents: EXTENT records, which hold the ranges of the first `units`
+    units in order.
 
-    known: RANGE per digest, generation 0 where unknown; places: their EXTENT in the arena. They are
-    pinned (`pin`) so that the client can compare bytes, until the put that shares them, or Unpin.
+    known: a RANGE for each digest, with generation 0 if the peer does not have the chunk; places:
+    their EXTENT in the arena. The peer pins them (`pin`) until a put shares them, or until `Unpin`,
+    so that the client can compare bytes.
     """
 
     units: int
@@ -175,13 +178,13 @@ class Reserved(Body, tag=21):
 
 
 class GiveBack(Body, tag=22):
-    """Extents that the client will not write into. One-way."""
+    """Return extents that the client will not write to. Needs no reply."""
 
     extents: bytes
 
 
 class Unpin(Body, tag=23):
-    """Pins whose last view is gone, where no request follows that would name them. One-way."""
+    """Release pins that have no views. Sent if no other request can carry them. Needs no reply."""
 
     pins: list[int]
 
@@ -190,16 +193,16 @@ class Unpin(Body, tag=23):
 
 
 class Put(Body, tag=30):
-    """Rows, new or known, with values whose bytes are already in place, or come along.
+    """Put new or existing rows, with values that are already in the arena or in this message.
 
-    ranges: EXTENT records, written by this client inside its grants. shared: RANGE records of
-    known ranges (dedup). The number of a chunk from a client is its place, from 1 on, among ranges,
-    then shared. ShardFull, and nothing is done, where the shard has no room for inline chunks.
-    digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
-    change: between peers, as in `Tag`. holder: as a backup is told, the session that put the rows,
-    whose permits its new groups use.
-    continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
-    want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
+    ranges: EXTENT records, which this client has written in its reserved space. shared: RANGE
+    records of known ranges (dedup). The number of a chunk is its position, from 1, in `ranges`
+    followed by `shared`. If the shard has no space for inline chunks, it replies ShardFull and does
+    nothing. digests: a DIGEST for each entry of `ranges` that later puts may share; `digest_index`
+    (u4) has their positions. change: between peers, as in `Tag`. holder: for a backup, the session
+    that put the rows, whose permits its new groups use. continuing: as in `Reserve`. reuse: keys
+    and group ids of freed rows may be used for new ones. want_bytes: bytes to reserve in the host
+    arena for the next put; want_on_devices: the same for each device arena.
     """
 
     partition: str
@@ -222,11 +225,11 @@ class Put(Body, tag=30):
 
 
 class PutDone(Body, tag=31):
-    """extents: granted for the next put, at most what it wants. kept: fields of rows that were
-    there already and stayed (redelivered adds). gone: rows of a put that were passed over, because
-    they were there before and have been freed. there: rows of a put that were passed over, because
-    they are there with all of its fields. ranges: RANGE records of what an ack has written, where
-    it says `again`."""
+    """The reply to a put or an ack. extents: reserved for the next put, at most the wanted bytes.
+    kept: existing fields of redelivered rows that were kept. gone: the number of rows that were
+    skipped, because they were put before and have been freed. there: the number of rows that were
+    skipped, because they exist with all of these fields. ranges: RANGE records of the chunks of an
+    ack with `again`."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
@@ -236,9 +239,9 @@ class PutDone(Body, tag=31):
 
 
 class Tag(Body, tag=32):
-    """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row.
-    change: between peers. The shard carries the change out once and answers every retry alike; a
-    client leaves it out."""
+    """Set tags. tags: for each tag, a list of n values, or of one value for all rows. expect: set
+    the tags of a row only if it has these tag values. change: only between peers. The shard applies
+    a change once, and repeats its reply to every retry."""
 
     partition: str
     generation: int
@@ -249,7 +252,8 @@ class Tag(Body, tag=32):
 
 
 class Drop(Body, tag=33):
-    """Exactly one of rows, groups, where; none of them drops the partition. change: as in `Tag`."""
+    """Drop `rows`, `groups` or the rows that match `where`; without any, drop the partition.
+    change: as in `Tag`."""
 
     partition: str
     generation: int
@@ -260,7 +264,8 @@ class Drop(Body, tag=33):
 
 
 class Dropped(Body, tag=34):
-    """unknown_tags: tags of the filter that no row has ever had, each with some that rows have."""
+    """The reply to `Drop`. unknown_tags: tags of the filter that no row has ever had, each with
+    some existing tags."""
 
     rows: int
     bytes: int
@@ -268,10 +273,11 @@ class Dropped(Body, tag=34):
 
 
 class Read(Body, tag=35):
-    """Read without a lease. rows/where: as in Drop; none: all rows. fields None: every field.
+    """Read rows without a lease. rows, where: as in `Drop`; neither: all rows. fields None: every
+    field.
 
-    limit bounds the rows of one answer, `after` continues at the cursor of the last one. overview:
-    no values; `has` and `states` instead."""
+    limit: the most rows in one reply. after: the cursor of the last reply, to continue there.
+    overview: reply with `has` and `states` instead of values."""
 
     partition: str
     generation: int
@@ -284,9 +290,9 @@ class Read(Body, tag=35):
 
 
 class ReadDone(Body, tag=36):
-    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end.
-    unknown_tags: as in Dropped, on the first page. has, by field, and states, by stage: a byte per
-    row."""
+    """The reply to `Read`. pin: 0: nothing is pinned. cursor: the `after` of the next request;
+    empty at the end. unknown_tags: as in `Dropped`, in the first reply. has, by field, and states,
+    by stage: one byte per row."""
 
     table: Table
     pin: int
@@ -300,7 +306,7 @@ class ReadDone(Body, tag=36):
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):
-    """A form of demand; claims with equal `unit` and `where` share a lane."""
+    """The rows or groups that a claim wants."""
 
     unit: Literal["rows", "groups"]
     count: int
@@ -311,16 +317,17 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Claim(Body, tag=40):
-    """declare: the fields of a stage that is not declared yet. lease_ms 0: no hard limit.
-    timeout_ms -1: as long as rows can come. own: the thread or task that claims has rows of this
-    partition already, for which it may wait in vain.
+    """Claim rows for a stage. declare: the fields of a stage that is not declared yet. lease_ms 0:
+    no time limit. timeout_ms -1: wait as long as rows can still become ready. own: whether the
+    thread or task that claims holds other rows of this partition, for which it may be waiting.
 
-    Between peers with all fields that it fetches. number: of the claim, which no other one has.
-    label: what people call its holder. waited_ms: its age. most_bytes: what its host can have
-    pulled at once, 0: any number; timeout_ms 0: it does not wait.
+    Between peers, `fields` lists all fields to fetch. number: unique number of the claim. label:
+    name of its holder for people. waited_ms: age of the claim. most_bytes: bytes that its host can
+    pull at once, 0: any number; timeout_ms 0: do not wait.
 
-    plan: not rows, but a part in the stage's plan, as this `rank` of a trainer: waits until the
-    partition is sealed and all rows that the stage has left are ready. Of `want` nothing counts."""
+    plan: join the stage's plan as this `rank` of a trainer, instead of claiming rows. Waits until
+    the partition is sealed and all remaining rows are ready, and ignores `want`.
+    """
 
     partition: str
     generation: int
@@ -340,8 +347,8 @@ class Claim(Body, tag=40):
 
 
 class Claimed(Body, tag=41):
-    """Leased rows. plan: what was asked for is a part in a plan, which `lease` names; the table is
-    empty. Between peers without a pin."""
+    """The reply to `Claim`: leased rows. plan: the rows of a plan; then `lease` is the rank's
+    lease, and the table is empty. Between peers, without a pin."""
 
     lease: int
     pin: int
@@ -350,8 +357,8 @@ class Claimed(Body, tag=41):
 
 
 class Fetch(Body, tag=42):
-    """More fields of leased rows: of all that are left, or of those at `index` (u4), without those
-    that are gone. Between peers, with the partition that the lease is of."""
+    """Fetch more fields of leased rows: of all open rows, or of those at `index` (u4), without
+    freed rows. Between peers, with the partition of the lease."""
 
     lease: int
     fields: list[str]
@@ -361,7 +368,8 @@ class Fetch(Body, tag=42):
 
 
 class Fetched(Body, tag=43):
-    """index: where `Fetch` has one, u4: those of it that are there. Between peers as `Claimed`."""
+    """The reply to `Fetch`. index: the entries of `Fetch.index` (u4) that exist. Between peers,
+    without a pin."""
 
     pin: int
     table: Table
@@ -369,16 +377,16 @@ class Fetched(Body, tag=43):
 
 
 class Finish(Body, tag=44):
-    """The end of a lease, for all its rows or for those at `index` (u4), with what was added.
+    """End a lease for all its rows, or for those at `index` (u4), and store added values.
 
-    The rows of `values` are the leased rows in order (or those at `index`). On `release` they are
-    progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
-    goes on (adds only). Of a plan, an ack is for all that its rank has to do, a release ends
-    the plan for all, and `leave` ends nothing: the client had given up its call. `abandon`: a
-    release because the client ends, or has ended, while it holds the lease; its peer logs that.
-    `expire`, between peers: a release because `lease=` seconds are over.
-    change: between peers, as in Tag. ranges, shared: as in Put. again: a later ack may name chunks
-    of this one again, so the peer holds them until the lease ends."""
+    The rows of `values` are the leased rows in order (or those at `index`). With `release`, the
+    values are progress, which only the next claim of the rows by this stage returns. `keep` stores
+    values, and the lease continues. In a plan, `ack` ends the part of one rank, `release` ends the
+    plan for all ranks, and `leave` withdraws a cancelled call. `abandon` is a release because the
+    client ends while it holds the lease; its peer logs that. `expire`, between peers, is a release
+    because the `lease=` seconds are over.
+    change: between peers, as in `Tag`. ranges, shared: as in `Put`. again: a later ack may name
+    chunks of this one again, so the peer keeps them until the lease ends."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon", "expire"]
@@ -396,10 +404,10 @@ class Finish(Body, tag=44):
 
 
 class Wait(Body, tag=45):
-    """Until `count` units are ready for the stage, or fewer than `below` are not yet done.
+    """Wait until `count` units are ready for the stage, or until fewer than `below` are unfinished.
 
-    where: of those that match; what is leased or not ready yet counts until it is known. key: until
-    there is a row with this key instead, whatever stages need; `stage` is "" then."""
+    where: count only units that match; leased units, and units that are not ready yet, always
+    count. key: wait until a row with this key exists instead; `stage` is "" then."""
 
     partition: str
     generation: int
@@ -413,7 +421,7 @@ class Wait(Body, tag=45):
 
 
 class Losses(Body, tag=46):
-    """Names of rows that were lost with a peer, beyond the first `after`; waits for some."""
+    """Wait for keys of rows that were lost with a peer, after the first `after` of them."""
 
     partition: str
     generation: int
@@ -422,7 +430,8 @@ class Losses(Body, tag=46):
 
 
 class LossesDone(Body, tag=47):
-    """missed: names in between that the shard has no more. ended: no row can be lost any more."""
+    """The reply to `Losses`. missed: the number of keys that the shard has forgotten. ended: no
+    more rows can be lost."""
 
     after: int
     names: list[Name] = []
@@ -434,13 +443,13 @@ class LossesDone(Body, tag=47):
 
 
 class Admit(Body, tag=53):
-    """Until `count` groups more may be begun: see `dataplane.metadata.shard.permits`. timeout_ms
-    -1: for as long as there may be new groups.
+    """Wait until `count` more groups may start; see `dataplane.metadata.shard.permits`. timeout_ms
+    -1: wait as long as the partition accepts new groups.
 
-    own: the thread or task that asks has permits of this partition already.
+    own: whether the calling thread or task already holds permits of this partition.
 
-    Between peers: number: of the permit, which no other one has. label: what people call its
-    holder. waited_ms: its age."""
+    Between peers: number: unique number of the permit. label: name of its holder for people.
+    waited_ms: age of the call."""
 
     partition: str
     generation: int
@@ -455,16 +464,16 @@ class Admit(Body, tag=53):
 
 
 class Admitted(Body, tag=54):
-    """A permit, which the groups use that its session opens. version: the trainer's."""
+    """The reply to `Admit`: a permit for groups that the session opens. version: the trainer's
+    version."""
 
     permit: int
     version: int
 
 
 class Withdraw(Body, tag=55):
-    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`. Between
-    peers also calls that nobody waits for any more: when this is answered they have no lease and no
-    permit, and never will."""
+    """Return permits; see `dataplane.metadata.shard.permits.Permits.take_back`. Between peers, also
+    withdraw cancelled calls: after the reply, they have no lease and no permit, and get none."""
 
     partition: str
     generation: int
@@ -472,8 +481,7 @@ class Withdraw(Body, tag=55):
 
 
 class Advance(Body, tag=56):
-    """The trainer is at this version; what it has finished may give its places back. change: as in
-    `Tag`."""
+    """Set the trainer's version, which frees the places of finished groups. change: as in `Tag`."""
 
     partition: str
     generation: int
@@ -485,7 +493,8 @@ class Advance(Body, tag=56):
 
 
 class Stats(Body, tag=50):
-    """partition None: the whole peer. probe: the ways between all peers, tried anew."""
+    """Ask for statistics. partition None: of the whole peer. probe: test the transports between all
+    peers again."""
 
     partition: str | None = None
     probe: bool = False
@@ -496,11 +505,11 @@ class StatsDone(Body, tag=51):
 
 
 class Done(Body, tag=60):
-    """Nothing to tell."""
+    """A reply without content: the request took effect."""
 
 
 class Notice(Body, tag=62):
-    """Something for the log of the client's process; answers no request (rid 0)."""
+    """A line for the log of the client's process. It is not a reply (rid 0)."""
 
     text: str
 
@@ -514,7 +523,7 @@ class Failed(Body, tag=61):
 
 
 class Request(msgspec.Struct, array_like=True):
-    """unpin: pins whose last view is gone."""
+    """The envelope of a request. unpin: pins that have no views."""
 
     rid: int
     session: int

@@ -1,11 +1,9 @@
-"""What peers say to each other: greetings over zmq, all else over streams.
+"""Messages between peers: the handshake over zmq, everything else over streams.
 
-One envelope a message.
-Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
-chunks named as their owner knows them. What is only between peers is here: the handshake,
-what becomes of claims, and of bytes; what keeps a plane whole (life signs, rosters, operations for
-backups, what was not answered, whether anybody still moves); and samples to try the ways between
-two peers on.
+Each message is one envelope. A peer forwards a client's requests with the same bodies (`messages`),
+but with the owners' names of the chunks. Messages only between peers are here: the handshake,
+references, heartbeats, rosters, log records for backups, unanswered changes, checks for a
+standstill, and samples to test transports.
 """
 
 from __future__ import annotations
@@ -55,14 +53,15 @@ from dataplane.wire.tables import Owner, RosterTable
 
 
 class PeerHello(Body, tag=100):
-    """Both directions: who one is. Anything that must be equal is compared before anything else.
+    """The identity of a peer, sent in both directions. The receiver first compares the values that
+    must be equal.
 
-    epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of the bulk
-    worker; "": there is none. bulk_fingerprint: SHA-256 in hex of the certificate that it shows;
-    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory.
+    epoch: of the first roster, which shows whether the seeds are equal. bulk: `host:port` of the
+    bulk worker; "": there is none. bulk_fingerprint: SHA-256 of its certificate, in hex; "": it
+    does not use TLS. device_bulk: as `bulk`, for the worker that moves device memory.
 
-    In an answer only. stream: where the asker dials its two streams from now on. stream_secret,
-    control_secret: the secret of the call stream and of the control stream."""
+    Only in a reply. stream: the address at which the requester opens its two streams.
+    stream_secret, control_secret: the secrets of the call stream and of the control stream."""
 
     versions: tuple[int, int]
     plane: str
@@ -81,26 +80,26 @@ class PeerHello(Body, tag=100):
 
 
 class Pull(Body, tag=134):
-    """To the owner of values: so many bytes from the start of each of these ranges. None of any of
-    them asks only which are there.
+    """Ask the owner of values for the first bytes of each of these ranges. If all sizes are 0, ask
+    only which ranges exist.
 
-    ranges: RANGE records. sizes: u8 a range."""
+    ranges: RANGE records. sizes: u8 per range."""
 
     ranges: bytes
     sizes: bytes
 
 
 class Pulled(Body, tag=135):
-    """data: all of it, in the order asked for; empty where some are gone. gone: a byte a range, 1
-    where it has been freed; empty where none has."""
+    """The reply to `Pull`. data: the bytes of all ranges in order; empty if a range was freed.
+    gone: one byte per range, 1 if it was freed; empty if none was."""
 
     data: bytes
     gone: bytes = b""
 
 
 class Release(Body, tag=120):
-    """Value references that a shard no longer holds, to their owner. RANGE records, u4 counts.
-    number: of one message after the other from this sender; one that came before is passed over."""
+    """Tell the owner of values that a shard has released references. RANGE records, u4 counts.
+    number: increases with each message of this sender; the receiver ignores repeated numbers."""
 
     ranges: bytes
     counts: bytes
@@ -108,15 +107,16 @@ class Release(Body, tag=120):
 
 
 class Beat(Body, tag=140):
-    """The sender lives; answered by `Rostered`. The first seed, as it begins, asks others for their
-    rosters so.
+    """A heartbeat. The receiver replies with `Rostered`. A starting keeper also sends it, to ask
+    other peers for their rosters.
 
-    synced: its backup, in the roster of this message's epoch, has all that it has; None: not what
-    it took over last, or did just now, and all that it was called in sync with. leaving: it wants
-    to hand over its shards; said to all members while the authority is away. clear: members at
-    which none of its rows' values lie. wanted: somebody uses it, or may soon. spare: one bit a
-    shard, those of the sender that go to a member without any: nothing lives in them, and nothing
-    will before the next roster. unreached: members whose hosts do not answer the sender.
+    synced: whether the backup in the roster of this message's epoch has all data of the sender;
+    None: it has all data except shards that the sender took over recently. leaving: the sender
+    wants to hand off its shards; sent to all members while the keeper is unreachable. clear:
+    members that store no values of the sender's rows. wanted: a client uses the sender, or may
+    soon. spare: one bit per shard: empty shards of the sender that the keeper may move to a member
+    without shards; they stay empty until the next roster. unreached: members whose hosts do not
+    answer the sender.
     """
 
     synced: bool | None = False
@@ -128,14 +128,15 @@ class Beat(Body, tag=140):
 
 
 class Confirm(Body, tag=142):
-    """To the sender's backup, again and again: does it know of nobody who took the sender's shards
-    over? Then it answers, takes none over for a moment, and the sender goes on to serve."""
+    """Ask the sender's backup repeatedly to confirm that no peer has taken over the sender's
+    shards. The backup replies, and takes over no shard for a moment. The sender may then serve."""
 
 
 class Rostered(Body, tag=141):
-    """The sender's roster; None where the receiver has it. Also sent unasked, when it is new.
+    """The sender's roster; None if the receiver already has it. Also sent without a request when
+    it is new.
 
-    wanted: to a member's `Beat`, whether the authority was told so by any member.
+    wanted: in a reply to a member's `Beat`, whether any member reported `wanted`.
     """
 
     table: RosterTable | None = None
@@ -143,7 +144,7 @@ class Rostered(Body, tag=141):
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):
-    """Operations of one partition."""
+    """Log records of one partition."""
 
     partition: str
     generation: int
@@ -151,10 +152,10 @@ class Shipment(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Append(Body, tag=143):
-    """To the sender's backup: what its shards did, in order.
+    """Send log records of the sender's shards to its backup, in order.
 
-    stream: of one dump and all that follows. first: number of the first operation in the stream;
-    0 begins it.
+    stream: number of the stream, which starts with a dump. first: number of the first record; 0
+    starts the stream.
     """
 
     stream: int
@@ -163,8 +164,8 @@ class Append(Body, tag=143):
 
 
 class Duplicate(Body, tag=145):
-    """To the sender's backup, with replicas=2: second copies of chunks of the sender's, which rows
-    are about to use. Answered when they are there. RANGE records; u8 how many bytes each has."""
+    """With replicas=2, ask the sender's backup to copy chunks of the sender that rows will use. The
+    backup replies when it has the copies. RANGE records; sizes: u8 bytes per range."""
 
     partition: str
     generation: int
@@ -173,12 +174,12 @@ class Duplicate(Body, tag=145):
 
 
 class Inherited(Body, tag=144):
-    """To every owner of values: the sender has taken over the shards of `origin`, and holds these
-    references of the receiver's that those held. RANGE records, u4 counts.
+    """Tell an owner of values that the sender has taken over the shards of `origin`, with these
+    references to the receiver's values. RANGE records, u4 counts.
 
-    began: number of the roster under which the sender began with nothing, also what it was given
-    by that or one before; `origin` is its address with incarnation 0, as rosters named it before it
-    came. Else 0. more: what else it holds comes with the next one."""
+    began: the number of the roster under which the sender started with empty shards; `origin` is
+    then its address with incarnation 0. Otherwise 0. more: another message with more references
+    follows."""
 
     origin: Owner
     ranges: bytes
@@ -188,21 +189,22 @@ class Inherited(Body, tag=144):
 
 
 class Settled(Body, tag=153):
-    """To `Settle`: whether the change was carried out."""
+    """The reply to `Settle`: whether the shard has applied the change."""
 
     carried_out: bool
 
 
 class CanFree(Body, tag=150):
-    """The sender's producers wait for room: can anybody of the receiver's clients free some?"""
+    """Ask whether clients of the receiver can free space, because producers of the sender wait."""
 
 
 class Stirring(Body, tag=151):
-    """Who at the sender's host may still free rows.
+    """The reply to `CanFree`: activity at the sender's host that may still free rows.
 
-    filled: partitions of which it has rows. busy: partitions of clients that do not wait in a call.
-    held: rows are leased, or stay or go for other reasons than a stage's. claims: how many wait.
-    claimable: rows are ready for some stage. done: operations so far, to see whether any came.
+    filled: partitions with rows on this host. busy: partitions of clients that are not waiting in
+    a call. held: rows are leased, or not only stages can free them. claims: number of waiting
+    claims. claimable: rows are ready for a stage. done: number of operations so far, which shows
+    whether there were new ones.
     """
 
     filled: list[str]
@@ -214,21 +216,21 @@ class Stirring(Body, tag=151):
 
 
 class Identify(Body, tag=157):
-    """Who are these clients of the receiver's? Asked when somebody waits, for a message."""
+    """Ask for the names of clients of the receiver, for a message about a waiting call."""
 
     sessions: list[int]
 
 
 class Identified(Body, tag=158):
-    """Per session what people call the client, and for how many ms it has been disconnected; -1: it
-    is connected."""
+    """The reply to `Identify`. For each session, the client's name, and the ms since it was
+    disconnected; -1: it is connected."""
 
     clients: list[tuple[str, int]]
 
 
 class Sample(Body, tag=160):
-    """Asks for bytes to try transports on, which the owner keeps while there is room. device: bytes
-    on a device, which its device workers serve; an owner without any has none."""
+    """Ask for bytes with which to test transports. The owner keeps them while it has space. device:
+    bytes in a device arena, if the owner has one."""
 
     device: bool = False
 
@@ -236,8 +238,8 @@ class Sample(Body, tag=160):
 class Sampled(Body, tag=161):
     """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one range.
 
-    nbytes 0: there is no room for any. transport: the engine that the owner's bulk workers run;
-    missing: why not the one it was told to.
+    nbytes 0: the owner has no space for them. transport: the transport of the owner's bulk
+    workers; missing: why it is not the requested one.
     """
 
     range: int
@@ -252,7 +254,8 @@ class Sampled(Body, tag=161):
 
 
 class PeerRequest(msgspec.Struct, array_like=True):
-    """has: (stream, how many operations of it), of what the sender backs up for the receiver."""
+    """The envelope of a request. has: (stream, number of records of it) that the sender, as a
+    backup, has of the receiver's log."""
 
     rid: int
     sender: str
@@ -298,8 +301,9 @@ class PeerRequest(msgspec.Struct, array_like=True):
 
 
 class PeerReply(msgspec.Struct, array_like=True):
-    """incarnation: of the answering peer; where it changed, the peer was started anew. append: to
-    its backup, what that has to have before the answer may be told to anybody."""
+    """The envelope of a reply. incarnation: of the replying peer; it changes when the peer
+    restarts. append: for its backup: the log records that the backup must have before the receiver
+    may use the reply."""
 
     rid: int
     incarnation: int
@@ -334,7 +338,7 @@ _replies_decoder = msgspec.msgpack.Decoder(PeerReply)
 
 
 def encode(envelope: PeerRequest | PeerReply) -> bytes:
-    """One message. FrameTooLarge when the other side would refuse it, and end the link for it."""
+    """Return the bytes of one message. Raise FrameTooLarge if the receiver would refuse it."""
     message = _encoder.encode(envelope)
     if len(message) > MAX_FRAME_BYTES:
         what = type(envelope.body).__name__

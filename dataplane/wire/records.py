@@ -1,4 +1,4 @@
-"""Fixed-size little-endian records that travel as raw columns inside messages.
+"""Fixed-size little-endian records, which messages carry as raw columns.
 
 A column of records is `array.tobytes()` in a MessagePack `bin`; `column()` is the only reader and
 checks the length. Keys are 16-byte records: minted (shard, session, counter) or the hash of a name.
@@ -15,17 +15,16 @@ import numpy.typing as npt
 from dataplane.errors import ProtocolError
 
 EXTENT = np.dtype([("offset", "<u8"), ("length", "<u8")])
-"""A stretch of the arena: granted for writing, or (in a put) written as one range."""
+"""A contiguous part of the arena: reserved for writing, or (in a put) written as one range."""
 
 RANGE = np.dtype([("range", "<u4"), ("generation", "<u4")])
-"""A range by its identity at its owner."""
+"""The name of a range at its owner."""
 
 KEY = np.dtype("V16")
 """A row or group key."""
 
 DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
-"""xxh3-128 of what a chunk holds and how it is read, and its size: the name under which dedup looks
-for it."""
+"""xxh3-128 of a chunk's bytes and layout, and its size: the key with which dedup finds it."""
 
 U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
 
@@ -33,7 +32,8 @@ Array = npt.NDArray[np.generic]
 
 
 def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) -> npt.NDArray[Any]:
-    """A read-only view of a raw column; ProtocolError unless it holds exactly `count` records."""
+    """Return a read-only view of a raw column. Raise ProtocolError unless it has `count`
+    records."""
     if len(data) % dtype.itemsize or (count is not None and len(data) != count * dtype.itemsize):
         raise ProtocolError(
             f"a column of {dtype.itemsize}-byte records has {len(data)} bytes: expected "
@@ -43,7 +43,7 @@ def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) 
 
 
 def joined(parts: Iterable[npt.NDArray[Any]], dtype: np.dtype) -> npt.NDArray[Any]:
-    """Columns of records one behind the other, read-only.
+    """Concatenate columns of records into a read-only column.
 
     np.concatenate promotes structured dtypes pair by pair, in Python.
     """

@@ -1,6 +1,6 @@
-"""What a door refuses, counted always and logged at most once a second.
+"""Refused connections: always counted, and logged at most once a second.
 
-A stranger decides how often he is refused, and must not decide how much is written to a disk.
+A stranger can connect any number of times, and must not be able to fill a disk with log lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PERIOD_S = 1.0
 
 
 class Refusals:
-    """Of one door; used by several threads, so a count may be late by one."""
+    """The refusals of one listener. Several threads use it, so a logged count may be low by one."""
 
     def __init__(self, log: logging.Logger, door: str) -> None:
         self.total = 0
@@ -22,7 +22,8 @@ class Refusals:
         self._quiet_until = 0.0
 
     def count(self, why: object) -> None:
-        """One more. `why` is logged when the last line is a second old, with the number since."""
+        """Count a refusal. Log `why`, and the number of unlogged refusals, at most once a
+        second."""
         self.total += 1
         now = time.monotonic()
         if now < self._quiet_until:

@@ -1,6 +1,7 @@
 """The parts that messages share: definitions, chunks, pieces and tables of rows.
 
-Keys, groups and places are raw columns (see `records`). Values are told by chunk, never by row.
+Keys, groups and extents are raw columns (see `records`). Values are described per chunk, never per
+row.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 Scalar = bool | int | float | str | None
 """A tag."""
 Name = str | int
-"""A key or group id as the user gave it; its type comes back as it was."""
+"""A key or group id as the user passed it. It keeps its type."""
 Where = list[Any]
 """A filter over tags as nested lists: ["ge", tag, scalar], ["and", w, w], ["in", tag, [...]] …"""
 
 
 Form = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
-"""What the values of a field are: "int64[*]"; see `client/write/schema.py`."""
+"""The form of a field's values, such as "int64[*]"; see `client/write/schema.py`."""
 
 
 class Body(msgspec.Struct, array_like=True):
@@ -28,7 +29,7 @@ class Body(msgspec.Struct, array_like=True):
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True):
-    """What a partition was declared as. Declaring it again must give the same."""
+    """The definition of a partition. Every declaration of a partition must have the same one."""
 
     stages: dict[str, list[str]] = {}
     group_size: int | None = None
@@ -39,12 +40,13 @@ class Definition(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Shape(msgspec.Struct, array_like=True, frozen=True):
-    """What all ranks of a trainer's plan agree on.
+    """The arguments of a plan, which are equal on all ranks.
 
-    minibatches: optimiser steps an epoch. budget: the most that `budget_tag` of a micro-batch comes
-    to, a single heavier row apart; budget_tag None: one micro-batch a mini-batch. balance: the tag
-    by which parts are made even; None: by their rows. remainder: what becomes of rows that are no
-    multiple of ranks × minibatches. unit: what stays at one rank, and in one mini-batch."""
+    minibatches: optimiser steps per epoch. budget: the largest sum of `budget_tag` in a
+    micro-batch, unless it is a single row; budget_tag None: one micro-batch per mini-batch.
+    balance: the tag whose sums are balanced between ranks; None: the number of rows. remainder:
+    how to treat rows beyond a multiple of ranks × minibatches. unit: what is never split between
+    ranks or mini-batches."""
 
     ranks: int
     minibatches: int = 1
@@ -58,15 +60,15 @@ class Shape(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def tags(self) -> list[str]:
-        """Those that rows are weighed by."""
+        """The tags that weigh rows."""
         return [tag for tag in dict.fromkeys((self.balance, self.budget_tag)) if tag is not None]
 
 
 class Laid(msgspec.Struct, array_like=True):
-    """The rows of a plan as they were when it began, by which every rank lays it out alike.
+    """The rows of a plan at its start. Every rank computes the same layout from them.
 
-    groups: where units are groups, u4 a row: equal for rows of one group, NO_GROUP for a row
-    without. weights: tag → f8 a row."""
+    groups: if units are groups, u4 per row: equal for rows of one group, NO_GROUP for a row without
+    a group. weights: tag → f8 per row."""
 
     rows: int
     groups: bytes = b""
@@ -74,15 +76,15 @@ class Laid(msgspec.Struct, array_like=True):
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
-    """A peer in one life of its process: ranges are only meaningful together with this."""
+    """A peer and its incarnation. A range is meaningful only together with its owner."""
 
     peer: str
     incarnation: int
 
     @property
     def first_session(self) -> int:
-        """Its clients' sessions have the numbers behind this one, so that whoever knows of one
-        knows whose it is."""
+        """The number below the first session of this peer. It makes session numbers identify their
+        peer."""
         return self.incarnation % _LIVES * SESSIONS
 
     def has_session(self, number: int) -> bool:
@@ -93,11 +95,11 @@ _LIVES, SESSIONS = 1 << 40, 1 << 23
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """Which change a message asks a shard for; a retry carries the same one.
+    """The identity of a change. A retry carries the same one.
 
-    caller: the peer that asks, in this life of its process. number: grows from one change of the
-    caller to its next. floor: the caller's lowest number for this partition that is not over. The
-    caller sends nothing below its floor any more, so the shard forgets what is below.
+    caller: the peer that sends the change. number: increases with each change of the caller. floor:
+    the caller's lowest unanswered number for this partition. The caller sends nothing below its
+    floor, so the shard forgets lower numbers.
     """
 
     caller: Owner
@@ -106,15 +108,15 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
 
 INLINE = Owner("", 0)
-"""The shard itself: chunks that live in it have their bytes in the message."""
+"""The owner of inline chunks, which are stored in the shard. Their bytes are in the message."""
 
 
 class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
-    """What another process of this host needs to open a device arena.
+    """The handle with which another process of this host opens a device arena.
 
-    kind, device: of which driver, and which of its devices, by a name that is the same in all
-    processes. raw: the driver's own handle, of the whole allocation; the pool begins `offset` bytes
-    behind that allocation's start and is `nbytes` long.
+    kind: the kind of device. device: its name, which is the same in all processes. raw: the
+    driver's handle of the whole allocation. The pool has `nbytes` bytes and starts at `offset` in
+    the allocation.
     """
 
     kind: str
@@ -125,9 +127,9 @@ class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Takeover(msgspec.Struct, array_like=True, frozen=True):
-    """From the roster with this number on, `heir` serves the shards of `owner`. in_sync: with what
-    they held; or else they begin empty there. ended: the process of `owner` is proven to have
-    ended, so it answers nobody."""
+    """From the roster with this number, `heir` serves the shards of `owner`. in_sync: it has their
+    data; otherwise they start empty. ended: the process of `owner` is proven to have ended, so it
+    does not answer."""
 
     owner: Owner
     heir: Owner
@@ -139,12 +141,12 @@ class Takeover(msgspec.Struct, array_like=True, frozen=True):
 class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     """A roster: see `metadata.roster.roster`.
 
-    incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
-    primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,
-    the first shard in the highest bit. leaving: members that hand over what they have.
-    takeovers: the last ones, for whoever missed the roster of one. lost: u1 a shard, how often
-    both copies of it were lost, modulo 256; empty: never, of any. ancestors: of each authority
-    before, oldest first, the epoch of the roster from which the next one went on.
+    incarnations: one per member; 0: not known yet. epoch: (keeper's incarnation, number).
+    primaries, backups: u2 per shard, the index of a member; 0xFFFF: no backup. in_sync: one bit per
+    shard, the first shard in the highest bit. leaving: members that drain. takeovers: the most
+    recent ones, for peers that missed a roster. lost: u1 per shard, how many times both copies of
+    it were lost, modulo 256; empty: no shard was ever lost. ancestors: for each earlier keeper,
+    oldest first, the epoch of its last roster that the next keeper continued from.
     """
 
     members: list[str]
@@ -163,8 +165,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """A chunk that a message names: the values of some rows, column after column.
 
     owner: index into the owners of the message. number: its name at the owner; 0 for a chunk whose
-    bytes are in the message (`inline`), whose owner is INLINE. layout: index into the layouts of
-    the message; see `layouts`. inline: of a chunk in device memory, the lengths of its rows.
+    bytes are in the message (`inline`) and whose owner is INLINE. layout: index into the layouts of
+    the message; see `layouts`. inline: for a chunk in device memory, the lengths of its rows.
     """
 
     owner: int
@@ -176,12 +178,12 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Piece(msgspec.Struct, array_like=True, frozen=True):
-    """Which rows of a message have their values in a chunk.
+    """Rows of a message whose values are in one chunk.
 
-    fields: per column of the chunk, an index into the fields of the message, or -1 for a column
-    that these rows do not use. given: bits of rows, little-endian, counted from the row `base`. The
-    values of the n-th of these rows are in the chunk row `first` + n, or in the n-th row of `at`
-    (u4), where there is one.
+    fields: for each column of the chunk, an index into the fields of the message, or -1 for a
+    column that these rows do not use. given: a bit mask of rows, little-endian, from row `base`.
+    The values of the n-th of these rows are in the chunk's row `first` + n, or, if `at` (u4) is not
+    empty, in the row at[n].
     """
 
     chunk: int
@@ -193,7 +195,7 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Values(msgspec.Struct, array_like=True, frozen=True):
-    """The values that a message brings. Only clients read layouts and the bytes of chunks."""
+    """The values of a message. Only clients read layouts and the bytes of chunks."""
 
     fields: list[str] = []
     owners: list[Owner] = []
@@ -203,21 +205,21 @@ class Values(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of its chunks."""
+        """The size of all chunks."""
         return sum([chunk.nbytes for chunk in self.chunks])
 
     @property
     def inline_bytes(self) -> int:
-        """Of its inline chunks. They have no number."""
+        """The size of the inline chunks."""
         return sum([len(chunk.inline) for chunk in self.chunks if not chunk.number])
 
 
 class Rows(msgspec.Struct, array_like=True):
-    """Which rows: keys and groups.
+    """Rows by their keys and groups.
 
-    keys: KEY records. names: the user's keys, or None where all keys are minted.
-    group_index: u4 a row into group_keys, NO_GROUP for a row without group; empty: no groups.
-    group_names: the user's group ids, or None where all are minted.
+    keys: KEY records. names: the user's keys; None: all keys are generated. group_index: u4 per
+    row, an index into group_keys, or NO_GROUP; empty: no row has a group. group_names: the user's
+    group ids; None: all are generated.
     """
 
     keys: bytes
@@ -228,9 +230,10 @@ class Rows(msgspec.Struct, array_like=True):
 
 
 class Table(msgspec.Struct, array_like=True):
-    """Rows with their values and tags, as grants and reads return them.
+    """Rows with their values and tags, as claims and reads return them.
 
-    places: to a client, EXTENT of each chunk in the host's arenas; zeros for an inline one."""
+    places: for a client, the EXTENT of each chunk in the host's arenas; zeros for an inline chunk.
+    """
 
     rows: Rows
     values: Values = Values()

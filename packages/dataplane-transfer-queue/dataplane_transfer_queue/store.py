@@ -49,7 +49,9 @@ class StorageKeyNotFoundError(KeyError, ValueError):
 
 
 def _still_cleared(name: str) -> dataplane.Unavailable:
-    return dataplane.Unavailable(f"other processes kept clearing partition {name!r}: try again")
+    return dataplane.Unavailable(
+        f"other processes kept clearing partition {name!r}: repeat the call"
+    )
 
 
 class Row:

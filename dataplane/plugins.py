@@ -20,6 +20,13 @@ def installed(group: str) -> EntryPoints:
     return entry_points(group=group)
 
 
+def entry(group: str, name: str, value: str) -> EntryPoint:
+    """Return an entry point of our own, which no package has to publish."""
+    from importlib.metadata import EntryPoint
+
+    return EntryPoint(name, value, group)
+
+
 def load(
     entry: EntryPoint, base: type[Any], what: str, missing: type[DataplaneError], **details: Any
 ) -> type[Any]:

@@ -6,7 +6,6 @@ one imports its engine, so the peer only looks, and a bulk worker loads.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 
 from dataplane import plugins
@@ -61,6 +60,8 @@ def load(name: str) -> type[Transport]:
     """Return the class of a transport. TransportMissing says why there is none."""
     if why := missing(name):
         raise TransportMissing(f"transport {name}: {why}", transport=name)
-    theirs = [entry for entry in plugins.installed(GROUP) if entry.name == name]
-    entry = EntryPoint(name, CLASSES[name], GROUP) if name in CLASSES else theirs[0]
+    if name in CLASSES:
+        entry = plugins.entry(GROUP, name, CLASSES[name])
+    else:
+        (entry, *_) = plugins.installed(GROUP).select(name=name)
     return plugins.load(entry, Transport, f"transport {name!r}", TransportMissing, transport=name)

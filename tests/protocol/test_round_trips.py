@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import types
 import typing
+from functools import cache
 from typing import Any
 
 import msgpack
@@ -37,6 +38,7 @@ PLAIN = {
 }
 
 
+@cache
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of an annotation of a struct."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)

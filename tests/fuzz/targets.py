@@ -33,7 +33,7 @@ from dataplane.errors import (
 from dataplane.metadata.tables import where
 from dataplane.metadata.tables.bits import all_of
 from dataplane.metadata.tables.pieces import divided
-from dataplane.metadata.tables.values_on_wire import Outgoing, pieces_in
+from dataplane.metadata.tables.values_on_wire import Outgoing, values_in
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, layouts, objects, peering, records
@@ -102,10 +102,10 @@ def _values(data: bytes) -> None:
     """What a shard makes of a message's values, and tells of them again."""
     with contextlib.suppress(DataplaneError, msgspec.DecodeError, UnicodeDecodeError):
         values = _values_decoder.decode(data)
-        placed, _ = pieces_in(values, 9, lambda owner, number: None)
+        placed = values_in(values, 9, lambda name: None).pieces
         parts = divided(placed, [range(4), range(4, 9)])
         told = Outgoing([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
-        pieces_in(told, 9, lambda owner, number: None)
+        values_in(told, 9, lambda name: None)
 
 
 def _columns(data: bytes) -> None:

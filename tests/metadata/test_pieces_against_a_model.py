@@ -19,8 +19,9 @@ from dataplane.metadata.tables.pieces import (
     distributed,
     divided,
     nbytes_of,
+    pieces_of,
 )
-from dataplane.metadata.tables.values_on_wire import Outgoing, pieces_in
+from dataplane.metadata.tables.values_on_wire import Outgoing, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import INLINE, Owner
 
@@ -170,7 +171,7 @@ def test_rows_of_many_blocks_that_exist_get_their_values_in_any_order(data: st.D
 def test_a_block_through_its_life(data: st.DataObject) -> None:
     draw = data.draw
     count = draw(st.integers(1, 12))
-    block, cells = Pieces(count), Cells()
+    block, cells = pieces_of(count), Cells()
     numbers: dict[int, int] = {}
     kept_alive: list[Message] = []  # an id is a chunk's only as long as the chunk lives
     again: list[tuple[Message, Pieces]] = []
@@ -241,7 +242,7 @@ def test_values_that_rows_share_count_once() -> None:
     chunk, other = chunk_of(1, 1), chunk_of(4, 2)
     shared = Piece(chunk, ("a",), all_of(16), all_of(16), 0, (0,) * 16)
     own = Piece(other, ("b",), all_of(4), all_of(4))
-    blocks = [Pieces(16, (shared, own)), Pieces(16, (shared,))]
+    blocks = [pieces_of(16, [shared, own]), pieces_of(16, [shared])]
     assert nbytes_of((one, all_of(16)) for one in blocks) == chunk.nbytes + other.nbytes
     assert nbytes_of([(blocks[0], 1)]) == chunk.nbytes + other.nbytes // 4
 
@@ -272,8 +273,9 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     raw = msgspec.msgpack.encode(values)
     arrived = msgspec.msgpack.decode(raw, type=wire.Values)
     rows = 1 + max([row for row, _ in expected], default=0)
-    placed, _ = pieces_in(arrived, rows, lambda owner, number: None)
-    block = divided(placed, [range(rows)])[0]
+    block = values_in(arrived, rows, lambda name: None).block
+    placed = values_in(arrived, rows, lambda name: None).pieces
+    assert len(divided(placed, [range(rows)])[0].parts) == len(block.parts)
     assert {cell: at[1:] for cell, at in expected.items()} == {
         cell: at[1:]
         for cell, at in cells_of(block, dict.fromkeys(map(id, block.chunks), 0)).items()
@@ -281,7 +283,7 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     named = {(one.owner, one.number) for one in block.chunks if one.number}
     assert len(named) == len([one for one in block.chunks if one.number])
     here = {(one.owner, one.number): one for one in block.chunks}
-    again, _ = pieces_in(arrived, rows, lambda owner, number: here.get((owner, number)))
+    again = values_in(arrived, rows, here.get).pieces
     assert {id(one.chunk) for one in again if one.chunk.number} <= set(map(id, block.chunks))
 
 
@@ -305,7 +307,7 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
             table.append(data.draw(st.sampled_from(["a", "", "x" * 600])))
     try:
         arrived = msgspec.convert(told, wire.Values)
-        placed, _ = pieces_in(arrived, count, lambda owner, number: None)
+        placed = values_in(arrived, count, lambda name: None).pieces
     except (DataplaneError, msgspec.ValidationError):
         return
     block = divided(placed, [range(count)])[0]

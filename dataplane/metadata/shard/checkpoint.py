@@ -24,13 +24,14 @@ from dataplane.metadata.shard.blocks import (
 )
 from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
-from dataplane.metadata.shard.state import Arrived, State
+from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of
 from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_in
 from dataplane.metadata.tables.pieces import ANY_STAGE, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
+from dataplane.metadata.tables.values_on_wire import Arrived
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.records import U4, column
@@ -182,10 +183,10 @@ def _enter_rows(
     state: State, op: Restore, rows: RowsIn, arrived: Arrived, groups: Sequence[Group]
 ) -> list[Block]:
     plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
-    # A checkpoint does not say whose value it is: whoever adds it again finds his own.
-    pieces = [one._replace(by=ANY_STAGE) for one in arrived.pieces]
-    blocks = enter_rows(state, plan, arrived._replace(pieces=pieces))
+    blocks = enter_rows(state, plan, arrived)
     for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
+        # A checkpoint does not say whose value it is: whoever adds it again finds his own.
+        block.values = block.values.written_by(ANY_STAGE)
         for name, stage in state.stages.items():
             done = op.progress.acked.get(name, b"")
             if bits := bits_of(row for row, place in enumerate(places) if done and done[place]):

@@ -13,10 +13,11 @@ from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError, counted
 from dataplane.metadata.shard.blocks import ACKED, LEASED, progress_field
 from dataplane.metadata.shard.leases import Lease, Part
 from dataplane.metadata.shard.puts import add_fields, check_added
-from dataplane.metadata.shard.state import Arrived, State
+from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.pieces import Pieces, distributed, divided
+from dataplane.metadata.tables.values_on_wire import Arrived
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
@@ -72,7 +73,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     parts = [there for part in asked if (there := part.there()).rows]
     added: list[tuple[Part, Pieces]] = []
     arrived = state.arrived(values, count)
-    if arrived.pieces:
+    if arrived.shape.places:
         released = outcome in BACK
         state.check_fields(arrived.fields, lease.stage.name if released else None)
         added = _added(arrived, parts)
@@ -103,6 +104,8 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
 
 def _added(arrived: Arrived, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
     """What each part gets of a message."""
+    if len(parts) == 1 and len(parts[0].rows) == arrived.shape.count == parts[0].block.count:
+        return [(parts[0], arrived.block)]  # all rows of a block, in their order
     if all([isinstance(p.at, range) and p.rows == range(p.block.count) for p in parts]):
         return list(zip(parts, divided(arrived.pieces, [p.at for p in parts]), strict=True))
     mine = distributed(arrived.pieces, [(p.at, p.rows, p.block.count) for p in parts])

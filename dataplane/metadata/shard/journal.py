@@ -41,7 +41,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
-from dataplane.metadata.tables.pieces import Pieces, divided
+from dataplane.metadata.tables.pieces import Pieces, divided, pieces_of
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values_on_wire import Outgoing
 from dataplane.wire import tables as wire
@@ -254,7 +254,7 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
             )
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
         group = store.groups[one.group] if one.group else None
-        block = store.add_block(keys, one.names, Pieces(len(keys)), {}, group, one.number, live)
+        block = store.add_block(keys, one.names, pieces_of(len(keys)), {}, group, one.number, live)
         store.last_number = max(store.last_number, one.number)
         for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
@@ -290,7 +290,7 @@ def _given(store: Store, op: Given, now: float) -> None:
                 f"expected values only for live rows of block {block.number}, got values for "
                 "other rows"
             )
-        if mine.parts:
+        if mine.chunks:
             store.merge(block, mine, keep=True)
     store.settled(arrived)
 
@@ -332,7 +332,7 @@ def _held(store: Store, op: Held, now: float) -> None:
     parts, left = list[tuple[Block, int]](), list[int]()
     for number, raw, unfinished in op.parts:
         block = store.blocks.get(number) or gone.setdefault(
-            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", Pieces(MAX_BLOCK_ROWS))
+            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", pieces_of(MAX_BLOCK_ROWS))
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count:
@@ -579,7 +579,7 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
     some, pieces, nbytes = dict[int, Pieces](), 0, 0
     for block in blocks:
         for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
-            mine = Pieces(block.count, tuple(parts))
+            mine = pieces_of(block.count, parts)
             size = Outgoing([(mine, all_of(mine.count))]).nbytes
             full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_OP_BYTES
             if some and full:
@@ -594,9 +594,8 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
 def _given_told(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
     """values: by the number of the block."""
     told = Outgoing([(one, all_of(one.count)) for one in values.values()])
-    by = [one.by for one in told.used()]
     numbers = np.array(list(values), U8).tobytes()
-    return Given(numbers, told.on_wire(images.names), by if any(by) else [])
+    return Given(numbers, told.on_wire(images.names), told.by if any(told.by) else [])
 
 
 def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:

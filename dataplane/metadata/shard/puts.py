@@ -31,14 +31,14 @@ from dataplane.metadata.shard.blocks import (
 from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import Arrived, State, Written
+from dataplane.metadata.shard.state import State, Written
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import Pieces, distributed, divided
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.metadata.tables.values_on_wire import rows_by_field
+from dataplane.metadata.tables.values_on_wire import Arrived
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
@@ -101,9 +101,7 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     if known is not None:
         _check_known_groups(incoming, known)
         if not asked.replace:
-            there = _there(
-                incoming, known, rows_by_field(state.arrived(asked.values, count).pieces)
-            )
+            there = _there(incoming, known, state.arrived(asked.values, count).shape.rows)
     if gone or there:
         over = gone.union(there)
         taken = [i for i in range(count) if i not in over]
@@ -411,7 +409,10 @@ def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
     """Make the plan's new rows: a block for what each group gets."""
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count
-    split = divided(arrived.pieces, [plan.places(at) for _, at in parts])
+    if whole and plan.taken is None:
+        split = [arrived.block]
+    else:
+        split = divided(arrived.pieces, [plan.places(at) for _, at in parts])
     blocks = []
     for (group, at), mine in zip(parts, split, strict=True):
         names = rows.names

@@ -25,7 +25,7 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted_many
-from dataplane.metadata.tables.pieces import Pieces
+from dataplane.metadata.tables.pieces import Pieces, pieces_of
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values_on_wire import Outgoing
 from dataplane.metadata.tables.where import checked
@@ -114,7 +114,7 @@ def values_of(state: State, rows: Rows, fields: Sequence[str] | None, stage: str
             own = own.only(fields)
         if wanted is not None:
             wanted |= dict.fromkeys(progress.fields)
-        parts.append((own.overlaid(progress, keep=True)[0] if progress.parts else own, bits))
+        parts.append((own.overlaid(progress, keep=True)[0] if progress.chunks else own, bits))
     return Outgoing(parts, None if wanted is None else list(wanted))
 
 
@@ -125,7 +125,7 @@ def _own_and_progress(values: Pieces, bits: int, stage: str) -> tuple[Pieces, Pi
     own = values.only([field for field in fields if PROGRESS not in field])
     names = progress_in(fields, stage) if stage else {}
     if not names:
-        return own, Pieces(values.count)
+        return own, pieces_of(values.count)
     progress = values.only(names).without(all_of(values.count) & ~bits).renamed(names)
     for name in names.values():
         progress = progress.without(own.live(name), [name])

@@ -41,10 +41,10 @@ from dataplane.metadata.tables.answers import Answers
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
-from dataplane.metadata.tables.pieces import UNUSED, Chunk, MessagePiece, Pieces, nbytes_of
+from dataplane.metadata.tables.pieces import Chunk, Pieces, nbytes_of, pieces_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values_on_wire import pieces_in
+from dataplane.metadata.tables.values_on_wire import Arrived, values_in
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire import tables as wire
 from dataplane.wire.events import Kind, Reason, Record
@@ -52,7 +52,7 @@ from dataplane.wire.journal import Leased, Op, Unit
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Body, Change, Definition, Name, Owner, Scalar, Where
 
-_NO_VALUES = Pieces(0)
+_NO_VALUES = pieces_of(0)
 
 Note = Callable[[Record, float | None], None]
 """Takes a record, and when what it is about began (monotonic), None where it took no time."""
@@ -67,26 +67,6 @@ class Written(NamedTuple):
 
 
 NOBODY = Written()
-
-
-class Arrived(NamedTuple):
-    """The values of a message, checked. pieces: of its rows. chunks: those in arenas; the message
-    has one reference for each. known: which of them the shard had before, by place."""
-
-    pieces: list[MessagePiece]
-    chunks: list[Chunk]
-    known: list[bool]
-
-    @property
-    def fields(self) -> list[str]:
-        """Those of the rows."""
-        used = dict.fromkeys([field for piece in self.pieces for field in piece.fields])
-        return [field for field in used if field != UNUSED]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all chunks that it brought."""
-        return sum([chunk.nbytes for chunk in {piece.chunk for piece in self.pieces}])
 
 
 def _became_ready(stage: Stage, by: Written) -> Record:
@@ -295,18 +275,20 @@ class State:
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
     ) -> Arrived:
         """Check the values of a message about so many rows, and change nothing."""
-        pieces, chunks = pieces_in(values, rows, lambda *name: self.chunks.get(name), most_chunks)
-        return Arrived(pieces, chunks, [one.uses > 0 for one in chunks])
+        return values_in(values, rows, self.chunks.get, most_chunks)
 
     def hold(self, arrived: Arrived) -> None:
         """The message is carried out now: until `settled` it uses its chunks itself, so that none
         is let go that rows take from one block to another."""
         for chunk in arrived.chunks:
-            self._use(chunk)
+            if chunk.number:
+                self._use(chunk)
 
     def settled(self, arrived: Arrived) -> None:
         """The message was carried out: what it brought is used, or let go."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
+            if not chunk.number:
+                continue
             if known:  # the shard had a reference, and needs no other
                 self.released.append((chunk.owner, chunk.number))
             self._let_go(chunk)

@@ -6,12 +6,15 @@ of given rows before r, or in the row that `at` names. Nobody here looks into a 
 
 A piece never changes. When rows lose a value, another piece takes its place with fewer `live` rows;
 `given` stays, so that the other rows keep their places in the chunk.
+
+Most blocks are alike but for their chunks: a `Shape` is what they have in common, and is shared.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -88,49 +91,104 @@ class MessagePiece(NamedTuple):
         return self.base + self.given.bit_length()
 
 
-class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The values of a block of `count` rows. The live rows of one field in different pieces never
-    overlap."""
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """A piece without its chunk. chunk: which of the block's. The rest is as in `Piece`."""
+
+    chunk: int
+    fields: tuple[str, ...]
+    given: int
+    live: int
+    first: int = 0
+    at: tuple[int, ...] | None = None
+    by: str = ""
+
+
+class Shape(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
+    by `shape_of`. live: by field, the rows that have it. nbytes: about what the pieces of a block
+    take, without the chunks."""
 
     count: int
-    parts: tuple[Piece, ...] = ()
+    places: tuple[Place, ...]
+    live: dict[str, int]
+    nbytes: int
+
+
+@lru_cache(1_024)
+def shape_of(count: int, places: tuple[Place, ...]) -> Shape:
+    """The shape of a block of so many rows."""
+    live: dict[str, int] = {}
+    for place in places:
+        for field in place.fields:
+            if field != UNUSED:
+                live[field] = live.get(field, 0) | place.live
+    nbytes = sum([200 + (0 if place.at is None else 36 * len(place.at)) for place in places])
+    return Shape(count, places, live, nbytes)
+
+
+@lru_cache(1_024)
+def _beside(one: Shape, other: Shape) -> Shape:
+    """Both, of which the other has the chunks behind those of the first."""
+    many = 1 + max([place.chunk for place in one.places], default=-1)
+    moved = [msgspec.structs.replace(place, chunk=many + place.chunk) for place in other.places]
+    return shape_of(one.count, (*one.places, *moved))
+
+
+@lru_cache(1_024)
+def _written_by(shape: Shape, stage: str) -> Shape:
+    places = [msgspec.structs.replace(place, by=stage) for place in shape.places]
+    return shape_of(shape.count, tuple(places))
+
+
+class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The values of a block. chunks: each once, and each is used. The live rows of one field in
+    different pieces never overlap."""
+
+    shape: Shape
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Piece, ...]:
+        """The pieces one by one."""
+        chunks = self.chunks
+        return tuple(
+            [
+                Piece(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
+                for one in self.shape.places
+            ]
+        )
+
+    @property
+    def count(self) -> int:
+        return self.shape.count
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Those that some row has."""
-        return tuple(dict.fromkeys([f for part in self.parts for f in part.fields if f != UNUSED]))
+        return tuple(self.shape.live)
 
     @property
     def nbytes(self) -> int:
         """About what they take, without the chunks."""
-        return sum([200 + (0 if part.at is None else 36 * len(part.at)) for part in self.parts])
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Each chunk once."""
-        return list(dict.fromkeys([part.chunk for part in self.parts]))
+        return self.shape.nbytes
 
     def live(self, field: str) -> int:
         """The rows that have a value of this field."""
-        bits = 0
-        for part in self.parts:
-            if field in part.fields:
-                bits |= part.live
-        return bits
+        return self.shape.live.get(field, 0)
 
     def added(self, stage: str, field: str) -> int:
         """The rows whose value of this field this stage has added."""
         bits = 0
-        for part in self.parts:
-            if part.by in (stage, ANY_STAGE) and field in part.fields:
-                bits |= part.live
+        for place in self.shape.places:
+            if place.by in (stage, ANY_STAGE) and field in place.fields:
+                bits |= place.live
         return bits
 
     def having(self, fields: Iterable[str]) -> int:
         """The rows that have all of these fields."""
-        bits = all_of(self.count)
+        bits, live = all_of(self.shape.count), self.shape.live
         for field in fields:
-            bits &= self.live(field)
+            bits &= live.get(field, 0)
         return bits
 
     def inside(self, chunks: Iterable[Chunk]) -> dict[str, int]:
@@ -161,7 +219,7 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
                 parts.append(part)
             elif any(kept):
                 parts.append(msgspec.structs.replace(part, fields=kept))
-        return Pieces(self.count, tuple(parts))
+        return pieces_of(self.count, parts)
 
     def overlaid(self, new: Pieces, keep: bool) -> tuple[Pieces, dict[str, int]]:
         """Add the values of `new`, which has the same rows.
@@ -169,21 +227,22 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         Where a row has a field already, the old value stays (`keep`) or the new one takes its
         place. Returns also how many old values stayed, by field.
         """
-        meet = {f: bits for f in new.fields if (bits := self.live(f) & new.live(f))}
+        mine = self.shape.live
+        meet = {f: both for f, bits in new.shape.live.items() if (both := bits & mine.get(f, 0))}
+        if not meet and set(self.chunks).isdisjoint(new.chunks):
+            return Pieces(_beside(self.shape, new.shape), self.chunks + new.chunks), {}
         old, came = self.parts, new.parts
         if meet and keep:
             came = _without(came, meet)
         elif meet:
             old = _without(old, meet)
-        found = Pieces(self.count, _coalesced(old, came))
-        if not meet:
-            return found, {}
+        found = pieces_of(self.count, _coalesced(old, came))
         return found, {f: bits.bit_count() for f, bits in meet.items()} if keep else {}
 
     def without(self, bits: int, fields: Iterable[str] | None = None) -> Pieces:
         """Take the values of these rows (of these fields) away."""
         names = self.fields if fields is None else fields
-        return Pieces(self.count, _without(self.parts, dict.fromkeys(names, bits)))
+        return pieces_of(self.count, _without(self.parts, dict.fromkeys(names, bits)))
 
     def renamed(self, names: Mapping[str, str]) -> Pieces:
         """With other names for some fields."""
@@ -192,12 +251,21 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
             fields = tuple([names.get(field, field) for field in part.fields])
             same = fields == part.fields
             parts.append(part if same else msgspec.structs.replace(part, fields=fields))
-        return Pieces(self.count, tuple(parts))
+        return pieces_of(self.count, parts)
 
     def written_by(self, stage: str) -> Pieces:
         """As values that this stage added."""
-        parts = [msgspec.structs.replace(part, by=stage) for part in self.parts]
-        return Pieces(self.count, tuple(parts))
+        return Pieces(_written_by(self.shape, stage), self.chunks)
+
+
+def pieces_of(count: int, parts: Sequence[Piece] = ()) -> Pieces:
+    """The values of a block of so many rows, by its pieces."""
+    chunks = {chunk: n for n, chunk in enumerate(dict.fromkeys([part.chunk for part in parts]))}
+    places = [
+        Place(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
+        for one in parts
+    ]
+    return Pieces(shape_of(count, tuple(places)), tuple(chunks))
 
 
 def divided(pieces: Sequence[MessagePiece], parts: Sequence[Sequence[int]]) -> list[Pieces]:
@@ -227,7 +295,7 @@ def divided(pieces: Sequence[MessagePiece], parts: Sequence[Sequence[int]]) -> l
                 ranks.append(rank)
         for number, (rows_there, ranks) in taken.items():
             found[number].append(_piece(piece, bits_of(rows_there), ranks))
-    return [Pieces(len(rows), tuple(mine)) for rows, mine in zip(parts, found, strict=True)]
+    return [pieces_of(len(rows), mine) for rows, mine in zip(parts, found, strict=True)]
 
 
 def distributed(
@@ -251,7 +319,7 @@ def distributed(
             pairs.sort()
             given = bits_of(row for row, _ in pairs)
             found[number].append(_piece(piece, given, [rank for _, rank in pairs]))
-    return [Pieces(part[2], tuple(mine)) for part, mine in zip(parts, found, strict=True)]
+    return [pieces_of(part[2], mine) for part, mine in zip(parts, found, strict=True)]
 
 
 def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:

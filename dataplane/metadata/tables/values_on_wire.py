@@ -7,17 +7,26 @@ error before anything is changed. Layouts and the bytes of chunks pass through u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
 from dataplane.memory.extents import PAGE_BYTES
-from dataplane.metadata.tables.bits import bytes_of, in_bytes, picked, rows_of
+from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, picked, rows_of
 from dataplane.metadata.tables.names import PROGRESS
-from dataplane.metadata.tables.pieces import UNUSED, Chunk, MessagePiece, Piece, Pieces
+from dataplane.metadata.tables.pieces import (
+    UNUSED,
+    Chunk,
+    MessagePiece,
+    Pieces,
+    Place,
+    Shape,
+    shape_of,
+)
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import (
     ALIGNMENT_BYTES,
@@ -35,8 +44,15 @@ _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 """About what one takes in a message."""
 _Same = TypeVar("_Same", Owner, bytes)
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
-Known = Callable[[Owner, int], Chunk | None]
+Known = Callable[[tuple[Owner, int]], Chunk | None]
 """The chunk that a shard has under this name."""
+SHARED_BYTES = 1_024
+"""Larger descriptions of pieces are not looked up: they hardly repeat."""
+SHARED_PARTS = 8
+"""The same of blocks whose values leave together."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[wire.Piece])
 
 
 @lru_cache(4_096)
@@ -48,28 +64,100 @@ def _shared(value: _Same) -> _Same:
 # what arrives
 
 
-def pieces_in(
+class MessagePlace(msgspec.Struct, frozen=True, gc=False):
+    """A piece of a message without its chunk, as `Place`; `given` counts from the row `base`."""
+
+    chunk: int
+    fields: tuple[str, ...]
+    base: int
+    given: int
+    first: int
+    at: tuple[int, ...] | None
+
+
+class MessageShape(msgspec.Struct, gc=False, eq=False):
+    """What messages have in common that differ only in their chunks. fields: that some row has.
+    rows: by field, the rows that have it. used: the chunks that a piece uses, by number."""
+
+    count: int
+    places: tuple[MessagePlace, ...]
+    rows: dict[str, int]
+    used: tuple[int, ...]
+    _block: Shape | None = None
+
+    @property
+    def block(self) -> Shape:
+        """Of a block that has all rows of the message, and the chunks in `used`."""
+        if self._block is None:
+            number = {chunk: n for n, chunk in enumerate(self.used)}
+            places = []
+            for one in self.places:
+                first, at = (0, one.at) if one.at is not None else (one.first, None)
+                if at is not None and at == (*range(at[0], at[0] + len(at)),):
+                    first, at = at[0], None
+                given = one.given << one.base
+                places.append(Place(number[one.chunk], one.fields, given, given, first, at))
+            self._block = shape_of(self.count, tuple(places))
+        return self._block
+
+
+class Arrived(NamedTuple):
+    """The values of a message, checked. chunks: all of them. known: of each, whether the shard had
+    it before."""
+
+    shape: MessageShape
+    chunks: list[Chunk]
+    known: list[bool]
+
+    @property
+    def fields(self) -> list[str]:
+        """Those of the rows."""
+        return list(self.shape.rows)
+
+    @property
+    def pieces(self) -> list[MessagePiece]:
+        """The pieces one by one."""
+        return [
+            MessagePiece(self.chunks[one.chunk], one.fields, one.base, one.given, one.first, one.at)
+            for one in self.shape.places
+        ]
+
+    @property
+    def block(self) -> Pieces:
+        """The values of a block that has all rows of the message."""
+        return Pieces(self.shape.block, tuple([self.chunks[n] for n in self.shape.used]))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all chunks that it brought to the rows."""
+        return sum([self.chunks[n].nbytes for n in self.shape.used])
+
+
+def values_in(
     values: wire.Values, rows: int, known: Known, most: int = MAX_CHUNKS_PER_MESSAGE
-) -> tuple[list[MessagePiece], list[Chunk]]:
-    """The pieces of a message about this many rows, and its chunks that are in arenas. A chunk that
-    the shard has already is that one. most: chunks that the message may have.
+) -> Arrived:
+    """The values of a message about this many rows. A chunk that the shard has already is that one.
+    most: chunks that the message may have.
 
     ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
     """
     check_sizes(values, most)
-    _check_fields(values.fields)
-    chunks = [_chunk_in(values, one, known) for one in values.chunks]
-    names = [(one.owner, one.number) for one in chunks if one.number]
-    if len(set(names)) != len(names):
-        owner, number = Counter(names).most_common(1)[0][0]
-        raise ProtocolError(
-            f"expected each chunk once in the message, got chunk {number} of peer {owner.peer} "
-            "twice"
-        )
-    fields = tuple(values.fields)
-    placed = [_piece_in(fields, one, chunks, rows) for one in values.pieces]
-    rows_by_field(placed)
-    return placed, [one for one in chunks if one.number]
+    chunks = _chunks_in(values, known)
+    pieces = _encoder.encode(values.pieces)
+    made = _shape_in if len(pieces) <= SHARED_BYTES else _shape_in.__wrapped__
+    shape = made(tuple(values.fields), pieces, tuple([one.rows for one in chunks]), rows)
+    return Arrived(shape, chunks, [one.uses > 0 for one in chunks])
+
+
+@lru_cache(1_024)
+def _shape_in(
+    fields: tuple[str, ...], pieces: bytes, chunk_rows: tuple[int, ...], rows: int
+) -> MessageShape:
+    """The shape of a message, checked. pieces: encoded. chunk_rows: the rows of each chunk."""
+    _check_fields(fields)
+    placed = [_piece_in(fields, one, chunk_rows, rows) for one in _decoder.decode(pieces)]
+    used = tuple(dict.fromkeys([one.chunk for one in placed]))
+    return MessageShape(rows, tuple(placed), rows_by_field(placed), used)
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
@@ -110,46 +198,63 @@ def _check_fields(fields: Sequence[str]) -> None:
             )
 
 
-def _chunk_in(values: wire.Values, one: wire.Chunk, known: Known) -> Chunk:
-    if not 0 <= one.owner < len(values.owners):
-        raise ProtocolError(
-            f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
-            f"{len(values.owners)} owners of the message"
-        )
-    if not 0 <= one.layout < len(values.layouts):
-        raise ProtocolError(
-            f"invalid layout {one.layout} of chunk {one.number}: expected an index into the "
-            f"{len(values.layouts)} layouts of the message"
-        )
-    if not 0 <= one.rows <= MAX_ROWS_PER_MESSAGE or one.nbytes < 0:
-        raise ProtocolError(
-            f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 bytes or "
-            f"more, got {one.rows} rows and {one.nbytes} bytes"
-        )
-    owner, layout = _shared(values.owners[one.owner]), _shared(values.layouts[one.layout])
-    if owner == INLINE:
-        if one.number or len(one.inline) != one.nbytes:
+def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
+    owners = [_shared(owner) for owner in values.owners]
+    layouts = [_shared(layout) for layout in values.layouts]
+    chunks, names = list[Chunk](), set[tuple[Owner, int]]()
+    for one in values.chunks:
+        number, rows, nbytes = one.number, one.rows, one.nbytes
+        if not 0 <= one.owner < len(owners):
             raise ProtocolError(
-                f"invalid inline chunk: expected {one.nbytes} bytes and no chunk number, got "
-                f"{len(one.inline)} bytes and number {one.number}"
+                f"invalid owner {one.owner} of chunk {number}: expected an index into the "
+                f"{len(owners)} owners of the message"
             )
-        return Chunk(owner, 0, one.rows, one.nbytes, layout, one.inline)
-    found = known(owner, one.number)
-    if one.number < 1:
-        raise ProtocolError(f"invalid chunk number {one.number}: expected 1 or more")
-    if found is None:
-        return Chunk(owner, one.number, one.rows, one.nbytes, layout, one.inline)
-    known_as = found.rows, found.nbytes, found.layout, found.inline
-    if known_as != (one.rows, one.nbytes, layout, one.inline):
-        raise ProtocolError(
-            f"chunk {one.number} of peer {owner.peer}: expected the stored description "
-            f"({found.rows} rows, {found.nbytes} bytes), got another one ({one.rows} rows, "
-            f"{one.nbytes} bytes)"
-        )
-    return found
+        if not 0 <= one.layout < len(layouts):
+            raise ProtocolError(
+                f"invalid layout {one.layout} of chunk {number}: expected an index into the "
+                f"{len(layouts)} layouts of the message"
+            )
+        if not 0 <= rows <= MAX_ROWS_PER_MESSAGE or nbytes < 0:
+            raise ProtocolError(
+                f"invalid chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 bytes or "
+                f"more, got {rows} rows and {nbytes} bytes"
+            )
+        owner, layout = owners[one.owner], layouts[one.layout]
+        if owner == INLINE:
+            if number or len(one.inline) != nbytes:
+                raise ProtocolError(
+                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, got "
+                    f"{len(one.inline)} bytes and number {number}"
+                )
+            chunks.append(Chunk(owner, 0, rows, nbytes, layout, one.inline))
+            continue
+        if number < 1:
+            raise ProtocolError(f"invalid chunk number {number}: expected 1 or more")
+        name = owner, number
+        if name in names:
+            raise ProtocolError(
+                f"expected each chunk once in the message, got chunk {number} of peer "
+                f"{owner.peer} twice"
+            )
+        names.add(name)
+        found = known(name)
+        if found is None:
+            found = Chunk(owner, number, rows, nbytes, layout, one.inline)
+        elif (found.rows, found.nbytes, found.layout, found.inline) != (
+            rows,
+            nbytes,
+            layout,
+            one.inline,
+        ):
+            raise ProtocolError(
+                f"chunk {number} of peer {owner.peer}: expected the stored description "
+                f"({found.rows} rows, {found.nbytes} bytes), got another one ({rows} rows, "
+                f"{nbytes} bytes)"
+            )
+        chunks.append(found)
+    return chunks
 
 
-@lru_cache(4_096)
 def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str, ...]:
     """The field that each column of a piece is."""
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
@@ -168,11 +273,11 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
 
 
 def _piece_in(
-    fields: tuple[str, ...], one: wire.Piece, chunks: Sequence[Chunk], rows: int
-) -> MessagePiece:
-    if not 0 <= one.chunk < len(chunks):
+    fields: tuple[str, ...], one: wire.Piece, chunk_rows: Sequence[int], rows: int
+) -> MessagePlace:
+    if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
-            f"invalid chunk {one.chunk} of a piece: expected an index into the {len(chunks)} "
+            f"invalid chunk {one.chunk} of a piece: expected an index into the {len(chunk_rows)} "
             "chunks of the message"
         )
     if len(one.fields) > MAX_FIELDS:
@@ -180,7 +285,7 @@ def _piece_in(
             f"invalid piece: expected at most {MAX_FIELDS} columns, got {len(one.fields)}"
         )
     names = _columns_in(fields, tuple(one.fields))
-    chunk, given = chunks[one.chunk], in_bytes(one.given)
+    has, given = chunk_rows[one.chunk], in_bytes(one.given)
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
@@ -189,16 +294,16 @@ def _piece_in(
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
     last = max(at) if at is not None else one.first + many - 1
-    if one.first < 0 or last >= chunk.rows:
+    if one.first < 0 or last >= has:
         raise ProtocolError(
-            f"invalid rows {one.first} to {last} of a piece: its chunk has only {chunk.rows} rows"
+            f"invalid rows {one.first} to {last} of a piece: its chunk has only {has} rows"
             if at is None
-            else f"invalid row {last} of a piece: its chunk has only {chunk.rows} rows"
+            else f"invalid row {last} of a piece: its chunk has only {has} rows"
         )
-    return MessagePiece(chunk, names, one.base, given, one.first, at)
+    return MessagePlace(one.chunk, names, one.base, given, one.first, at)
 
 
-def rows_by_field(pieces: Sequence[MessagePiece]) -> dict[str, int]:
+def rows_by_field(pieces: Sequence[MessagePlace]) -> dict[str, int]:
     """The rows of the message that have a value, by field. InvalidRows where one has two."""
     alike: dict[tuple[str, ...], int] = {}
     for piece in pieces:
@@ -225,41 +330,127 @@ def _two_values(field: str) -> InvalidRows:
 
 # what leaves
 
+Parts = tuple[tuple[Shape, int], ...]
+"""Blocks, one behind the other, by shape, and which of their rows leave."""
 
-class Outgoing(NamedTuple):
+
+class Skeleton(NamedTuple):
+    """Values that leave, without their chunks. pieces: they number the chunks by `used`, the chunks
+    of all blocks one behind the other, of which these are used. by: who added each piece."""
+
+    fields: list[str]
+    pieces: list[wire.Piece]
+    used: list[int]
+    by: list[str]
+    nbytes: int
+
+
+class Outgoing:
     """Values of rows, one block behind the other. parts: the pieces of a block, and which of its
     rows. fields: only these; None: all that one of the rows has."""
 
-    parts: Sequence[tuple[Pieces, int]]
-    fields: Sequence[str] | None = None
+    __slots__ = ("_skeleton", "chunks")
 
-    def used(self) -> Iterator[Piece]:
-        """Each piece of which something leaves."""
-        wanted = None if self.fields is None else set(self.fields)
-        for block, bits in self.parts:
-            for part in block.parts:
-                if part.live & bits and (wanted is None or not wanted.isdisjoint(part.fields)):
-                    yield part
+    def __init__(
+        self, parts: Sequence[tuple[Pieces, int]], fields: Sequence[str] | None = None
+    ) -> None:
+        made = _skeleton if len(parts) <= SHARED_PARTS else _skeleton.__wrapped__
+        shapes = tuple([(block.shape, bits) for block, bits in parts])
+        self._skeleton = skeleton = made(shapes, None if fields is None else tuple(fields))
+        if len(parts) == 1:
+            chunks: Sequence[Chunk] = parts[0][0].chunks
+        else:
+            chunks = [chunk for block, _ in parts for chunk in block.chunks]
+        self.chunks = [chunks[n] for n in skeleton.used]
+        """of which something leaves, in the order in which the pieces number them"""
 
-    def chunks(self) -> list[Chunk]:
-        """Each chunk of which something leaves, once."""
-        return list(dict.fromkeys([part.chunk for part in self.used()]))
+    @property
+    def by(self) -> list[str]:
+        """The stage that added each piece, "" where none did."""
+        return self._skeleton.by
 
     @property
     def nbytes(self) -> int:
         """About what a message takes at most that tells of them: each chunk counts its layout."""
-        used = list(self.used())
-        chunks = {part.chunk for part in used}
-        pieces = sum([_PIECE_BYTES + (0 if p.at is None else 4 * len(p.at)) for p in used])
-        return pieces + sum([_CHUNK_BYTES + len(c.layout) + len(c.inline) for c in chunks])
+        sizes = [_CHUNK_BYTES + len(c.layout) + len(c.inline) for c in dict.fromkeys(self.chunks)]
+        return self._skeleton.nbytes + sum(sizes)
 
     def pulled(self, address: str) -> int:
         """Bytes that the peer at this address brings to itself for them."""
-        return pulled([(chunk.owner, chunk.nbytes) for chunk in self.chunks()], address)
+        chunks = dict.fromkeys(self.chunks)
+        return pulled([(chunk.owner, chunk.nbytes) for chunk in chunks], address)
 
     def on_wire(self, names: Mapping[Chunk, tuple[Owner, int]] = _NO_NAMES) -> wire.Values:
         """As a message says them. names: of chunks that have others by now."""
-        return _Writer(self.fields, names).written(self.parts)
+        owners: dict[Owner, int] = {}
+        layouts: dict[bytes, int] = {}
+        numbers = {chunk: n for n, chunk in enumerate(dict.fromkeys(self.chunks))}
+        chunks = []
+        for chunk in numbers:
+            at, name = chunk.owner, chunk.number
+            if names:
+                at, name = names.get(chunk, (at, name))
+            owner = owners.setdefault(at, len(owners))
+            layout = layouts.setdefault(chunk.layout, len(layouts))
+            chunks.append(wire.Chunk(owner, name, chunk.rows, chunk.nbytes, layout, chunk.inline))
+        pieces = self._skeleton.pieces
+        if len(numbers) < len(self.chunks):  # blocks share some
+            of = [numbers[chunk] for chunk in self.chunks]
+            pieces = [msgspec.structs.replace(one, chunk=of[one.chunk]) for one in pieces]
+        return wire.Values(self._skeleton.fields, list(owners), list(layouts), chunks, pieces)
+
+
+@lru_cache(1_024)
+def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> Skeleton:
+    numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
+    columns: dict[tuple[str, ...], list[int]] = {}
+    used: dict[int, int] = {}
+    pieces, by, nbytes = list[wire.Piece](), list[str](), 0
+    base = before = 0
+    for shape, bits in parts:
+        rows = None if bits == all_of(shape.count) else rows_of(bits)
+        for one in shape.places:
+            taken = one.live & bits
+            if not taken:
+                continue
+            if one.fields not in columns:
+                columns[one.fields] = _columns(one.fields, wanted, numbers)
+            if not columns[one.fields]:
+                continue
+            chunk = used.setdefault(before + one.chunk, len(used))
+            given = bytes_of(taken if rows is None else picked(taken, rows))
+            first, at = one.first, one.at
+            if taken != one.given:
+                first, at = _places(one, taken)
+            raw = b"" if at is None else np.array(at, U4).tobytes()
+            pieces.append(wire.Piece(chunk, columns[one.fields], base, given, first, raw))
+            by.append(one.by)
+            nbytes += _PIECE_BYTES + (0 if one.at is None else 4 * len(one.at))
+        base += bits.bit_count()
+        before += 1 + max([one.chunk for one in shape.places], default=-1)
+    return Skeleton(list(numbers), pieces, list(used), by, nbytes)
+
+
+def _columns(
+    fields: tuple[str, ...], wanted: tuple[str, ...] | None, numbers: dict[str, int]
+) -> list[int]:
+    """The number of the field that each column of a piece is; none where none is wanted."""
+    found = [
+        -1
+        if field == UNUSED or not (wanted is None or field in wanted)
+        else numbers.setdefault(field, len(numbers))
+        for field in fields
+    ]
+    return found if max(found) >= 0 else []
+
+
+def _places(one: Place, taken: int) -> tuple[int, tuple[int, ...] | None]:
+    """Where some of the given rows are in the chunk: from which row on, or in these."""
+    ranks = [rank for rank, row in enumerate(rows_of(one.given)) if taken >> row & 1]
+    rows = [one.first + rank if one.at is None else one.at[rank] for rank in ranks]
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return rows[0], None
+    return 0, tuple(rows)
 
 
 def pulled(chunks: Iterable[tuple[Owner, int]], address: str) -> int:
@@ -277,76 +468,3 @@ def message_bytes(values: wire.Values) -> int:
     chunks = sum([_CHUNK_BYTES + len(one.inline) for one in values.chunks])
     pieces = sum([_PIECE_BYTES + len(one.given) + len(one.at) for one in values.pieces])
     return chunks + pieces + sum(map(len, values.layouts))
-
-
-class _Writer:
-    """Numbers fields, owners, layouts and chunks of a message as they occur."""
-
-    def __init__(
-        self, fields: Sequence[str] | None, names: Mapping[Chunk, tuple[Owner, int]]
-    ) -> None:
-        self._names = names
-        self._wanted = None if fields is None else set(fields)
-        self._fields: dict[str, int] = (
-            {} if fields is None else {f: n for n, f in enumerate(fields)}
-        )
-        self._owners: dict[Owner, int] = {}
-        self._layouts: dict[bytes, int] = {}
-        self._columns: dict[tuple[str, ...], list[int]] = {}
-        self._numbers: dict[Chunk, int] = {}
-        self._chunks: list[wire.Chunk] = []
-
-    def written(self, parts: Sequence[tuple[Pieces, int]]) -> wire.Values:
-        pieces, base = list[wire.Piece](), 0
-        for block, bits in parts:
-            whole = bits == (1 << block.count) - 1
-            for part in block.parts:
-                taken = part.live & bits
-                if taken and (columns := self._columns_of(part.fields)):
-                    pieces.append(self._piece(part, taken, None if whole else bits, base, columns))
-            base += bits.bit_count()
-        return wire.Values(
-            list(self._fields), list(self._owners), list(self._layouts), self._chunks, pieces
-        )
-
-    def _columns_of(self, fields: tuple[str, ...]) -> list[int]:
-        """The number of the field that each column of a piece is; none where none is wanted."""
-        found = self._columns.get(fields)
-        if found is None:
-            wanted, known = self._wanted, self._fields
-            found = [
-                -1
-                if field == UNUSED or not (wanted is None or field in wanted)
-                else known.setdefault(field, len(known))
-                for field in fields
-            ]
-            if max(found) < 0:
-                found = []
-            self._columns[fields] = found
-        return found
-
-    def _piece(
-        self, part: Piece, taken: int, bits: int | None, base: int, columns: list[int]
-    ) -> wire.Piece:
-        """bits: the rows of the block that are in the message; None: all."""
-        given = taken if bits is None else picked(taken, rows_of(bits))
-        first, at = part.first, b"" if part.at is None else np.array(part.at, U4).tobytes()
-        if taken != part.given:
-            rows = part.chunk_rows(taken)
-            first, at = rows[0], b""
-            if list(rows) != list(range(first, first + len(rows))):
-                first, at = 0, np.array(rows, U4).tobytes()
-        return wire.Piece(self._chunk(part.chunk), columns, base, bytes_of(given), first, at)
-
-    def _chunk(self, chunk: Chunk) -> int:
-        number = self._numbers.get(chunk)
-        if number is None:
-            number = self._numbers[chunk] = len(self._chunks)
-            at, name = chunk.owner, chunk.number
-            if self._names:
-                at, name = self._names.get(chunk, (at, name))
-            owner = self._owners.setdefault(at, len(self._owners))
-            layout = self._layouts.setdefault(chunk.layout, len(self._layouts))
-            sizes = chunk.rows, chunk.nbytes
-            self._chunks.append(wire.Chunk(owner, name, *sizes, layout, chunk.inline))
-        return number

@@ -13,11 +13,11 @@ from dataplane.errors import BackPressure, ShardFull
 from dataplane.events.ring import Ring
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.host import Entry
+from dataplane.peer.host import CallContext, Entry, call_context
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.puts import Writing
-from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.metadata_share import LEAST_S, MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Definition, Owner, Rows
@@ -82,6 +82,25 @@ async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_tim
     session: Any = SimpleNamespace(id=1, waiting=0)
     assert await shard.share.until_taken(session, attempt) == "stored"
     assert floors == [1, 2, 3] and (session.waiting, shard.share.writers) == (0, 0)
+
+
+async def test_a_put_is_not_tried_again_when_its_answer_could_not_arrive() -> None:
+    """An attempt that ends without an answer is Unavailable, and hides that there is no room."""
+    shard, woken_late = Shard(), [0.0]
+    shard.host.now = lambda: time.monotonic() + woken_late[0]
+    call_context.set(CallContext(shard.host.now() + LEAST_S + 0.2))
+    left: list[float] = []
+
+    async def attempt() -> None:
+        left.append(call_context.get().until - shard.host.now())
+        if len(left) == 2:  # this process gets no processor time while it waits to try again
+            asyncio.get_running_loop().call_later(0.01, woken_late.__setitem__, 0, 0.4)
+        raise BackPressure("there is no room for replicas")
+
+    session: Any = SimpleNamespace(id=1, waiting=0)
+    with pytest.raises(BackPressure, match="no room for replicas"):
+        await shard.share.until_taken(session, attempt)
+    assert len(left) == 2 and min(left) > LEAST_S / 2
 
 
 def test_a_restore_brings_no_rows_into_a_full_shard() -> None:

@@ -30,6 +30,9 @@ MEASURED_S = 0.1
 """How old the figures of the tables may be; what small values took since is added."""
 AGAIN_S = (0.1, 2.0)
 """New rows that wait are tried again after so long, and then ever later: at first, at most."""
+LEAST_S = 0.25
+"""New rows are not tried again with less time left: the shard waits for room for half of it, and
+without an answer nobody would know whether it has the rows."""
 
 T = TypeVar("T")
 
@@ -133,7 +136,8 @@ class MetadataShare:
     async def _pause(self, session: Session, full: BackPressure, tries: int) -> None:
         """Before they are tried again, so many times up to now."""
         wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
-        left_s = call_context.get().until - self._host.now() - AGAIN_S[0]
+        latest = call_context.get().until - LEAST_S
+        left_s = latest - self._host.now()
         if left_s <= 0:
             raise full
         if self._vain is None:
@@ -149,6 +153,8 @@ class MetadataShare:
         if vain.done():
             why = "no client can free space, because all of them are waiting"
             raise type(full)(f"{full.message}; {why}", **full.details)
+        if self._host.now() > latest + LEAST_S / 2:  # this process was short of processor time
+            raise full
 
     def end_in_vain(self) -> None:
         """Raise BackPressure in all waiting writers here, because no client is left that could

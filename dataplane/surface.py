@@ -9,7 +9,7 @@ from dataplane.client._sync.plane import Plane, connect
 from dataplane.client._sync.stream import Stream
 from dataplane.client.read.selection import Group
 from dataplane.client.ref import Dropped, Ref
-from dataplane.client.write.columns import Kept as object
+from dataplane.client.write.columns import ObjectValue as object
 from dataplane.events.merge import Event
 from dataplane.metadata.tables.where import Tag, Where, tag
 

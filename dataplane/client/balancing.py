@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dataplane.errors import InvalidRows, counted
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Laid, Shape
+from dataplane.wire.tables import PlanRows, Shape
 
 Rows = list[int]
 """Positions in the plan. A negative number is padding: it repeats the row ~number, and the caller
@@ -46,13 +46,15 @@ class Layout:
     remainder="drop" leaves no rows.
     """
 
-    def __init__(self, shape: Shape, laid: Laid) -> None:
+    def __init__(self, shape: Shape, plan_rows: PlanRows) -> None:
         self.shape = shape
-        weights = {tag: column(raw, _F8, laid.rows).tolist() for tag, raw in laid.weights.items()}
-        even = [1.0] * laid.rows
+        weights = {
+            tag: column(raw, _F8, plan_rows.rows).tolist() for tag, raw in plan_rows.weights.items()
+        }
+        even = [1.0] * plan_rows.rows
         self._costs = weights.get(shape.budget_tag or "", even)
         self._weights = weights.get(shape.balance or "", even)
-        units = _units(laid)
+        units = _units(plan_rows)
         every = shape.ranks * shape.minibatches
         if over := len(units) % every:
             if shape.remainder == "drop":
@@ -67,8 +69,8 @@ class Layout:
                         units=over,
                     )
             else:
-                units += [[self._padding(laid.rows)]] * (every - over)
-        self._light = self._padding(laid.rows)
+                units += [[self._padding(plan_rows.rows)]] * (every - over)
+        self._light = self._padding(plan_rows.rows)
         self._units = units
         self._shares = even_parts([self._weight(unit) for unit in units], shape.ranks)
         self._shuffle: tuple[int, list[int]] = -1, []
@@ -119,11 +121,11 @@ class Layout:
         return [self._costs[row if row >= 0 else ~row] for row in rows]
 
 
-def _units(laid: Laid) -> list[Rows]:
-    if not laid.groups:
-        return [[row] for row in range(laid.rows)]
+def _units(plan_rows: PlanRows) -> list[Rows]:
+    if not plan_rows.groups:
+        return [[row] for row in range(plan_rows.rows)]
     units: dict[int, Rows] = {}
-    for row, group in enumerate(column(laid.groups, U4, laid.rows).tolist()):
+    for row, group in enumerate(column(plan_rows.groups, U4, plan_rows.rows).tolist()):
         units.setdefault(~row if group == NO_GROUP else group, []).append(row)
     return list(units.values())
 

@@ -309,7 +309,7 @@ def embedded_config(
 
 
 def peer_config(
-    given: Mapping[str, settings.Said],
+    given: Mapping[str, settings.SettingText],
     environ: Mapping[str, str] = os.environ,
     starter: rundir.Starter | None = None,
     place: discovery.Place | None = None,

@@ -287,22 +287,22 @@ OF_PEERS = [setting for setting in TABLE if setting.option]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SettingText:
     """A text, and where it was said: `--arena`, `arena=`, `DATAPLANE_ARENA`."""
 
     text: str
     where: str
 
 
-def by_hand(texts: Mapping[str, str | None], where: str = "--{}") -> dict[str, Said]:
+def by_hand(texts: Mapping[str, str | None], where: str = "--{}") -> dict[str, SettingText]:
     """What is said by hand, without what is not: None. where: how it is said there."""
-    return {n: Said(text, where.format(n)) for n, text in texts.items() if text is not None}
+    return {n: SettingText(text, where.format(n)) for n, text in texts.items() if text is not None}
 
 
-def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, Said]:
+def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, SettingText]:
     """What variables say. by_hand: to a peer that somebody starts by hand."""
     return {
-        one.name: Said(text, one.env)
+        one.name: SettingText(text, one.env)
         for one in TABLE
         if one.variable
         and not (by_hand and one.of == "peers of connect()")
@@ -310,7 +310,7 @@ def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, S
     }
 
 
-def value(name: str, said: Mapping[str, Said]) -> Any:
+def value(name: str, said: Mapping[str, SettingText]) -> Any:
     """The value of a setting, None where nobody says it or `none` is said. InvalidConfig names
     what was said, where, and what is expected."""
     one, setting = said.get(name), SETTINGS[name]

@@ -332,7 +332,7 @@ _TABLE = (
         sender=Sender.MEMBER,
         held=False,
     ),
-    Operation(p.CanFree, p.Stirring, peer=lambda peer: peer.standstill.can_free, control=True),
+    Operation(p.CanFree, p.Activity, peer=lambda peer: peer.standstill.can_free, control=True),
 )
 
 OPERATIONS: dict[type[Body], Operation] = {one.message: one for one in _TABLE}

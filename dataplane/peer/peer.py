@@ -239,7 +239,7 @@ class Peer:
         """why: what clients are told that are still there."""
         await self.door.close(why)
         await self.mesh.close()
-        await self.keeper.close()  # nobody asks it any more, nor takes an office here anew
+        await self.keeper.close()  # nobody asks it any more, nor becomes the keeper again
         await self.device_pulls.close()
         await self.pulls.close(witnessed=self._is_missed())
         await self.host.threads.ended()

@@ -19,7 +19,7 @@ OK, NOT_FOUND = 200, 404
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class EtcdValue:
     """A value in etcd, and the revisions at which its key was made and last changed."""
 
     value: bytes
@@ -47,7 +47,7 @@ class Etcd:
     async def close(self) -> None:
         await self._http.close()
 
-    async def get(self, key: str) -> Kept | None:
+    async def get(self, key: str) -> EtcdValue | None:
         """Unavailable where no server answers; so do all calls here."""
         found = (await self._ask("kv/range", {"key": _b64(key)})).get("kvs", [])
         if not found:
@@ -55,7 +55,7 @@ class Etcd:
         one = found[0]
         value = base64.b64decode(one.get("value", ""))
         created, changed = int(one["create_revision"]), int(one["mod_revision"])
-        return Kept(value, created, changed, int(one.get("lease", 0)))
+        return EtcdValue(value, created, changed, int(one.get("lease", 0)))
 
     async def put_if(
         self, key: str, value: bytes, created: dict[str, int], changed: dict[str, int], lease: int

@@ -32,9 +32,9 @@ from dataplane.wire.messages import (
 from dataplane.wire.tables import (
     Change,
     Definition,
-    Laid,
     Name,
     Owner,
+    PlanRows,
     Shape,
     Values,
 )
@@ -72,7 +72,7 @@ class Returned(Body, tag=202):
 class Joined(Body, tag=220):
     """A process takes part in the plan of a stage, as one of its ranks; `member` is the number that
     it goes by. The first one begins the plan, whose rows have just been leased by `lease`. claim:
-    as in `Leased`. In a dump, acked: whether it has; laid, of the first: what all ranks have been
+    as in `Leased`. In a dump, acked: whether it has; rows, of the first: what all ranks have been
     told to lay the rows out by."""
 
     stage: str
@@ -82,7 +82,7 @@ class Joined(Body, tag=220):
     rank: int
     holder: int
     claim: int
-    laid: Laid | None = None
+    rows: PlanRows | None = None
     acked: bool = False
 
 
@@ -119,7 +119,7 @@ class Permitted(Body, tag=222):
     used: int = 0
 
 
-class Paced(Body, tag=223):
+class Pacing(Body, tag=223):
     """The trainer's version, by which groups are kept account of from now on; how far producers may
     be ahead, per_version 0: nobody asked yet. trained: a version, and how many groups were finished
     at it."""
@@ -279,7 +279,7 @@ Op = (
     | Permitted
     | Withdraw
     | Advance
-    | Paced
+    | Pacing
     | Lost
     | Relocated
     | Restore

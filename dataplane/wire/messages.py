@@ -20,8 +20,8 @@ from dataplane.wire.tables import (
 from dataplane.wire.tables import (
     Change,
     Definition,
-    Laid,
     Name,
+    PlanRows,
     PoolHandle,
     Rows,
     Scalar,
@@ -353,7 +353,7 @@ class Claimed(Body, tag=41):
     lease: int
     pin: int
     table: Table
-    plan: Laid | None = None
+    plan: PlanRows | None = None
 
 
 class Fetch(Body, tag=42):

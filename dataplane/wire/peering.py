@@ -198,7 +198,7 @@ class CanFree(Body, tag=150):
     """Ask whether clients of the receiver can free space, because producers of the sender wait."""
 
 
-class Stirring(Body, tag=151):
+class Activity(Body, tag=151):
     """The reply to `CanFree`: activity at the sender's host that may still free rows.
 
     filled: partitions with rows on this host. busy: partitions of clients that are not waiting in
@@ -317,7 +317,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | Dropped
         | ReadDone
         | Fetched
-        | Stirring
+        | Activity
         | LossesDone
         | Admitted
         | StatsDone

@@ -64,7 +64,7 @@ class Shape(msgspec.Struct, array_like=True, frozen=True):
         return [tag for tag in dict.fromkeys((self.balance, self.budget_tag)) if tag is not None]
 
 
-class Laid(msgspec.Struct, array_like=True):
+class PlanRows(msgspec.Struct, array_like=True):
     """The rows of a plan at its start. Every rank computes the same layout from them.
 
     groups: if units are groups, u4 per row: equal for rows of one group, NO_GROUP for a row without

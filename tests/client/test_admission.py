@@ -10,7 +10,7 @@ import pytest
 from dataplane.client._sync.partition import Partition
 from dataplane.client._sync.producing import Admission
 from dataplane.client.handle import Handle
-from dataplane.client.session.session import MAX_FAMILIAR, Familiar
+from dataplane.client.session.session import MAX_KNOWN_KEYS, KnownKeys
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.names import mint_many
 
@@ -26,11 +26,11 @@ def test_what_is_no_version_or_lag_is_refused_here(number: Any) -> None:
 
 
 def test_a_client_knows_its_last_keys_and_forgets_older_ones_at_once() -> None:
-    familiar, began = Familiar(), time.process_time()
+    known, began = KnownKeys(), time.process_time()
     for first in range(0, 400_000, 20_000):
-        familiar.note(7, mint_many(1, first, 20_000))
-        assert familiar.knows(7, mint_many(1, first + 19_999, 1))
-    assert familiar.knows(7, mint_many(1, 400_000 - MAX_FAMILIAR, 3))
-    assert not familiar.knows(7, mint_many(1, 0, 1))
-    assert not familiar.knows(8, mint_many(1, 399_999, 1))
+        known.note(7, mint_many(1, first, 20_000))
+        assert known.knows(7, mint_many(1, first + 19_999, 1))
+    assert known.knows(7, mint_many(1, 400_000 - MAX_KNOWN_KEYS, 3))
+    assert not known.knows(7, mint_many(1, 0, 1))
+    assert not known.knows(8, mint_many(1, 399_999, 1))
     assert time.process_time() - began < 10

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataplane.client.balancing import Layout, even_parts, packed, parts
 from dataplane.errors import InvalidRows
-from dataplane.wire.tables import Laid, Shape
+from dataplane.wire.tables import PlanRows, Shape
 
 shapes = st.builds(
     Shape,
@@ -25,12 +25,12 @@ shapes = st.builds(
 costs = st.lists(st.integers(0, 200), min_size=1, max_size=40)
 
 
-def laid(weights: list[int], size: int = 0) -> Laid:
+def plan_rows(weights: list[int], size: int = 0) -> PlanRows:
     """Groups of `size` rows; 0: none."""
     raw = np.array(weights, "<f8").tobytes()
     groups = (np.arange(len(weights)) // size).astype("<u4").tobytes() if size else b""
     other = np.array(weights[::-1], "<f8").tobytes()
-    return Laid(len(weights), groups, {"cost": raw, "other": other})
+    return PlanRows(len(weights), groups, {"cost": raw, "other": other})
 
 
 @settings(deadline=None)
@@ -38,7 +38,7 @@ def laid(weights: list[int], size: int = 0) -> Laid:
 def test_ranks_take_as_many_steps_and_every_row_its_turn(
     shape: Shape, weights: list[int], size: int
 ) -> None:
-    rows_in = laid(weights, size)
+    rows_in = plan_rows(weights, size)
     units, every = -(-len(weights) // (size or 1)), shape.ranks * shape.minibatches
     if shape.remainder == "drop" and units < every:
         with pytest.raises(InvalidRows, match="leaves no rows"):
@@ -73,7 +73,7 @@ def test_ranks_take_as_many_steps_and_every_row_its_turn(
 
 
 def test_an_epoch_shuffles_anew_and_another_seed_otherwise() -> None:
-    rows = laid([1] * 64)
+    rows = plan_rows([1] * 64)
     one = Layout(Shape(ranks=2, minibatches=4, epochs=2), rows)
     other = Layout(Shape(ranks=2, minibatches=4, epochs=2, seed=1), rows)
     assert one.mini(0, 0, 0) != one.mini(0, 1, 0)
@@ -98,7 +98,7 @@ def test_ranks_are_even_in_every_step_and_not_just_over_an_epoch(
 ) -> None:
     """A step takes as long as its heaviest rank."""
     weights = np.random.default_rng(1).lognormal(8, 1, rows).clip(max=32_000).tolist()
-    weighed = Laid(rows, weights={"cost": np.array(weights, "<f8").tobytes()})
+    weighed = PlanRows(rows, weights={"cost": np.array(weights, "<f8").tobytes()})
     layout = Layout(Shape(ranks=ranks, minibatches=minis, balance="cost"), weighed)
     heaviest = 0.0
     for number in range(minis):
@@ -109,7 +109,7 @@ def test_ranks_are_even_in_every_step_and_not_just_over_an_epoch(
 
 def test_no_step_is_of_padding_alone() -> None:
     for seed in range(20):
-        layout = Layout(Shape(ranks=2, minibatches=4, seed=seed), laid([1] * 10))
+        layout = Layout(Shape(ranks=2, minibatches=4, seed=seed), plan_rows([1] * 10))
         for number in range(4):
             steps = [row for rank in range(2) for row in layout.mini(rank, 0, number)[0]]
             assert sum(row >= 0 for row in steps) >= 2

@@ -39,7 +39,7 @@ from dataplane.wire.messages import (
     Withdraw,
 )
 from dataplane.wire.records import EXTENT, column
-from dataplane.wire.tables import Laid, Rows, Table
+from dataplane.wire.tables import PlanRows, Rows, Table
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 
@@ -253,7 +253,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_undone(
 
 
 def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody() -> None:
-    claimed = Claimed(31, 0, Table(Rows(b"")), Laid(2))
+    claimed = Claimed(31, 0, Table(Rows(b"")), PlanRows(2))
     assert undo(claimed) == [Finish(31, "leave")]
 
 

@@ -15,7 +15,7 @@ from dataplane.errors import FrameTooLarge, RowsGone
 from dataplane.metadata.tables import names
 from dataplane.wire.messages import Claimed, Fetch, Fetched
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Laid, Rows, Shape, Table
+from dataplane.wire.tables import PlanRows, Rows, Shape, Table
 
 
 class Shard:
@@ -98,7 +98,7 @@ def test_one_that_goes_as_it_is_fetched_is_looked_for_again_and_where_none_is_th
 
 def test_a_layout_that_is_kept_is_given_whole_to_whoever_asks_meanwhile() -> None:
     shard = Shard(8)
-    layout = Layout(Shape(ranks=1, minibatches=2, epochs=4), Laid(8))
+    layout = Layout(Shape(ranks=1, minibatches=2, epochs=4), PlanRows(8))
     joined = Joined(shard.part, layout, 0, ["x"])
     taken = layout.mini
 

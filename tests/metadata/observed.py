@@ -176,7 +176,7 @@ def _lease(lease: Any) -> Any:
 
 def _plan(plan: Plan) -> Any:
     members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
-    return plan.lease.stage.name, plan.shape, plan.laid, members
+    return plan.lease.stage.name, plan.shape, plan.rows, members
 
 
 def _permits(store: Store) -> Any:

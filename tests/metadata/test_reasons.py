@@ -17,9 +17,9 @@ from dataplane.metadata.shard.reasons import (
     SEAL,
     Facts,
     FullArena,
-    Kept,
     Notices,
     Producer,
+    StoredRows,
     Subject,
     of_admission,
     of_full_arena,
@@ -337,13 +337,13 @@ LARGER = (
     [
         ({}, "", "Consume or drop rows"),
         (
-            {"kept": [Kept("step-1", 5, [("judge", 5, None)])]},
+            {"kept": [StoredRows("step-1", 5, [("judge", 5, None)])]},
             "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', from which no "
             "client has ever claimed",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (
-            {"kept": [Kept("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
+            {"kept": [StoredRows("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
             f"partition 'step-1' has 5 rows: 5 rows have been leased by {OTHER} for stage 'train' "
             "for 90 s",
             "Claim fewer rows at a time (or pass min=), if claims wait for more rows than fit",
@@ -351,8 +351,8 @@ LARGER = (
         (
             {
                 "kept": [
-                    Kept("w", 5, [("judge", 5, None)], until_dropped=True),
-                    *[Kept(f"p{i}", 1) for i in range(3)],
+                    StoredRows("w", 5, [("judge", 5, None)], until_dropped=True),
+                    *[StoredRows(f"p{i}", 1) for i in range(3)],
                 ]
             },
             "partition 'w' has 5 rows, which stay until they are dropped; partition 'p0' has 1 "
@@ -360,7 +360,7 @@ LARGER = (
             "Drop rows that are no longer needed (part.drop)",
         ),
         (
-            {"kept": [Kept("step-1", 5, lacks=[("train", "reward", 5)])]},
+            {"kept": [StoredRows("step-1", 5, lacks=[("train", "reward", 5)])]},
             "partition 'step-1' has 5 rows: 5 rows lack `reward`, which stage 'train' needs",
             "Add the missing field `reward`",
         ),

@@ -14,7 +14,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.membership.authority import EtcdKeeper
 from dataplane.peer.peer import Peer
 from dataplane.peer.tasks import Tasks, Threads
-from dataplane.transport.etcd import Kept
+from dataplane.transport.etcd import EtcdValue
 from dataplane.wire.tables import Owner
 
 AUTHORITY_LEASE = 7
@@ -24,12 +24,12 @@ class Dict:
     """As much of `transport.etcd.Etcd` as a keeper needs."""
 
     def __init__(self, key: str, authority: str, faster: str = "") -> None:
-        self.kept = {key: Kept(authority.encode(), 1, 1, AUTHORITY_LEASE)}
+        self.kept = {key: EtcdValue(authority.encode(), 1, 1, AUTHORITY_LEASE)}
         self.leases = AUTHORITY_LEASE
         self.faster = faster
         """who takes a key before whoever asks here for it"""
 
-    async def get(self, key: str) -> Kept | None:
+    async def get(self, key: str) -> EtcdValue | None:
         return self.kept.get(key)
 
     async def grant(self, ttl_s: int) -> int:
@@ -38,10 +38,10 @@ class Dict:
 
     async def put_if(self, key: str, value: bytes, created: Any, changed: Any, lease: int) -> int:
         if key not in self.kept and self.faster:
-            self.kept[key] = Kept(self.faster.encode(), 2, 2, lease + 1)
+            self.kept[key] = EtcdValue(self.faster.encode(), 2, 2, lease + 1)
         if key in self.kept:
             return 0
-        self.kept[key] = Kept(value, 2, 2, lease)
+        self.kept[key] = EtcdValue(value, 2, 2, lease)
         return 2
 
     async def revoke(self, lease: int) -> None:
@@ -53,7 +53,7 @@ async def test_the_office_of_a_process_that_has_ended_is_taken_at_once(ended: bo
     here, there = free_addresses(2)
     opened = asyncio.Event()
 
-    class Office:
+    class KeeperRole:
         is_open = False
 
         async def open(self, roster: Roster, ask: bool) -> None:
@@ -65,10 +65,10 @@ async def test_the_office_of_a_process_that_has_ended_is_taken_at_once(ended: bo
     )
     keeper = EtcdKeeper(host, ["127.0.0.1:1"], lambda address: ended and address == there)
     await keeper.etcd.close()
-    office: Any = Office()
+    role: Any = KeeperRole()
     etcd: Any = Dict(keeper._authority_key, there)
     keeper.etcd = etcd
-    await keeper._look(office, host.now())
+    await keeper._look(role, host.now())
     assert (keeper.address() == here, keeper.sure(), opened.is_set()) == (ended, ended, ended)
 
 
@@ -81,8 +81,8 @@ async def test_who_comes_second_for_the_office_asks_the_first_from_then_on() -> 
     await keeper.etcd.close()
     etcd: Any = Dict(keeper._authority_key, there, faster)
     keeper.etcd = etcd
-    office: Any = SimpleNamespace()
-    await keeper._look(office, host.now())
+    role: Any = SimpleNamespace()
+    await keeper._look(role, host.now())
     assert (keeper.address(), keeper.sure()) == (faster, False)
 
 
@@ -95,8 +95,8 @@ async def test_an_authority_that_is_no_member_any_more_is_asked_no_more() -> Non
     await keeper.etcd.close()
     etcd: Any = Dict(keeper._authority_key, there)
     keeper.etcd = etcd
-    office: Any = SimpleNamespace()
-    await keeper._look(office, host.now())
+    role: Any = SimpleNamespace()
+    await keeper._look(role, host.now())
     assert keeper.address() == there
     keeper.gone(Owner(there, 1))
     with pytest.raises(Unavailable):
@@ -120,8 +120,8 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
     host: Any = SimpleNamespace(address="a", plane="p", founding=(1, 1), now=now)
     keeper = EtcdKeeper(host, [f"127.0.0.1:{port}", f"localhost:{port}"], lambda address: False)
     tasks = Tasks()
-    office: Any = SimpleNamespace(is_open=False)
-    tasks.spawn(keeper.run(office))
+    role: Any = SimpleNamespace(is_open=False)
+    tasks.spawn(keeper.run(role))
     await asyncio.wait_for(asked.wait(), 10)
 
     async def close(why: object = None, witnessed: bool = False) -> None: ...

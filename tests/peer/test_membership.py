@@ -248,7 +248,7 @@ async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve
         return Membership(host, mesh, keeper, nobody)
 
     begins = at(SEEDS[0])
-    assert not begins.office.is_open
+    assert not begins.role.is_open
     with pytest.raises(Unavailable):
         begins.beat_here(caller, Beat())
     assert isinstance(at(SEEDS[1]).beat_here(Caller(SEEDS[0], 1), Beat()), Rostered)

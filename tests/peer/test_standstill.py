@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from dataplane.peer.room.standstill import LOOKS, Standstill, is_standstill
-from dataplane.wire.peering import Stirring
+from dataplane.wire.peering import Activity
 
-FULL = Stirring(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)
-IDLE = Stirring(filled=[], busy=[], held=False, claims=0, claimable=False, done=0)
+FULL = Activity(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)
+IDLE = Activity(filled=[], busy=[], held=False, claims=0, claimable=False, done=0)
 
 
 class OneRow:
@@ -26,7 +26,7 @@ class OneRow:
         return 1
 
 
-def but(answer: Stirring, **changed: Any) -> Stirring:
+def but(answer: Activity, **changed: Any) -> Activity:
     return msgspec.structs.replace(answer, **changed)
 
 
@@ -51,7 +51,7 @@ def test_a_claim_that_waits_for_more_rows_than_fit_is_a_standstill() -> None:
     ],
     ids=["leased", "leased there", "claimable", "a client there", "another's rows", "empty"],
 )
-def test_somebody_who_could_free_space_is_none(answers: list[Stirring]) -> None:
+def test_somebody_who_could_free_space_is_none(answers: list[Activity]) -> None:
     assert not is_standstill(answers)
     assert not is_standstill(answers[::-1])
 

@@ -38,7 +38,7 @@ SHARED = {
         "Rows",
         "Table",
         "Shape",
-        "Laid",
+        "PlanRows",
     )
 } | {"Layout": layouts.Layout, "ColumnSpec": layouts.ColumnSpec}
 

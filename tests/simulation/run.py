@@ -18,7 +18,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
 from dataplane.peer import outgoing_changes
-from dataplane.peer.membership.authority import Office
+from dataplane.peer.membership.authority import KeeperRole
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
 from tests.simulation.cluster import ARENA_BYTES, Cluster, described
@@ -157,7 +157,7 @@ class Run:
         """The authority's decisions, and what stores report as lost."""
         remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
         moved, astray = Authority._moved, Authority._is_astray
-        opened = Office.open
+        opened = KeeperRole.open
         strays: set[Owner] = set()
         run = self
 
@@ -197,17 +197,17 @@ class Run:
                     ledger.spares = {o for o in roster.owners if o.peer in able - {backup}}
             return moved(authority, address, backup)
 
-        async def opening(office: Office, roster: Roster, ask: bool) -> None:
+        async def opening(role: KeeperRole, roster: Roster, ask: bool) -> None:
             """A keeper that begins and was not told of the newest roster, as who knows it is
             stopped or cut off, makes another plane: with who was called lost before and has not
             heard so, or with who starts as well."""
-            await opened(office, roster, ask)
-            authority = office._authority
+            await opened(role, roster, ask)
+            authority = role._authority
             assert authority is not None
             told = [*authority._told.values(), authority.roster]
             known = [place.peer.host.roster.epoch for place in run.cluster.places if place.peer]
             if not all(any(one.follows(epoch) for one in told) for epoch in known):
-                run._forked(f"{office.host.name} keeps an older roster than others know")
+                run._forked(f"{role.host.name} keeps an older roster than others know")
 
         def straying(authority: Authority, peer: Owner, epoch: tuple[int, int]) -> bool:
             """A keeper that began again reached none who knew the roster before, as all others had
@@ -239,7 +239,7 @@ class Run:
             mock.patch.object(Authority, "_remove", removing),
             mock.patch.object(Authority, "_moved", moving),
             mock.patch.object(Authority, "_is_astray", straying),
-            mock.patch.object(Office, "open", opening),
+            mock.patch.object(KeeperRole, "open", opening),
             mock.patch.object(Store, "lost", losing),
             mock.patch.object(Store, "relocate", relocating),
         ):

@@ -124,7 +124,7 @@ async def _put(
         DevicePart(one.opened, some) for one, some in zip(on_devices, units[1:], strict=True)
     ]
     await work.put_units(units[0], row_cost(identity))
-    session.familiar.note(generation, identity.familiar_keys())
+    session.known_keys.note(generation, identity.continued_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
     if session.spans is not None:
         session.spans.put(handle.name, began, n, tagged)

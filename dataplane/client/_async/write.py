@@ -106,8 +106,8 @@ class Putting(msgspec.Struct, eq=False):
     """whether this client put or leased the first group or row of the put before"""
 
     def __post_init__(self) -> None:
-        familiar = self.identity.familiar_keys()[: KEY.itemsize]
-        self.continuing = self.handle.session.familiar.knows(self.generation, familiar)
+        known = self.identity.continued_keys()[: KEY.itemsize]
+        self.continuing = self.handle.session.known_keys.knows(self.generation, known)
 
     def check_units(self, units: list[Unit]) -> None:
         """Raise ValueTooLarge if a unit can never fit."""

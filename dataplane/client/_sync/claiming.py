@@ -100,5 +100,5 @@ class Claiming:
             session.spans.claim(
                 self._handle.name, stage, began, claimed.lease, tags, ahead=self._ahead
             )
-        session.familiar.note(self._handle.generation, rows.group_keys or rows.keys)
+        session.known_keys.note(self._handle.generation, rows.group_keys or rows.keys)
         return claimed

@@ -136,7 +136,7 @@ def join(
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class FetchedRows:
     """Fetched rows of a plan. there: their positions in the plan, ascending."""
 
     table: Table
@@ -144,7 +144,7 @@ class Came:
     there: Index
 
 
-Fetching = tuple[Came, Index, Mask]
+Fetching = tuple[FetchedRows, Index, Mask]
 """The fetched rows; the positions of a micro-batch's rows; a mask that is False for padding."""
 
 
@@ -173,7 +173,7 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
     return came, positions, mask
 
 
-def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Came:
+def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> FetchedRows:
     """A row of the plan that is still there. RowsGone where none is."""
     start = 0
     while start < part.n:
@@ -191,7 +191,9 @@ def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Came:
     )
 
 
-def fetch_rows(part: Part, fields: Sequence[str], positions: Index, deadline: Deadline) -> Came:
+def fetch_rows(
+    part: Part, fields: Sequence[str], positions: Index, deadline: Deadline
+) -> FetchedRows:
     """Fetch rows, with several messages if their small values exceed the size of one."""
     session, done = part.handle.session, list[Fetched]()
     at = 0
@@ -215,4 +217,4 @@ def fetch_rows(part: Part, fields: Sequence[str], positions: Index, deadline: De
         # Of one that failed, the pieces before are pinned; their pins go with this object.
         pin = session.pinned(*(one.pin for one in done))
     there = column(b"".join(one.index for one in done), U4).astype(np.intp)
-    return Came(join_tables([one.table for one in done]), pin, there)
+    return FetchedRows(join_tables([one.table for one in done]), pin, there)

@@ -40,7 +40,7 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-MAX_FAMILIAR = 65_536
+MAX_KNOWN_KEYS = 65_536
 MAX_WARNED = 64
 MAX_ORPHANS = 64
 """Connections of calls that were given up, and that a peer which does not run has not ended. What
@@ -119,10 +119,10 @@ class Session:
             *[Slabs(size, size // DEVICE_AHEAD) for size in sizes],
         ]
         """by memory: the host arena, then each device"""
-        self.familiar = Familiar()
+        self.known_keys = KnownKeys()
         self.tally = Tally()
         self.spans = spans.of(self.plane)
-        self.leases, self.permits = InHand(), InHand()
+        self.leases, self.permits = Holdings(), Holdings()
         self.closed: str | None = None
         self.peer_died = False
         self.farewell: PeerLost | None = None
@@ -368,7 +368,7 @@ class Session:
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
         self.slabs = [Slabs(0) for _ in self.slabs]
-        self.familiar, self.tally, self.spans = Familiar(), Tally(), None
+        self.known_keys, self.tally, self.spans = KnownKeys(), Tally(), None
         self.devices = None
         self.direct.poison()
         self.closed = (
@@ -402,7 +402,7 @@ class Abandoned(NamedTuple):
         )
 
 
-class InHand:
+class Holdings:
     """Leases, or permits, by number, and which thread or task of this process took them: what that
     one then waits for it may itself have."""
 
@@ -458,12 +458,12 @@ def caller() -> int:
     return threading.get_ident() if task is None else id(task)
 
 
-class Familiar:
+class KnownKeys:
     """Groups and keys that this client has put or leased: writing to them again is `continuing`. By
     the generation of their partition: the next step's partition has groups of the same names.
 
     Columns are noted as they come and only looked into when a reservation asks. Keeps between one
-    and two times the last MAX_FAMILIAR: the older half is forgotten at once.
+    and two times the last MAX_KNOWN_KEYS: the older half is forgotten at once.
     """
 
     def __init__(self) -> None:
@@ -478,11 +478,11 @@ class Familiar:
         """keys: KEY records."""
         if not keys:
             return
-        keys = keys[-MAX_FAMILIAR * KEY.itemsize :]
+        keys = keys[-MAX_KNOWN_KEYS * KEY.itemsize :]
         with self._lock:
             self._noted.append((generation, keys))
             self._noted_bytes += len(keys)
-            while self._noted_bytes - len(self._noted[0][1]) >= MAX_FAMILIAR * KEY.itemsize:
+            while self._noted_bytes - len(self._noted[0][1]) >= MAX_KNOWN_KEYS * KEY.itemsize:
                 self._noted_bytes -= len(self._noted.popleft()[1])
 
     def knows(self, generation: int, keys: bytes) -> bool:
@@ -491,7 +491,7 @@ class Familiar:
             return False
         with self._lock:
             for of, column in self._noted:
-                if self._newer_count >= MAX_FAMILIAR:
+                if self._newer_count >= MAX_KNOWN_KEYS:
                     self._older, self._newer, self._newer_count = self._newer, {}, 0
                 more = split_keys(column)
                 self._newer.setdefault(of, set()).update(more)

@@ -122,7 +122,7 @@ class ValueColumn(msgspec.Struct, eq=False):
         )
 
 
-class Kept:
+class ObjectValue:
     """Mark a value, or a column of values, to be stored as a Python object.
 
     For example, `dataplane.object([1, 2])` is read back as a list, not as an array. In a
@@ -245,7 +245,7 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
             kinds = {_kind(row, library) for row in rows}
             if "TensorDict" not in kinds:  # stacked, they would have to be of one shape and kind
                 plain = [objects.as_plain(row) for row in rows]
-                yield key, plain if kinds == {"tensor"} else Kept(plain)
+                yield key, plain if kinds == {"tensor"} else ObjectValue(plain)
                 continue
             if len(kinds) > 1:
                 raise InvalidRows(
@@ -256,7 +256,7 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
                 )
         column = _got(tensordict, key)
         if library.is_non_tensor(column):
-            yield key, Kept(_entries(column, tensordict.batch_size[0], library))
+            yield key, ObjectValue(_entries(column, tensordict.batch_size[0], library))
         elif library.is_tensor_collection(column):
             yield from _leaves(objects.tensordict_of(column), key)
         else:
@@ -334,8 +334,8 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     """A column as a list, a tuple or a plain array whose first axis is the rows."""
     if isinstance(column, (list, tuple)):
         return column
-    if isinstance(column, Kept):
-        return [Kept(value) for value in _column(name, column.value)]
+    if isinstance(column, ObjectValue):
+        return [ObjectValue(value) for value in _column(name, column.value)]
     if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
         raise InvalidRows(
             f"field {name!r}: expected a list or an array with one entry per row, got "
@@ -430,8 +430,8 @@ def _values(
     rows = None if np.ndarray in kinds else objects.encode_many(column)
     if rows is not None:
         return _of_heads(name, rows, _OBJECT, dedup)
-    if Kept in kinds:
-        column = [v.value if type(v) is Kept else v for v in column]
+    if ObjectValue in kinds:
+        column = [v.value if type(v) is ObjectValue else v for v in column]
         return _of_objects(name, column, dedup, check_time, _LOOSE_OBJECT)
     if list in kinds:
         column = _without_flat_lists(column, schema.empty_dtype(form))

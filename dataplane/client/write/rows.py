@@ -76,7 +76,7 @@ class Identity(msgspec.Struct, eq=False):
             [self.group_names[group] for group in used],
         )
 
-    def familiar_keys(self) -> bytes:
+    def continued_keys(self) -> bytes:
         """What tells whether this put goes on with something: its groups, else its given keys."""
         return self.group_keys or (b"" if self.names is None else self.keys)
 

@@ -29,7 +29,7 @@ from dataplane.metadata.shard.blocks import LEASED, PENDING
 from dataplane.metadata.shard.by_age import ByAge
 from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, PullCredit
+from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Reservation
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Claim, Claimed, Finish, Want
 
@@ -207,7 +207,7 @@ class ClaimQueue:
 
     def _next(self, now: float, keep: bool, broken: Container[int]) -> Outcome | None:
         """What becomes of the first who can be met."""
-        kept: list[Kept] = []
+        kept: list[Reservation] = []
         heads = [queue.oldest for queue in self._lanes.values()]
         if broken:
             firsts = (self._first(queue, broken) for queue in self._lanes.values())
@@ -248,7 +248,7 @@ class ClaimQueue:
         return outcomes
 
     def _advance(
-        self, head: WaitingClaim, now: float, kept: list[Kept], broken: Container[int]
+        self, head: WaitingClaim, now: float, kept: list[Reservation], broken: Container[int]
     ) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
         queue, want = self._lanes[head.lane], head.want
@@ -268,7 +268,7 @@ class ClaimQueue:
         return None
 
     def _meet(
-        self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Kept]
+        self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Reservation]
     ) -> Outcome | None:
         self._trying = claim.number
         want, sealed = claim.want, self.store.sealed

@@ -60,7 +60,7 @@ from dataplane.wire.journal import (
     OneBlock,
     OneGroup,
     Op,
-    Paced,
+    Pacing,
     Permitted,
     Ready,
     Relocated,
@@ -72,7 +72,7 @@ from dataplane.wire.journal import (
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Finish, Put, Tag, Withdraw
 from dataplane.wire.records import RANGE, U8, column
-from dataplane.wire.tables import Laid
+from dataplane.wire.tables import PlanRows
 
 MAX_OP_BYTES = 8 << 20
 """More about rows than this is told in several operations; a message takes `MAX_FRAME_BYTES`."""
@@ -149,9 +149,9 @@ def _joined(store: Store, op: Joined, now: float) -> None:
             f"{lease.stage.name!r} with {shape}, got lease {op.lease} with {op.shape}"
         )
     if plan is None:
-        for weights in op.laid.weights.values() if op.laid is not None else ():
+        for weights in op.rows.weights.values() if op.rows is not None else ():
             column(weights, _F8, lease.count)
-        plan = Plan(lease, shape, op.laid or plans.laid(lease, shape))
+        plan = Plan(lease, shape, op.rows or plans.plan_rows(lease, shape))
         leases.add_plan(plan)
     who = op.rank, op.holder, op.claim
     plan.members[op.member] = Member(op.member, plan, *who, now, op.acked)
@@ -180,7 +180,7 @@ def _relocated(store: Store, op: Relocated, now: float) -> None:
     store.relocate(op.owner, ranges, op.to_owner, there)
 
 
-def _paced(store: Store, op: Paced, now: float) -> None:
+def _paced(store: Store, op: Pacing, now: float) -> None:
     permits = store.permits
     if op.version < permits.version:
         raise ProtocolError(
@@ -525,7 +525,7 @@ def _permits_told(store: Store) -> Iterator[Op]:
     permits = store.permits
     if permits.counts:
         max_lag, per_version = permits.limits or (0, 0)
-        yield Paced(permits.version, max_lag, per_version, sorted(permits.trained.items()))
+        yield Pacing(permits.version, max_lag, per_version, sorted(permits.trained.items()))
         for one in permits.given.values():
             used = one.count - one.left
             yield Permitted(one.number, one.holder, one.count, one.version, used)
@@ -636,10 +636,10 @@ def _lease_told(lease: Lease, left: Sequence[int]) -> Held:
 
 def _plan_told(plan: Plan) -> Iterator[Joined]:
     of = plan.lease.stage.name, plan.lease.number, plan.shape
-    laid: Laid | None = plan.laid
+    rows: PlanRows | None = plan.rows
     for one in plan.members.values():
-        yield Joined(*of, one.number, one.rank, one.holder, one.claim, laid, one.acked)
-        laid = None  # the others find it told
+        yield Joined(*of, one.number, one.rank, one.holder, one.claim, rows, one.acked)
+        rows = None  # only the first one says it
 
 
 def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
@@ -658,7 +658,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Settle: lambda store, op, now: store.settle(op),
     Permitted: _permitted,
     Withdraw: lambda store, op, now: store.take_back(op.numbers),
-    Paced: _paced,
+    Pacing: _paced,
     Lost: lambda store, op, now: store.lost(op.owner),
     Relocated: _relocated,
     Restore: lambda store, op, now: store.restore(op),

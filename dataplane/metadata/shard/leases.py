@@ -19,7 +19,7 @@ import msgspec
 from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import bits_of, rows_of
-from dataplane.wire.tables import Laid, Shape
+from dataplane.wire.tables import PlanRows, Shape
 
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
@@ -134,7 +134,7 @@ class Plan(msgspec.Struct, eq=False):
 
     lease: Lease
     shape: Shape
-    laid: Laid
+    rows: PlanRows
     members: dict[int, Member] = {}
 
     @property

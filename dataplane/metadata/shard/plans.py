@@ -30,7 +30,7 @@ from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Claimed, Finish
 from dataplane.wire.records import U4
-from dataplane.wire.tables import Definition, Laid, Shape
+from dataplane.wire.tables import Definition, PlanRows, Shape
 
 MAX_PLAN_ROWS = 1 << 20
 """What is told of them all at once, 40 bytes a row at most, fits into a message."""
@@ -104,7 +104,7 @@ def join(
 
 def part(member: Member) -> Claimed:
     """As it is told, with what all ranks lay the plan out by."""
-    return Claimed(member.number, 0, wire.Table(wire.Rows(b"")), member.plan.laid)
+    return Claimed(member.number, 0, wire.Table(wire.Rows(b"")), member.plan.rows)
 
 
 def waits_for(state: State, stage: str, rank: int, now: float) -> str:
@@ -185,17 +185,17 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
     return finishes.give_back(state, plan.lease, reason)
 
 
-def laid(lease: Lease, shape: Shape) -> Laid:
+def plan_rows(lease: Lease, shape: Shape) -> PlanRows:
     """What all ranks lay the rows of a plan out by, while none of them has gone yet."""
     told = {
         tag: np.array([float(weight(block, row, tag) or 0) for block, row in lease.rows]).tobytes()
         for tag in shape.tags
     }
     if shape.unit == "rows":
-        return Laid(lease.count, weights=told)
+        return PlanRows(lease.count, weights=told)
     numbers: dict[bytes, int] = {b"": NO_GROUP}
     groups = [numbers.setdefault(block.group, len(numbers) - 1) for block, _ in lease.rows]
-    return Laid(lease.count, np.array(groups, U4).tobytes(), told)
+    return PlanRows(lease.count, np.array(groups, U4).tobytes(), told)
 
 
 def _record(kind: Kind, member: Member, reason: Reason = Reason.NONE) -> Record:
@@ -230,7 +230,7 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     else:
         state.take_rows(stage, rows.parts)
     lease = state.lease(stage, "groups" if whole else "rows", rows, 0, now)
-    plan = Plan(lease, shape, laid(lease, shape))
+    plan = Plan(lease, shape, plan_rows(lease, shape))
     state.leases.add_plan(plan)
     return plan
 

@@ -299,7 +299,7 @@ def of_key(key: object, near: int | str, facts: Facts) -> str:
     return f"{said}; {_put(facts)}{gone}"
 
 
-class Kept(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a partition that take room at a host. idle: see `inspection.Idle`. leases: [(who,
     stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay until
     somebody drops them, whatever stages do."""
@@ -326,7 +326,7 @@ class FullArena:
     free_bytes: int
     used_bytes: int
     size_bytes: int
-    kept: Sequence[Kept] = ()
+    kept: Sequence[StoredRows] = ()
     elsewhere: int = 0
     holders: Sequence[tuple[str, int]] = ()
     claims: bool = False
@@ -356,7 +356,7 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
     return f"{'; '.join(parts)}. {_make_room(full)}"
 
 
-def _kept(one: Kept) -> list[str]:
+def _kept(one: StoredRows) -> list[str]:
     said = f"partition {one.partition!r} has {counted(one.rows, 'row')}"
     if one.until_dropped:
         return [f"{said}, which stay until they are dropped"]

@@ -54,7 +54,7 @@ from dataplane.wire.events import Kind, Record
 from dataplane.wire.journal import (
     Declared,
     Ended,
-    Paced,
+    Pacing,
     Permitted,
     Relocated,
     Returned,
@@ -248,7 +248,7 @@ class Store(State):
         if not permits.fits(self, count, (max_lag + 1) * per_version):
             return False
         if permits.limits is None:
-            self.tell(Paced(permits.version, max_lag, per_version))
+            self.tell(Pacing(permits.version, max_lag, per_version))
         permits.begin(self)
         permits.limits = max_lag, per_version
         permits.enter(Permit(number, holder, permits.version, count, count))

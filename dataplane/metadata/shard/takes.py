@@ -37,7 +37,7 @@ NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
 before its head."""
 
-Kept = tuple[str, Where | None]
+Reservation = tuple[str, Where | None]
 """Unit and filter of units that are kept for a claim of theirs."""
 
 
@@ -115,7 +115,7 @@ def take(
     claim: int = 0,
     credit: PullCredit = _ANY,
     sealed: bool = False,
-    kept: Sequence[Kept] = (),
+    kept: Sequence[Reservation] = (),
 ) -> Taken:
     """Lease ready units of a stage, oldest first but that near ones may go before.
 
@@ -177,7 +177,7 @@ def take(
 
 
 def _not_kept(
-    state: State, stage: Stage, unit: str, lane: Lane, kept: Sequence[Kept]
+    state: State, stage: Stage, unit: str, lane: Lane, kept: Sequence[Reservation]
 ) -> Iterator[Part]:
     """Without units that are, or have rows in common with what is, kept for another claim."""
     others = [(of, stage.units(of).lane(where)) for of, where in kept]

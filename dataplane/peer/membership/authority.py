@@ -21,7 +21,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Host
 from dataplane.peer.membership.watching import Watching
 from dataplane.peer.net.mesh import Mesh
-from dataplane.transport.etcd import Etcd, Kept
+from dataplane.transport.etcd import Etcd, EtcdValue
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner, RosterTable
 
@@ -41,7 +41,7 @@ Commit = Callable[[Roster], Awaitable[bool]]
 
 
 @dataclass(eq=False, repr=False)
-class Office:
+class KeeperRole:
     host: Host
     mesh: Mesh
     _adopt: Callable[[Roster], None]
@@ -92,7 +92,7 @@ class Office:
         self._watching.follow(everybody=False)
 
     def note(self, peer: Owner, body: Beat, epoch: tuple[int, int]) -> None:
-        """A life sign; the office is open."""
+        """A life sign; the role is open."""
         assert self._authority is not None
         if peer.peer != self.host.address:
             self._detector.heard(peer, self.host.now())
@@ -177,13 +177,13 @@ class SeedKeeper:
         """Of the peer that runs the authority. Unavailable where nobody is known to."""
         return self.apart
 
-    async def run(self, office: Office) -> None:
-        """Open the office here when it is this peer's turn; until it is cancelled."""
+    async def run(self, role: KeeperRole) -> None:
+        """Open the role here when it is this peer's turn; until it is cancelled."""
         if self.host.address == self.apart:
-            await office.open(self.host.roster, ask=True)
+            await role.open(self.host.roster, ask=True)
 
     def sure(self) -> bool:
-        """Whether an office that is open here is the only one."""
+        """Whether a role that is open here is the only one."""
         return True
 
     def gone(self, owner: Owner) -> None:
@@ -229,28 +229,28 @@ class EtcdKeeper(SeedKeeper):
     def sure(self) -> bool:
         return self.host.now() < self._sure_until
 
-    async def run(self, office: Office) -> None:
+    async def run(self, role: KeeperRole) -> None:
         while True:
             began = self.host.now()
             try:
-                if office.is_open:
+                if role.is_open:
                     stays = await self.etcd.keep_alive(self._lease)
                     self._sure_until = began + SURE_S if stays else 0.0
                 else:
-                    await self._look(office, began)
+                    await self._look(role, began)
             except DataplaneError as exc:
                 log.warning("peer %r: %s", self.host.name, exc)
-            if office.is_open and not self.sure():
+            if role.is_open and not self.sure():
                 log.warning("peer %r: no longer the roster keeper", self.host.name)
-                office.close()
+                role.close()
                 self._address = ""
             self._look_now.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HURRY_S if self._has_ended(self._address) else LOOK_S):
                     await self._look_now.wait()
 
-    async def _look(self, office: Office, began: float) -> None:
-        """Who has the office? If nobody, this peer tries to get it."""
+    async def _look(self, role: KeeperRole, began: float) -> None:
+        """Who has the role? If nobody, this peer tries to get it."""
         kept = await self.etcd.get(self._authority_key)
         if kept is not None and not await self._is_over(kept):
             return
@@ -268,9 +268,9 @@ class EtcdKeeper(SeedKeeper):
         self._changed = stored.changed if stored is not None else 0
         roster = self.host.roster if stored is None else _roster(stored.value)
         self._address = self.host.address
-        await office.open(roster, ask=False)
+        await role.open(roster, ask=False)
 
-    async def _is_over(self, kept: Kept) -> bool:
+    async def _is_over(self, kept: EtcdValue) -> bool:
         """Whether the process that has the key is proven to have ended; then the key goes too."""
         address = kept.value.decode()
         if address == self.host.address:
@@ -299,7 +299,7 @@ class EtcdKeeper(SeedKeeper):
         return self.sure()
 
     def gone(self, owner: Owner) -> None:
-        """Who made the roster that says so has the office now. To ask the one before would only
+        """Who made the roster that says so has the role now. To ask the one before would only
         mean to wait."""
         if owner.peer == self._address:
             self._address = ""

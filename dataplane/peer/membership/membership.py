@@ -29,7 +29,7 @@ from dataplane.launch.settings import LOST_AFTER_S
 from dataplane.metadata.roster.authority import moved, newcomers
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Host
-from dataplane.peer.membership.authority import Office, SeedKeeper
+from dataplane.peer.membership.authority import KeeperRole, SeedKeeper
 from dataplane.peer.membership.watching import Watching
 from dataplane.peer.net.mesh import Mesh
 from dataplane.wire.messages import Body, Done
@@ -63,7 +63,7 @@ class Membership:
         self.deposed = asyncio.Event()
         """the plane goes on without this process, which has left it, or may return as a new one"""
         self.watching = Watching(self.host, self.mesh, self._evidence)
-        self.office = Office(
+        self.role = KeeperRole(
             self.host,
             self.mesh,
             self.adopt,
@@ -88,9 +88,9 @@ class Membership:
     async def run(self) -> None:
         """Until it is cancelled."""
         if self.keeper.apart:
-            await self.keeper.run(self.office)
+            await self.keeper.run(self.role)
         else:
-            self.mesh.spawn(self.keeper.run(self.office))
+            self.mesh.spawn(self.keeper.run(self.role))
         while True:
             await self._say()
             self._beat_now.clear()
@@ -130,10 +130,10 @@ class Membership:
         body.unreached = self.watching.contacts.unreached()
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
-        if self.office.is_open and self.keeper.sure():
+        if self.role.is_open and self.keeper.sure():
             self.host.serving.heard = asked
-            self.office.note(self.host.owner, body, epoch)
-            self._plane_wanted = self.office.wanted
+            self.role.note(self.host.owner, body, epoch)
+            self._plane_wanted = self.role.wanted
             return
         try:
             reply: Rostered = await self.mesh.call(
@@ -244,8 +244,8 @@ class Membership:
 
     def _evidence(self) -> None:
         """Something was seen of a member that may be lost."""
-        if self.office.is_open:
-            self.office.judge()
+        if self.role.is_open:
+            self.role.judge()
         else:
             self.beat_now()
 
@@ -255,10 +255,10 @@ class Membership:
         return owner is not None and self.watching.contacts.has_ended(owner)
 
     def beat_here(self, caller: Caller, body: Beat) -> Body:
-        if self.office.is_open and self.keeper.sure():
-            self.office.note(caller.owner, body, caller.epoch)
+        if self.role.is_open and self.keeper.sure():
+            self.role.note(caller.owner, body, caller.epoch)
             self.peer.life_sign(caller.owner, caller.epoch)
-            if not self.office.is_open:
+            if not self.role.is_open:
                 raise Unavailable(
                     f"the roster keeper at {self.host.address} is restarting: repeat the call"
                 )
@@ -272,7 +272,7 @@ class Membership:
             )
         ours = self.host.roster
         known = ours.epoch == caller.epoch
-        return Rostered(None if known else ours.table, self.office.wanted)
+        return Rostered(None if known else ours.table, self.role.wanted)
 
     # rosters
 
@@ -308,7 +308,7 @@ class Membership:
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)
         self.peer.turned(old, new)
-        self.watching.follow(everybody=self.office.is_open)
+        self.watching.follow(everybody=self.role.is_open)
         for owner in gone:
             self.mesh.part(owner.peer)
         for owner in dict.fromkeys([*gone, *self.peer.replicas.lost_before()]):

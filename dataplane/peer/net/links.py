@@ -45,7 +45,7 @@ class Unreadable(LinkBroken):
     """What came on it is no answer. The way may have damaged it: asked once more it shows."""
 
 
-class Acquaintances:
+class KnownPeers:
     def __init__(self, host: Host, bulk: Bulk) -> None:
         self.host = host
         self._bulk = bulk

@@ -27,7 +27,7 @@ from dataplane.peer.failures import LinkBroken, again
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
-from dataplane.peer.net.links import Acquaintances, Bulk, Link, Unreadable
+from dataplane.peer.net.links import Bulk, KnownPeers, Link, Unreadable
 from dataplane.peer.net.peer_door import PeerDoor
 from dataplane.peer.operations import OPERATIONS, PeerHandler, Sender
 from dataplane.peer.tasks import Tasks, within
@@ -61,7 +61,7 @@ class Mesh:
         self.host = host
         self.gate = gate
         self.handlers: dict[type[Body], PeerHandler] = {}
-        self.others = Acquaintances(host, bulk)
+        self.others = KnownPeers(host, bulk)
         self._greetings = greetings.Greetings(gate)
         self._links: dict[str, Link] = {}
         self._reaching: dict[str, asyncio.Task[Link | DataplaneError]] = {}

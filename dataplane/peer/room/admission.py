@@ -315,11 +315,11 @@ class Room:
             return f"{name}, leased by {self._host.who(holder)} for stage {stage!r}"
         return name
 
-    def _kept(self, entry: Entry, now: float) -> reasons.Kept:
+    def _kept(self, entry: Entry, now: float) -> reasons.StoredRows:
         store = entry.store
         held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
         leases = [(self._host.who(holder), stage, rows, age) for holder, stage, rows, age in held]
-        return reasons.Kept(
+        return reasons.StoredRows(
             entry.name,
             len(store),
             inspection.idle(store, now),

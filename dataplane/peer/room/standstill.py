@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
 from dataplane.peer.host import Caller
-from dataplane.wire.peering import CanFree, Stirring
+from dataplane.wire.peering import Activity, CanFree
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -25,7 +25,7 @@ LOOK_AGAIN_S = 2.0
 ASK_S = 2.0
 
 
-def is_alive(answers: Iterable[Stirring]) -> bool:
+def is_alive(answers: Iterable[Activity]) -> bool:
     """Whether some of these hosts, so far as they answered, can free rows without being freed."""
     filled, busy = set[str](), set[str]()
     for answer in answers:
@@ -36,7 +36,7 @@ def is_alive(answers: Iterable[Stirring]) -> bool:
     return bool(filled & busy)
 
 
-def is_standstill(answers: list[Stirring]) -> bool:
+def is_standstill(answers: list[Activity]) -> bool:
     """Whether nobody is left at all these hosts who could free space.
 
     Nothing is leased, no claim can be met (those that wait could not, and rows that are ready have
@@ -79,7 +79,7 @@ class Standstill:
         return found
 
     async def _look(self) -> None:
-        answers: list[Stirring] = []
+        answers: list[Activity] = []
         for address in sorted(self.host.roster.members, key=lambda m: m != self._alive):
             try:
                 answers.append(await self.mesh.call(address, CanFree(), timeout_s=ASK_S))
@@ -93,23 +93,23 @@ class Standstill:
         self._next_look = self.host.now() + LOOK_EVERY_S
         self._note(answers)
 
-    def _note(self, answers: list[Stirring]) -> None:
+    def _note(self, answers: list[Activity]) -> None:
         done = [answer.done for answer in answers]
         same = done == self._done or not self._looks
         self._looks = self._looks + 1 if same and is_standstill(answers) else 0
         self._done = done
 
-    def can_free(self, caller: Caller, body: CanFree) -> Stirring:
+    def can_free(self, caller: Caller, body: CanFree) -> Activity:
         """Producers wait for room: no claim that waits here keeps rows from those who take some."""
         self.peer.calls.producers_wait()
         return self._here()
 
-    def _here(self) -> Stirring:
+    def _here(self) -> Activity:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
         drop = any(entry.store.definition.free == "drop" for entry in entries)
         leased = any(len(entry.store.leases) for entry in entries)
         busy = set[str]().union(*(s.partitions for s in self.peer.sessions if not s.waiting))
-        return Stirring(
+        return Activity(
             filled=[entry.name for entry in entries],
             busy=sorted(busy),
             held=leased or drop or self.peer.room.starved > 0,

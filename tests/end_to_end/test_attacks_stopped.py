@@ -169,6 +169,26 @@ def test_a_process_exits_soon_though_its_peer_is_stopped(cluster: Cluster) -> No
         no_leaks(plane)
 
 
+def test_an_ack_holds_that_a_stopped_peer_reads_after_the_limit_of_its_lease(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        part.put({"x": [1, 2]}, key=["acked", "held"])
+        batch = part.claim("s", rows=2, lease=2.0, timeout=20)
+        cluster.peers["a"].send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            acking = pool.submit(batch.rows([batch.keys.index("acked")]).ack, timeout=30)
+            time.sleep(2.5)  # the lease and more
+            cluster.peers["a"].send_signal(signal.SIGCONT)
+            acking.result(20)
+        with part.claim("s", rows=1, timeout=20) as again:
+            assert again.keys == ["held"]  # its limit still came
+        with pytest.raises(dataplane.LeaseExpired):
+            batch.ack()
+
+
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:
     cluster.start("a")
     with cluster.connect("a") as plane:

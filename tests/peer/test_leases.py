@@ -50,6 +50,25 @@ def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
         leases.of(holder, lease.number, 5.0)
 
 
+@pytest.mark.parametrize("first", ["an ack", "the clock"])
+def test_time_in_which_the_peer_was_stopped_ends_no_lease(first: str) -> None:
+    """What its client sent meanwhile has arrived, and is read only now."""
+    leases, holder = Leases(), client()
+    lease, later = Lease(7, "p", 1, "s", 2, holder), Lease(8, "p", 1, "s", 2, holder)
+    for one in (lease, later):
+        leases.open(one)
+        leases.look(0.0)
+        leases.limit(one.number, 5.0 if one is lease else 6.0)
+    assert leases.overdue(0.2) == []
+    if first == "the clock":
+        assert leases.overdue(100.2) == []
+    assert leases.of(holder, lease.number, 100.2) is lease
+    for tick in range(1, 24):
+        assert leases.overdue(100.2 + tick / 5) == []
+    assert leases.overdue(105.0) == [lease] and leases.overdue(105.4) == []
+    assert leases.overdue(105.8) == [] and leases.overdue(106.0) == [later]
+
+
 @pytest.mark.parametrize(
     "ends", [Leases.of, lambda leases, holder, lease, now: leases.leave(holder, lease)]
 )

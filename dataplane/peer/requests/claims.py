@@ -271,7 +271,9 @@ class Claims:
     def answered(self, asked: Claim, claimed: Claimed) -> None:
         """The client gets its rows now. A hard limit begins: no wait before this counts."""
         if asked.lease_ms:
-            self.leases.limit(claimed.lease, self.host.now() + asked.lease_ms / 1000)
+            now = self.host.now()
+            self.leases.look(now)
+            self.leases.limit(claimed.lease, now + asked.lease_ms / 1000)
 
 
 def _check_fields(table: Table, asked: list[str]) -> None:

@@ -34,6 +34,9 @@ LOG_EVERY_S = 60.0
 """How often a stage is logged whose rows a client held when it ended."""
 MAX_LOGGED = 256
 """Stages that are remembered for that."""
+STALL_S = 0.5
+"""This peer looks at the time more often than that unless it was stopped or had no processor time.
+Hard limits do not count such time, because acks that arrived meanwhile are still to be read."""
 
 Part = tuple[int, str, int, str]
 """session, partition, generation and stage of who takes part in a plan"""
@@ -65,6 +68,7 @@ class Leases:
         self._unpin = unpin
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._looked_at: float | None = None
         self._leaving: dict[asyncio.Future[Any], Part] = {}
         """processes that take part in a plan no more, until its shard knows: to that they do as
         long, and may not do so twice"""
@@ -83,8 +87,21 @@ class Leases:
             lease.deadline = deadline
             heapq.heappush(self._deadlines, (deadline, number))
 
+    def look(self, now: float) -> None:
+        """Move the hard limits by the time in which this peer did not run."""
+        stalled_s = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if stalled_s <= STALL_S:
+            return
+        self._deadlines = [(deadline + stalled_s, n) for deadline, n in self._deadlines]
+        for number in {number for _, number in self._deadlines}:
+            lease = self._leases.get(number)
+            if lease is not None and lease.deadline is not None:
+                lease.deadline += stalled_s
+
     def overdue(self, now: float) -> list[Lease]:
         """Those whose hard limit has passed, each once."""
+        self.look(now)
         passed = []
         while self._deadlines and self._deadlines[0][0] <= now:
             lease = self._leases.get(heapq.heappop(self._deadlines)[1])
@@ -94,6 +111,7 @@ class Leases:
 
     def of(self, session: Session, number: int, now: float) -> Lease:
         """LeaseExpired unless this session holds it, and its time is not up."""
+        self.look(now)
         lease = self._leases.get(number) if number in session.leases else None
         if lease is not None:
             self._heard(lease)

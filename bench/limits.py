@@ -133,7 +133,10 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
                 limits.append(HostLimit(path, files, limit_bytes))
                 limits[-1]._open()
         except OSError as exc:
-            raise NoLimits(f"cannot set a memory limit on this machine: {exc}") from exc
+            raise NoLimits(
+                f"cannot set a memory limit on this machine: {exc}. Leave out "
+                "the limit, or run as root"
+            ) from exc
         yield limits
     finally:
         for limit in limits:
@@ -146,8 +149,9 @@ def check(limits: Sequence[HostLimit]) -> None:
         if limit.kills():
             if not limit.met_limit():
                 raise MachineFull(
-                    f"the machine ran out of memory while host {host} was below its limit: end "
-                    "other work on the machine, or use fewer hosts or a lower limit"
+                    f"the machine ran out of memory while host {host} was below its "
+                    "limit: end other programs on the machine, or use fewer hosts or a "
+                    "lower limit"
                 )
             raise OutOfMemory(f"host {host} reached its limit of {limit.limit_bytes >> 20} MiB")
 
@@ -171,7 +175,8 @@ def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> 
         return group.parent, _V2
     if "memory" not in _words(group / "cgroup.controllers"):
         raise NoLimits(
-            "cannot set a memory limit on this machine: this cgroup has no memory controller"
+            "cannot set a memory limit on this machine, because this cgroup has no "
+            "memory controller: enable it, or leave out the limit"
         )
     if "memory" not in _words(group / "cgroup.subtree_control"):
         _enable(group)

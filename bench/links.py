@@ -51,7 +51,7 @@ def bits_per_second(rate: str) -> float:
     nobody could wait for it."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(kbit|mbit|gbit)", rate)
     if match is None:
-        raise ValueError(f"{rate!r} is not a rate, such as 400mbit or 10gbit")
+        raise ValueError(f"{rate!r} is not a rate: use a rate such as 400mbit or 10gbit")
     bits = float(match[1]) * _UNITS[match[2]]
     if not _LEAST_BITS <= bits <= _MOST_BITS:
         raise ValueError(f"{rate!r} is out of range: use 1mbit to 1000gbit")
@@ -94,7 +94,7 @@ def enter(module: str, arguments: Sequence[str]) -> None:
         return
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
-        raise NoNamespaces(f"{' and '.join(missing)} not installed: apt-get install {packages}")
+        raise NoNamespaces(f"missing {' and '.join(missing)}: run apt-get install {packages}")
     door = ["unshare", "--net"] + ([] if os.geteuid() == 0 else ["--user", "--map-root-user"])
     probe = subprocess.run(
         [*door, "sh", "-c", f"ip link add {_BRIDGE} type bridge && tc qdisc add dev {_BRIDGE} "
@@ -104,7 +104,9 @@ def enter(module: str, arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if probe.returncode:
         said = probe.stderr.strip().partition("\n")[0]
-        raise NoNamespaces(f"cannot create a network namespace with a bridge and tc's tbf: {said}")
+        raise NoNamespaces(
+            f"cannot create a network namespace with a bridge and tc's tbf: {said}. Run as root"
+        )
     os.environ[_INSIDE] = "1"
     os.execvp(door[0], [*door, sys.executable, "-m", module, *arguments])
 
@@ -123,7 +125,7 @@ class Network:
         self.rate = rate
         self._holders: list[subprocess.Popen[bytes]] = []
         if not 0 < hosts <= MAX_HOSTS:
-            raise ValueError(f"{hosts} hosts: expected 1 to {MAX_HOSTS}")
+            raise ValueError(f"{hosts} hosts are out of range: use 1 to {MAX_HOSTS}")
 
     def __enter__(self) -> Network:
         try:
@@ -261,7 +263,7 @@ def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + _START_S
     while Path(f"/proc/{holder.pid}/ns/net").readlink() == ours:
         if holder.poll() is not None or time.monotonic() > deadline:
-            raise NoNamespaces("could not create the namespace of a host")
+            raise NoNamespaces("could not create the network namespace of a host: run as root")
         time.sleep(0.005)
 
 

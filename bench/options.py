@@ -25,7 +25,7 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         if unknown := [name for name in names if name not in known]:
-            raise ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+            raise ArgumentTypeError(f"{unknown[0]!r} is not valid: use one of {', '.join(known)}")
         return names
 
     return parse
@@ -34,9 +34,11 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 def count(text: str) -> int:
     """A number of at least 1."""
     if not text.isdecimal() or not text.strip("0"):
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise ArgumentTypeError(f"{text!r} is not valid: use a whole number of at least 1")
     if len(text) > _DIGITS:
-        raise ArgumentTypeError(f"{text!r} has more than {_DIGITS} digits, the maximum")
+        raise ArgumentTypeError(
+            f"{text!r} has more than {_DIGITS} digits, the maximum: use a smaller number"
+        )
     return int(text)
 
 
@@ -46,7 +48,9 @@ def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Cal
     def bounded(text: str) -> int:
         value = (parse or count)(text)
         if value > most:
-            raise ArgumentTypeError(f"{value} is more than {most:,}, the maximum: {why}")
+            raise ArgumentTypeError(
+                f"{value} is over the limit of {most:,}, because {why}: use a smaller number"
+            )
         return value
 
     return bounded
@@ -61,9 +65,11 @@ def size(text: str) -> int:
     """Bytes: `512MiB`, `1GiB`, or a number."""
     match = re.fullmatch(r"(\d+)(|KiB|MiB|GiB)", text)
     if not match or not match[1].strip("0"):
-        raise ArgumentTypeError(f"{text!r} is not a size, such as 512MiB or 1GiB")
+        raise ArgumentTypeError(f"{text!r} is not a size: use a size such as 512MiB or 1GiB")
     if len(match[1]) > _DIGITS or (nbytes := int(match[1]) * _UNITS[match[2]]) > _MOST_BYTES:
-        raise ArgumentTypeError(f"{text!r} is more than {_MOST_BYTES >> 30:,}GiB, the maximum")
+        raise ArgumentTypeError(
+            f"{text!r} is over the limit of {_MOST_BYTES >> 30:,}GiB: use a smaller size"
+        )
     return nbytes
 
 
@@ -72,7 +78,7 @@ def seconds(text: str) -> float:
     value = _number(text)
     if not 0 < value <= _DAY_S:
         raise ArgumentTypeError(
-            f"{text!r} is not a number of seconds, such as 60, of at most a day"
+            f"{text!r} is not valid: use a number of seconds, such as 60, up to a day"
         )
     return value
 
@@ -81,7 +87,7 @@ def positive(text: str) -> float:
     """More than 0, and neither so small nor so large that no clock could count with it."""
     value = _number(text)
     if not _LEAST <= value <= _MOST:
-        raise ArgumentTypeError(f"{text!r} is not a number from {_LEAST:g} to {_MOST:g}")
+        raise ArgumentTypeError(f"{text!r} is not valid: use a number from {_LEAST:g} to {_MOST:g}")
     return value
 
 
@@ -94,4 +100,4 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number") from None
+        raise ArgumentTypeError(f"{text!r} is not valid: use a number") from None

@@ -32,7 +32,7 @@ def report(text: str) -> Path:
     path = Path(text)
     if path.suffix == PAGE:
         raise ArgumentTypeError(
-            f"{text!r} is the name that the page gets: name the JSON file, such as report.json"
+            f"{text!r} is the name of the page: name the JSON file, such as report.json"
         )
     _try(path)
     _try(path.with_suffix(PAGE))
@@ -62,7 +62,9 @@ def replacing(path: Path) -> Iterator[Path]:
         if not special:
             partial.replace(path.resolve())  # where it is a link, the link stays
     except OSError as exc:
-        raise NotWritten(f"cannot write {path}: {exc.strerror or exc}") from exc
+        raise NotWritten(
+            f"cannot write {path}: {exc.strerror or exc}. Choose another file"
+        ) from exc
     finally:
         if not special:
             partial.unlink(missing_ok=True)
@@ -91,9 +93,15 @@ def _try(path: Path) -> None:
         if not _special(path):
             _fill(_partial(path))
     except FileExistsError:
-        raise ArgumentTypeError(f"{str(path)!r}: {str(path.parent)!r} is not a directory") from None
+        raise ArgumentTypeError(
+            f"cannot write {str(path)!r}, because "
+            f"{str(path.parent)!r} is not a directory: choose another "
+            "file"
+        ) from None
     except OSError as exc:
-        raise ArgumentTypeError(f"cannot write {str(path)!r}: {exc.strerror}") from None
+        raise ArgumentTypeError(
+            f"cannot write {str(path)!r}: {exc.strerror}. Choose another file"
+        ) from None
 
 
 def _fill(path: Path) -> None:

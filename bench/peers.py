@@ -28,7 +28,9 @@ def free_ports(count: int) -> list[int]:
             with contextlib.suppress(OSError):
                 held.enter_context(socket.create_server(("127.0.0.1", port)))
                 ports.append(port)
-    raise OSError(f"found fewer than {count} free ports from {FIRST} to {LAST}")
+    raise OSError(
+        f"found fewer than {count} free ports from {FIRST} to {LAST}: end programs that use them"
+    )
 
 
 def free_addresses(count: int) -> list[str]:

@@ -45,7 +45,10 @@ def _perform(options: argparse.Namespace, command: str) -> int:
     try:
         told = document.load(options.report)
         if "headline" not in told or not told.get("runs"):
-            raise ValueError(f"{options.report} is not a report of `headline`")
+            raise ValueError(
+                f"{options.report} is not a report of `headline`: pass the "
+                "JSON file of `python -m bench headline`"
+            )
         for path in publish(ROOT, told):
             console.print(f"wrote {path.relative_to(ROOT)}", markup=False)
     except (OSError, ValueError, LookupError, TypeError) as exc:

@@ -67,7 +67,7 @@ def _job_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--prompts",
         type=bounds.prompts,
-        help="groups per step (default: 16, or as many as the file has)",
+        help="groups per step (default: 16, or the number in the file)",
     )
     run.add_argument(
         "--steps", type=bounds.steps, help="steps to run, one after the other (default: 1)"
@@ -75,7 +75,7 @@ def _job_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
-        help="steps that rollout may be ahead of training (default: 0, synchronous)",
+        help="steps that rollout may run ahead of training (default: 0, synchronous)",
     )
     run.add_argument(
         "--link",
@@ -108,15 +108,15 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         "--phased",
         action="store_true",
         help=(
-            "begin the other stages of a step only when its rollout has finished, as if both "
-            "shared GPUs"
+            "start the other stages of a step only after its rollout has finished, as if "
+            "both shared GPUs"
         ),
     )
     run.add_argument(
         "--pace",
         type=positive,
         default=0.0,
-        help="replay the recorded times, this many times as fast (default: skip them)",
+        help="replay the recorded times, N times as fast (default: skip them)",
     )
 
 
@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     if options.trace_file and len(options.trace) > 1:
         raise TraceError(
             options.trace_file[0],
-            "PolyTrace files and recordings are of one task: pass exactly one --trace",
+            "files of PolyTrace and recordings hold one task each: pass exactly one --trace",
         )
     _default(options, load.recorded_job(options.trace_file) if options.trace_file else None)
     prompts = _prompts(options)
@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     ]
     for name in options.planes if options.dedup == "on" else ():
         if True not in PLANES[name].dedup_variants:
-            Console().print(f"{name} has no dedup: it runs without", markup=False)
+            Console().print(f"{name} has no dedup, so it runs without it", markup=False)
     return carry_out(plan, options.json, command, options.no_links if rate else None)
 
 
@@ -205,8 +205,11 @@ def told(recording: Recording) -> list[str]:
     """What a reader of a replay should know of the recording."""
     took = median(recording.step_seconds)
     lines = [
-        f"Recorded run {recording.run}: {len(recording.steps)} steps of {took:.2f} s (median), "
-        f"{recording.hosts} hosts, rollout {recording.staleness} steps ahead"
+        (
+            f"Recorded run {recording.run}: {len(recording.steps)} steps of {took:.2f} s "
+            f"(median), {recording.hosts} hosts, rollout up to {recording.staleness} steps "
+            "ahead of training"
+        )
         + (", stages after rollout (--phased)" if recording.phased else "")
     ]
     if recording.folded:

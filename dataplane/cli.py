@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="A data plane for RL post-training."
+        prog="dataplane",
+        description=("A data plane for RL post-training: run peers, and look into runs."),
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -103,7 +104,7 @@ def _add_why(commands: Commands) -> None:
     why = _command(
         commands,
         "why",
-        "explain in one sentence why a step took so long",
+        "explain why a step took so long, in one sentence per step",
         " Each partition is a step.",
     )
     _add_steps(why)
@@ -119,7 +120,7 @@ def _add_trace(commands: Commands) -> None:
         "--output",
         metavar="FILE",
         required=True,
-        help="where to write the trace, for example step.pftrace; replaced if it exists",
+        help="file for the trace, for example step.pftrace; an existing file is replaced",
     )
     _add_source(trace)
     trace.set_defaults(command=_trace)
@@ -127,7 +128,9 @@ def _add_trace(commands: Commands) -> None:
 
 def _add_record(commands: Commands) -> None:
     record = _command(
-        commands, "record", "record the sizes and times of steps, for `python -m bench run`"
+        commands,
+        "record",
+        "record the sizes and times of steps, to replay them with `python -m bench run`",
     )
     record.add_argument(
         "-o",
@@ -146,7 +149,7 @@ def _add_record(commands: Commands) -> None:
 
 def _add_watch(commands: Commands) -> None:
     watch = _command(
-        commands, "watch", "show which workers are waiting, and for what, here or in a browser"
+        commands, "watch", "show which workers wait, and for what, in the terminal or in a browser"
     )
     watch.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     watch.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
@@ -204,10 +207,10 @@ def _add_get(commands: Commands) -> None:
 
 
 def _add_clean(commands: Commands) -> None:
-    clean = _command(commands, "clean", "end unused runs on this host")
+    clean = _command(commands, "clean", "end runs on this host that no client uses")
     clean.add_argument("--run", metavar="NAME", help="end only this run")
     clean.add_argument(
-        "--force", action="store_true", help="also end runs with unread rows or clients"
+        "--force", action="store_true", help=("also end runs that have clients or unread rows")
     )
     clean.set_defaults(command=_clean)
 
@@ -227,7 +230,7 @@ def _add_token(commands: Commands) -> None:
     token = _command(
         commands,
         "token",
-        "create a cluster token: dataplane token > F",
+        "print a new cluster token: dataplane token > F",
         " Then copy F to every host, with mode 0600.",
     )
     token.set_defaults(command=_token)
@@ -325,7 +328,7 @@ def _record(arguments: argparse.Namespace) -> int:
     from dataplane import cli_record
 
     if arguments.steps is not None and arguments.steps < 1:
-        raise InvalidCall(f"--steps {arguments.steps}: expected 1 or more")
+        raise InvalidCall(f"--steps {arguments.steps} is out of range: use 1 or more")
     run, peer = _one_run(arguments)
     return cli_record.record(peer, run, arguments.output, arguments.steps)
 
@@ -350,7 +353,9 @@ def _rows(arguments: argparse.Namespace) -> int:
     from dataplane import cli_rows
 
     if not 0 < arguments.limit <= cli_rows.MAX_ROWS:
-        raise InvalidCall(f"--limit {arguments.limit}: expected 1 to {cli_rows.MAX_ROWS}")
+        raise InvalidCall(
+            f"--limit {arguments.limit} is out of range: use 1 to {cli_rows.MAX_ROWS}"
+        )
     where = cli_rows.parsed_where(arguments.where)
     report = cli_rows.rows(_one_peer(arguments), arguments.partition, where, arguments.limit)
     return cli_rows.show_rows(report, arguments.stage, arguments.json)

@@ -16,7 +16,7 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
     """Return the events of the whole plane, and the names of the selected steps, earliest first.
     Raise InvalidCall if `last` is below 1, or if no peer has events of `step`."""
     if last < 1:
-        raise InvalidCall(f"--last {last}: expected 1 or more")
+        raise InvalidCall(f"--last {last} is out of range: use 1 or more")
     with Plane(visit(peer)) as plane:
         events = plane.events()
     known = steps(events)

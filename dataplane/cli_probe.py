@@ -42,7 +42,9 @@ def lacking(report: Report, transport: str) -> list[str]:
                 why = peer["devices"]["missing"].get(transport, "it has no device arena")
                 found.append(f"{here}: {why}")
         elif transport not in ("tcp", peer["runs"]):
-            why = peer["missing"] or f"it uses {peer['runs']} (--transport {peer['requested']})"
+            why = peer["missing"] or (
+                f"it uses {peer['runs']} (set by --transport {peer['requested']})"
+            )
             found.append(f"{here}: {why}")
         for way in peer.get("from", []):
             tried_on = (way.get("devices") or {}) if devices else way
@@ -89,7 +91,7 @@ def lines(report: Report) -> Iterator[str]:
         for way in peer["from"]:
             yield from _way(way, peer)
         if not peer["from"]:
-            yield "  this plane has no other peers to test"
+            yield "   this run has no other peers to test"
 
 
 def _way(way: Report, here: Report) -> Iterator[str]:

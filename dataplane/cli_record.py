@@ -179,12 +179,13 @@ class _Folder:
             found = sorted(one.name for one in path.iterdir())
         except OSError as error:
             raise InvalidCall(
-                f"-o {str(path)!r}: {error.strerror}; choose another directory"
+                f"cannot use the directory {str(path)!r}: {error.strerror}. Choose "
+                "another one with -o"
             ) from error
         if found:
             raise InvalidCall(
-                f"-o {str(path)!r}: the directory is not empty (it contains {found[0]!r}); choose "
-                "a new or empty directory"
+                f"the directory {str(path)!r} is not empty (it contains {found[0]!r}): "
+                "choose a new or empty directory with -o"
             )
         self._write_index()
 

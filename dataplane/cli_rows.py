@@ -100,8 +100,9 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
     near = difflib.get_close_matches(key, names, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise RowsGone(
-        f"partition {partition!r} has no row with key {key!r}: it was never put, or it was freed, "
-        f"dropped or lost.{meant} `dataplane rows {partition}` lists the rows",
+        f"partition {partition!r} has no row with key {key!r}, because it was never put, "
+        f"or was freed, dropped or lost.{meant} To list the rows, run `dataplane rows "
+        f"{partition}`",
         keys=[key],
     )
 
@@ -136,8 +137,9 @@ def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
         known = list(report["shown"][0]["states"])
         if stage not in known:
             raise StageUndefined(
-                f"partition {report['partition']!r} has no stage {stage!r}"
-                f"{did_you_mean(stage, known)}: its stages are {few(known, _NAMED)}"
+                f"partition {report['partition']!r} has no stage "
+                f"{stage!r}{did_you_mean(stage, known)}: use one of its stages, "
+                f"{few(known, _NAMED)}"
             )
         for row in report["shown"]:
             row["states"] = {stage: row["states"][stage]}
@@ -205,7 +207,9 @@ def parsed_where(texts: Sequence[str]) -> Where | None:
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise InvalidCall(f"--where {text}: expected TAG=VALUE, for example --where version=7")
+            raise InvalidCall(
+                f"--where {text} is not valid: use TAG=VALUE, for example --where version=7"
+            )
         one = tag(name) == _scalar(value)
         where = one if where is None else where & one
     return where

@@ -33,8 +33,8 @@ def write(peer: LivingPeer, step: str | None, last: int, output: str) -> Written
     events, names = gathered(peer, step, last)
     if not names:
         raise InvalidCall(
-            "there is nothing to trace: no peer has recorded a put. Put some rows, then run this "
-            "command again"
+            "no peer has recorded a put, so there is nothing to trace: put some rows, "
+            "then run this command again"
         )
     data = encode(events, names, time.time() - time.monotonic())
     partial = path.with_name(f".dataplane-trace-{os.getpid()}-{time.monotonic_ns()}")

@@ -36,14 +36,14 @@ def load(
         found = entry.load()
     except Exception as exc:  # other people's code runs, and may raise anything
         raise missing(
-            f"cannot load {what} ({entry.value}): {type(exc).__name__}: {exc}; "
-            "reinstall the package that provides it",
+            f"cannot load {what} ({entry.value}): {type(exc).__name__}: {exc}. Reinstall "
+            "the package that provides it",
             **details,
         ) from exc
     if not (isinstance(found, type) and issubclass(found, base)):
         raise missing(
-            f"cannot load {what}: {entry.value} is not a subclass of {base.__name__}; correct the "
-            "entry point of the package that provides it",
+            f"cannot load {what}, because {entry.value} is not a subclass of "
+            f"{base.__name__}: correct the entry point of the package that provides it",
             **details,
         )
     return found

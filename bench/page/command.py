@@ -45,7 +45,7 @@ def _perform(options: argparse.Namespace) -> str:
     except (LookupError, TypeError, AttributeError, ArithmeticError) as exc:
         told = f"{type(exc).__name__}: {exc}"
         return (
-            "cannot make a page: one of the files is not a complete report of this version "
-            f"({told})"
+            "cannot make a page, because one of the files is not a complete report of "
+            f"this version ({told}): run that report again"
         )
     return ""

@@ -33,15 +33,20 @@ def load(path: Path) -> Report:
     try:
         told = json.loads(path.read_text(), parse_constant=_no_figure)
     except ValueError as exc:
-        raise ValueError(f"{path} is not valid JSON: {exc}") from exc
+        raise ValueError(
+            f"{path} is not valid JSON ({exc}): pass a report of `headline`, `links` or `run`"
+        ) from exc
     if not isinstance(told, dict) or {"machine", "command", "runs"} - told.keys():
-        raise ValueError(f"{path} is not a report of `headline`, `links` or `run`: it has no runs")
+        raise ValueError(
+            f"{path} has no runs, so it is not a report of `headline`, "
+            "`links` or `run`: pass such a report"
+        )
     return told
 
 
 def _no_figure(word: str) -> float:
     """NaN or Infinity, which Python writes and JSON has not: nothing can be drawn of it."""
-    raise ValueError(f"{word} is not a valid figure")
+    raise ValueError(f"{word} is not a valid figure: run the report again")
 
 
 def write(path: Path, reports: Sequence[Report]) -> None:

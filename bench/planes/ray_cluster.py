@@ -119,7 +119,10 @@ def _connected(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> Non
     _init(address, nodes.place(0))
     while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
         if time.monotonic() > deadline or node.poll() is not None:
-            raise RuntimeError(f"{nodes.hosts} Ray nodes did not start within {_START_S:.0f} s")
+            raise RuntimeError(
+                f"{nodes.hosts} Ray nodes did not start within "
+                f"{_START_S:.0f} s: use fewer hosts, or end other programs"
+            )
         time.sleep(_PAUSE_S)
 
 

@@ -82,7 +82,8 @@ _QUICK = Size(
 def register(commands: Any) -> None:
     """Add `sim` to the command line."""
     parser = commands.add_parser(
-        "sim", help="model larger clusters; the model is fitted and checked on this machine"
+        "sim",
+        help=("model larger clusters, with a model that is fitted and checked on this machine"),
     )
     sizes = (8, 64, 512, 4096)
     hosts = up_to(
@@ -113,7 +114,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="finish in a few seconds; the figures are not accurate enough to quote",
+        help="finish in a few seconds, with figures that are too inaccurate to quote",
     )
     parser.add_argument(
         "--json", type=outputs.output, default=None, help="write the model to this file"
@@ -125,9 +126,9 @@ def perform(options: argparse.Namespace, command: str) -> int:
     """0 when everything ran, whatever skill came out; 1 when a run failed."""
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
         raise TooMuch(
-            f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, more "
-            f"than the limit of {_MOST_GROUPS:,}, because the model holds them all: reduce --hosts "
-            "or --groups"
+            f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, "
+            f"over the limit of {_MOST_GROUPS:,}, because the model holds them all: "
+            "reduce --hosts or --groups"
         )
     console = Console()
     size = _QUICK if options.quick else _FULL

@@ -19,7 +19,7 @@ from bench.traces.tasks import TASKS
 
 def register(commands: Any) -> None:
     """Add both commands to the command line."""
-    room = "the number that identifies a medium's content has no room for more"
+    room = "a medium's id has no bits for more"
     make = commands.add_parser("trace", help="draw a trace and write it to a Parquet file")
     make.add_argument(
         "task", choices=tuple(TASKS), metavar="TASK", help=f"task: {', '.join(TASKS)}"

@@ -38,18 +38,25 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
         return task or f"run {recording.run}", prompts
     if is_parquet(first):
         if len(paths) > 1:
-            raise TraceError(first, "a Parquet trace is complete: pass no other files with it")
+            raise TraceError(
+                first, "a Parquet trace is complete by itself: pass no other files with it"
+            )
         name, prompts = parquet.read(first)
         if task not in (None, name):
             raise TraceError(
-                first, f"this is a trace of {name!r}, not of {task!r}: pass --trace {name}"
+                first, f"this file is a trace of {name!r}, not of {task!r}: pass --trace {name}"
             )
         return name, prompts
     if task is None:
-        raise TraceError(first, "this file does not name its task")
+        raise TraceError(
+            first, "this file does not name its task: write it again with `python -m bench trace`"
+        )
     prompts = _recorded(paths, TASKS[task], seed)
     if not prompts:
-        raise TraceError(first, "no group of this file is trained on")
+        raise TraceError(
+            first,
+            "no group of this file is trained on, so there is nothing to run: pass another file",
+        )
     return task, prompts
 
 
@@ -58,7 +65,7 @@ def recorded_job(paths: Sequence[Path]) -> Recording | None:
     if not recordings.is_recording(paths[0]):
         return None
     if len(paths) > 1:
-        raise TraceError(paths[0], "a recording is complete: pass no other files with it")
+        raise TraceError(paths[0], "a recording is complete by itself: pass no other files with it")
     return recordings.read(paths[0])
 
 
@@ -87,7 +94,9 @@ def is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_PARQUET)) == _PARQUET
     except OSError as exc:
-        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
+        raise TraceError(
+            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
+        ) from exc
 
 
 def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
@@ -115,7 +124,9 @@ def of_run(
     sizes = [counts[step] for step in range(steps)]
     if not min(sizes):
         raise TraceError(
-            paths[0], f"--steps {steps} asks for more than the {len(counts)} steps in this file"
+            paths[0],
+            f"--steps {steps} asks for more than the {len(counts)} steps in "
+            f"this file: pass --steps {len(counts)} or less",
         )
     recorded = prompts[0].times is not None
     has = max(sizes) if recorded else min(sizes)

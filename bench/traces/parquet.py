@@ -124,23 +124,29 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
         if rows > MOST_ROWS:
             raise TraceError(
                 path,
-                f"{rows} rows are more than the limit of {MOST_ROWS:,}, because a run holds them "
-                "all",
+                f"this file has {rows} rows, over the limit of {MOST_ROWS:,}, because a "
+                "run holds them all: use a smaller file",
             )
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
-        raise TraceError(path, f"not a readable Parquet file: {exc}") from exc
+        raise TraceError(
+            path, f"not a readable Parquet file: {exc}. Write it again with `python -m bench trace`"
+        ) from exc
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
-        raise TraceError(path, "not written by this version of `python -m bench trace`")
+        raise TraceError(
+            path, "not written by this version of `python -m bench trace`: write it again"
+        )
     if not table.schema.equals(SCHEMA):
         raise TraceError(
-            path, f"the columns or their types differ from those of a trace, {SCHEMA.names}"
+            path,
+            "the columns or their types differ from those of a trace, "
+            f"{SCHEMA.names}: write the file again with `python -m bench trace`",
         )
     rows = table.to_pylist()
     if not rows:
-        raise TraceError(path, "the file has no rows")
+        raise TraceError(path, "this file has no rows: write it again with `python -m bench trace`")
     groups = groupby(rows, key=lambda row: row["group"])
     return task, [_prompt(index, list(group)) for index, (_, group) in enumerate(groups)]
 

@@ -90,7 +90,7 @@ def read(path: Path, samples: int) -> Recorded:
     text = _text(path)
     lines = _lines(text)
     if not lines:
-        raise TraceError(path, "the file is empty")
+        raise TraceError(path, "this file is empty: pass another one")
     first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
     if first is None or all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
@@ -101,7 +101,10 @@ def read(path: Path, samples: int) -> Recorded:
     if "output" in first:
         return _prompts(path, lines)
     raise TraceError(
-        path, f"a record with {sorted(first)} has none of PolyTrace's forms", lines[0][0]
+        path,
+        f"a record with the fields {sorted(first)} has none of PolyTrace's forms: "
+        "pass a file of PolyTrace",
+        lines[0][0],
     )
 
 
@@ -109,12 +112,16 @@ def _text(path: Path) -> str:
     try:
         told = path.read_bytes()
     except OSError as exc:
-        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
+        raise TraceError(
+            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
+        ) from exc
     try:
         return told.decode()
     except UnicodeDecodeError as exc:
         line = told.count(b"\n", 0, exc.start) + 1
-        raise TraceError(path, f"not a UTF-8 text file: {exc.reason}", line) from exc
+        raise TraceError(
+            path, f"this file is not UTF-8 text ({exc.reason}): convert it to UTF-8", line
+        ) from exc
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -156,7 +163,9 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
     for name, told in steps.items():
         line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
         if not name.isdecimal():
-            raise TraceError(path, f"{name!r} is not a step number", line)
+            raise TraceError(
+                path, f"{name!r} is not a step number: name each step with a whole number", line
+            )
         try:
             if isinstance(told, list):
                 sessions = msgspec.convert(told, list[_Lengths])
@@ -176,7 +185,7 @@ def _check_once(path: Path, text: str) -> None:
         step = name[1].lstrip("0") or "0"
         if step in seen:
             line = text.count("\n", 0, name.start()) + 1
-            raise TraceError(path, f"step {step} occurs twice", line)
+            raise TraceError(path, f"step {step} occurs twice: give each step its own number", line)
         seen.add(step)
 
 
@@ -231,7 +240,10 @@ def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
         told = record.n_sampling
         if told not in (None, len(record.output)):
             raise TraceError(
-                path, f"n_sampling is {told}, but there are {len(record.output)} outputs", number
+                path,
+                f"n_sampling is {told}, but the record has {len(record.output)} "
+                "outputs: correct one of them",
+                number,
             )
         if not record.validate and record.tp_rank == 0:
             group = (record.input, [[written(tokens)] for tokens in record.output])

@@ -101,9 +101,16 @@ def read(folder: Path) -> Recording:
     """Read a recording. Raises TraceError."""
     index = _index(folder / INDEX)
     if index.format != _FORMAT:
-        raise TraceError(folder / INDEX, f"unknown format {index.format}: expected {_FORMAT}")
+        raise TraceError(
+            folder / INDEX,
+            f"this recording has format {index.format}, but "
+            f"this bench reads only {_FORMAT}: record again "
+            "with this version",
+        )
     if not index.steps:
-        raise TraceError(folder, "the recording has no complete step")
+        raise TraceError(
+            folder, "this recording has no complete step: record for at least one whole step"
+        )
     steps = sorted(index.steps, key=lambda step: step.number)
     staleness = _staleness(steps)
     optimiser = _optimiser(steps, staleness)
@@ -151,7 +158,9 @@ def _index(path: Path) -> _Index:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index)
     except OSError as exc:
-        raise TraceError(path, f"cannot read this file: {exc.strerror}") from exc
+        raise TraceError(
+            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
+        ) from exc
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise TraceError(path, str(exc)) from exc
 
@@ -160,15 +169,24 @@ def _groups(path: Path) -> list[_Group]:
     try:
         rows = pyarrow.parquet.read_metadata(path).num_rows
         if rows > MOST_ROWS:
-            raise TraceError(path, f"{rows} groups are more than the limit of {MOST_ROWS:,}")
+            raise TraceError(
+                path,
+                f"this recording has {rows} groups in a step, over the "
+                f"limit of {MOST_ROWS:,}: record a run with smaller "
+                "steps",
+            )
         table = pyarrow.parquet.read_table(path)
         if set(table.column_names) != _COLUMNS:
             raise TraceError(
-                path, f"the columns differ from those of a recording: {table.column_names}"
+                path,
+                "the columns differ from those of a recording "
+                f"({table.column_names}): record again with this version",
             )
         return msgspec.convert(table.to_pylist(), list[_Group])
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, msgspec.MsgspecError) as exc:
-        raise TraceError(path, f"not a step of a recording: {exc}") from exc
+        raise TraceError(
+            path, f"this file is not a step of a recording: {exc}. Record again with this version"
+        ) from exc
 
 
 def _staleness(steps: Sequence[_Step]) -> int:

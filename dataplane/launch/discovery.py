@@ -161,8 +161,8 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
             nodes.append(node)
             if len(nodes) > MAX_NODES:
                 raise InvalidConfig(
-                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} nodes: "
-                    "dataplane supports at most that many"
+                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} "
+                    "nodes, the maximum: start the job on fewer nodes"
                 )
     return tuple(dict.fromkeys(nodes))
 
@@ -187,7 +187,8 @@ def _expand(item: str) -> Iterator[str]:
 
 def _not_a_nodelist(item: str) -> InvalidConfig:
     return InvalidConfig(
-        f"{item!r:.80} is not a valid Slurm node list: expected a list such as node[01-03,7]"
+        f"{item!r:.80} is not a valid Slurm node list: correct SLURM_JOB_NODELIST, for "
+        "example to node[01-03,7]"
     )
 
 
@@ -380,6 +381,6 @@ def _integer(environ: Environ, name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise InvalidConfig(
-            f"the environment variable {name} is {text!r}, which is not an integer: correct it or "
-            "unset it"
+            f"the environment variable {name} is {text!r}, which is not an integer: "
+            "correct or unset it"
         ) from None

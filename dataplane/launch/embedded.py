@@ -115,8 +115,8 @@ class Attached:
         if found.rows:
             last = f" (`{found.left_by}`)" if found.left_by else ""
             said = (
-                f"the run has {counted(found.rows, 'row')} but no clients: the last client{last} "
-                f"left {duration(found.left_ms / 1e3)} ago"
+                f"the run has {counted(found.rows, 'row')} but no clients: the last "
+                f"client{last} disconnected {duration(found.left_ms / 1000.0)} ago"
             )
             if starter is not None and not self.run.unnamed:
                 said += ". To start with an empty run instead, call connect(fresh=True)"
@@ -153,11 +153,11 @@ class Attached:
             return remarks
         relatives = runs.relatives(self.run.name)
         if relatives:
-            return [*remarks, f"{few(relatives, SHOWN_RUNS)}: {_SHARE}"]
+            return [*remarks, f"{few(relatives, SHOWN_RUNS)}. {_SHARE}"]
         if (parent := runs.parent_of_multiprocessing()) is not None:
             remarks.append(
-                f"`{processes.command(parent)}` (pid {parent}), which started this process, has "
-                f"not connected: {_SHARE}"
+                f"`{processes.command(parent)}` (pid {parent}), which started this "
+                f"process, has not connected. {_SHARE}"
             )
         living = [one for one in rundir.living_runs() if not runs.has_ended(one.name)]
         others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
@@ -176,9 +176,9 @@ class Attached:
 
 
 _SHARE = (
-    "this process uses its own run, and runs do not share rows. To share rows, call connect() in "
-    "the common parent before it starts the processes, or give all of them the same run name with "
-    "connect(run=…) or DATAPLANE_RUN"
+    "This process uses its own run, and runs do not share rows. To share rows, call "
+    "connect() in the common parent before it starts the processes, or give all of them "
+    "the same run name with connect(run=…) or DATAPLANE_RUN"
 )
 
 
@@ -191,7 +191,7 @@ def _gone(dead: rundir.DeadPeer) -> str:
         return f"{said} stopped {age} ago with {rows} ({card.ended})"
     # Nobody saw it end: its card is older than its end.
     return (
-        f"{said} was killed; {age} ago it had {rows}. See its log, "
+        f"{said} was killed. It had {rows} {age} ago. See its log, "
         f"{log_path(dead.folder, card.name)}.old"
     )
 
@@ -236,9 +236,9 @@ def attach(
     if fresh_start is not None:
         if peer_name is not None:
             raise InvalidCall(
-                f"fresh=True cannot be combined with the peer name {peer_name!r}, because it "
-                "starts the run with a new peer: leave out one of the two. If the name comes from "
-                "DATAPLANE_PEER, unset that variable"
+                "fresh=True starts the run with a new peer, so it cannot be combined "
+                f"with the peer name {peer_name!r}: leave out one of the two. If the name "
+                "comes from DATAPLANE_PEER, unset that variable"
             )
         me = replace(me, fresh=True)
         with _start_lock(folder, deadline):
@@ -425,9 +425,10 @@ def _start_once(
             if time.monotonic() > deadline:
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
-                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but its "
-                    f"files in {folder} were removed and it has not recreated them, perhaps "
-                    "because it is suspended: kill that process, or use another run name",
+                    f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but "
+                    f"its files in {folder} were removed and it did not restore them, "
+                    "perhaps because it is suspended: kill that process, or use another "
+                    "run name",
                     run=config.run,
                     pid=pid,
                 )
@@ -454,8 +455,9 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                "another process started this run's peer, but the peer was not ready in time: "
-                f"check its log, {log_path(folder)}",
+                "another process started a peer for this run, but that peer was not "
+                f"ready in time: check its log, {log_path(folder)}, then call connect() "
+                "again",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)
@@ -504,7 +506,10 @@ def _spawn(config: PeerConfig, folder: Path) -> int:
         os.close(held_by_peer)
     if launcher.returncode:
         os.close(alive)
-        raise ConnectError(f"could not start the embedded peer: {_tail(log)}")
+        raise ConnectError(
+            "could not start the embedded peer, because its launcher "
+            f"failed: {_tail(log)}. Correct that, then call connect() again"
+        )
     return alive
 
 

@@ -68,10 +68,10 @@ class FreshStart:
         several = bool(discovery.find_seeds(run, environ))
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
-                f"fresh=True cannot tell this launch of run {run!r} from an earlier launch on "
-                "other hosts, because the launcher does not give each launch an id that all hosts "
-                "share: set DATAPLANE_RUN to a new name for each launch, or launch with Slurm, "
-                "mpirun, Ray or torchrun --rdzv-id, which set such an id"
+                f"connect(fresh=True) cannot tell this launch of run {run!r} from an "
+                "earlier one on other hosts, because the launcher gives a launch no id "
+                "that all hosts share: set DATAPLANE_RUN to a new name for each launch, "
+                "or use Slurm, mpirun, Ray or torchrun --rdzv-id, which set such an id"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -99,7 +99,7 @@ class FreshStart:
             )
         level = logging.WARNING if clients else logging.INFO
         still = f", although it had {counted(len(clients), 'client')}: {shown}" if clients else ""
-        log.log(level, "ended run %r, started %s ago%s", run, age, still)
+        log.log(level, "run %r: ended, started %s ago%s", run, age, still)
 
     def _in_use(self, peer: rundir.LivingPeer, run: str) -> list[Client]:
         """Return the clients that use a run. Clients that connected only to look get PASSING_S to
@@ -139,9 +139,10 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
     mine = runs.is_of_launch(starter)
     if several and mine and not starter.fresh:
         raise InvalidCall(
-            f"`{starter.command}` (pid {starter.pid}), a process of this launch, connected to run "
-            f"{run!r} without fresh=True, but all processes of a launch on several hosts must "
-            "agree: pass fresh=True in all of them or in none"
+            f"`{starter.command}` (pid {starter.pid}), a process of this launch, "
+            f"connected to run {run!r} without fresh=True, but a launch on several hosts "
+            "needs one value in all of its processes: pass fresh=True in all of them or "
+            "in none"
         )
     return not mine or (starter.process == me.process and not several)
 

@@ -491,8 +491,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid: {exc}. Do not pass this option: it is for "
-            "connect() only"
+            f"--starter {text!r} is not valid: {exc}. Leave it out, because only "
+            "connect() passes this option"
         ) from exc
 
 

@@ -112,7 +112,7 @@ TABLE = (
         "devices",
         "auto, required or off",
         "auto",
-        "whether clients read values in GPU memory in place",
+        "whether clients map GPU memory to avoid a copy",
         _devices,
         of="connect()",
         option=False,
@@ -177,7 +177,7 @@ TABLE = (
         "join",
         "",
         "off",
-        "join a running plane without being a seed",
+        "join a plane without being one of its seeds",
         values.parse_yes,
         field="join",
         variable=False,
@@ -195,8 +195,8 @@ TABLE = (
         "lost-after",
         "SECONDS",
         "20",
-        "seconds that a peer may be silent, while its host responds, before the roster keeper "
-        "declares it lost; under 30; only the keeper's value counts",
+        "seconds of silence after which the roster keeper declares a peer lost whose host "
+        "responds; under 30; only the keeper's value counts",
         values.parse_lost_after,
         field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",
@@ -429,7 +429,7 @@ class PeerConfig:
         """InvalidConfig where TLS cannot be had as the rest is set."""
         if self.transport.required:
             raise InvalidConfig(
-                f"transport {self.transport.required} does not support encryption, so it cannot "
+                f"transport {self.transport.required} cannot encrypt values, so it cannot "
                 f"be used with TLS: leave out --transport {self.transport} or --bulk-tls "
                 "(DATAPLANE_BULK_TLS)",
                 transport=self.transport.required,

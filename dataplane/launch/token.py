@@ -53,8 +53,8 @@ def read_token(path: Path | str) -> Token:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise InvalidConfig(
-            f"cannot read the token file {path}: {exc.strerror}. Correct the path in --token-file "
-            "or DATAPLANE_TOKEN_FILE",
+            f"cannot read the token file {path}: {exc.strerror}. Correct --token-file or "
+            "DATAPLANE_TOKEN_FILE",
             path=str(path),
         ) from exc
     try:

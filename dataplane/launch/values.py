@@ -69,8 +69,8 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is out of range, because a failover must complete before a call times out "
-            "after 30 s: use 1 to 29 seconds"
+            f"{text!r} is out of range: use 1 to 29 seconds, because a failover must "
+            "finish before a call times out after 30 s"
         )
     return seconds
 

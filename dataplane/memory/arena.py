@@ -190,8 +190,8 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
         time.sleep(_LOOK_S)
     if mapped:
         log.warning(
-            "arena: reduced by %d bytes, because other processes still map the arena of a crashed "
-            "peer of this name",
+            "arena: made %d bytes smaller, because other processes still map the arena "
+            "of a crashed peer with this name",
             mapped,
         )
     return Arena.create(max(least_bytes, size_bytes - mapped), name)

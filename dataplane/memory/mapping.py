@@ -175,8 +175,8 @@ class WriteMaps:
         """The mapping, in which this is open, and the first and last of its pages."""
         if offset < 0 or length < 0 or offset + length > self._size_bytes:
             raise ProtocolError(
-                f"{length} bytes at offset {offset} are outside the arena of {self._size_bytes} "
-                "bytes"
+                f"{length} bytes at offset {offset} are outside the arena of "
+                f"{self._size_bytes} bytes: install the same release on both sides"
             )
         first, last = offset // MAP_UNIT_BYTES, -(-(offset + length) // MAP_UNIT_BYTES)
         with self._lock:

@@ -173,10 +173,13 @@ class Space:
         if not isinstance(refs, int) and len(refs) != len(pieces):
             raise ProtocolError(
                 f"expected one reference count per written range, got {len(refs)} for "
-                f"{len(pieces)} ranges"
+                f"{len(pieces)} ranges: install the same release on both sides"
             )
         if (refs if isinstance(refs, int) else refs.min(initial=1)) < 1:
-            raise ProtocolError("a written range has a reference count of 0: expected 1 or more")
+            raise ProtocolError(
+                "a written range has a reference count of 0: expected 1 "
+                "or more. Install the same release on both sides"
+            )
         taken = self._holder(holder).carve(pieces, admission)
         nbytes = sum(taken)
         for granted_under, part in enumerate(taken):
@@ -410,9 +413,10 @@ class Space:
         for start, length in extents.tolist():
             if start >= self.size_bytes or length > self.size_bytes or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
-                    f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset {start}) is "
-                    f"outside the arena of {self.size_bytes} bytes, or its offset is not a "
-                    f"multiple of {ALIGNMENT_BYTES}"
+                    f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset "
+                    f"{start}) is outside the arena of {self.size_bytes} bytes, or its "
+                    f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same "
+                    "release on both sides"
                 )
             pieces.append((start, start + room(length)))
         return pieces
@@ -487,15 +491,17 @@ class Holder:
             at = bisect_right(starts, start) - 1
             if at < 0 or end > ends[at]:
                 raise ProtocolError(
-                    f"bytes {start}..{end} of the arena are not reserved for this client (piece "
-                    f"{number} of {len(pieces)})",
+                    f"bytes {start}..{end} of the arena are not reserved for this client "
+                    f"(piece {number} of {len(pieces)}): install the same release on both "
+                    "sides",
                     offset=start,
                     end=end,
                 )
         pieces = sorted(pieces)
         if any([one[1] > other[0] for one, other in pairwise(pieces)]):
             raise ProtocolError(
-                f"two of the {len(pieces)} pieces of the arena in this message overlap"
+                f"two of the {len(pieces)} pieces of the arena in this message overlap: "
+                "install the same release on both sides"
             )
         for start, end in pieces:
             at = bisect_right(starts, start) - 1

@@ -1,1 +1,2 @@
-"""The service of one host: local door, peer door, grants and claims, pulls, bulk workers."""
+"""The service of one host: the doors for clients and peers, reservations, claims, pulls and bulk
+workers."""

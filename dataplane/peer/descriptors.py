@@ -1,7 +1,7 @@
-"""File descriptors: how many this process may open, and who gets them.
+"""File descriptors: how many this process may open, and how they are divided.
 
-A peer keeps what it needs for itself and for links to its members, and admits as many clients as
-it can serve with the rest. A client that was let in never fails for want of a descriptor.
+A peer reserves what it needs for itself and for links to other members, and admits as many
+clients as the rest allows. An admitted client never fails because descriptors run out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEAST = OWN + OF_A_CLIENT
 
 
 def allow() -> None:
-    """Raise the soft limit: the usual one of 1,024 is for programs that use select. InvalidConfig
-    where even one client would be too many."""
+    """Raise the soft limit of file descriptors, whose usual value of 1,024 is for programs that
+    use select(). Raise InvalidConfig if the hard limit is too low even for one client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= MOST:
         return
@@ -41,18 +41,19 @@ def allow() -> None:
 
 
 def limit() -> int:
-    """How many this process may open."""
+    """The number of file descriptors that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def for_clients(members: int) -> int:
-    """How many are left for clients, where the plane has so many members. At least one client."""
+    """The number of file descriptors left for clients in a run with this many members; enough
+    for at least one client."""
     return max(OF_A_CLIENT, limit() - OWN - OF_A_LINK * max(0, members - 1))
 
 
 def short() -> str:
-    """What to say where one cannot be had."""
+    """The message for a client when no descriptor is left."""
     return (
         f"this peer has reached its limit of {limit()} file descriptors: raise the limit "
         "with ulimit -n and restart the peer"

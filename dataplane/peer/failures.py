@@ -1,6 +1,7 @@
-"""How a call's failure is told to whoever made the call: the one place where an exception becomes a
-message, or the outcome of what is awaited. What is none of our typed errors is a bug of ours, and
-goes to the log with its traceback.
+"""Turns exceptions into replies and into the outcome of futures.
+
+An exception that is not one of the package's typed errors is a bug. It is logged with its
+traceback.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ ErrorT = TypeVar("ErrorT", bound=DataplaneError)
 
 
 class LinkBroken(Unavailable):
-    """The connection to a peer ended before the answer came, or was not made. For the mesh, which
-    asks again or says so as Unavailable."""
+    """The connection to a peer ended before the reply arrived, or was not made. The mesh repeats
+    the request, or raises Unavailable."""
 
 
 def again(why: ErrorT) -> ErrorT:
-    """For one more who is told: each gets an error of its own, which keeps the frames that it went
-    through."""
+    """Copy an error for another caller, so that each caller's error keeps its own traceback."""
     return type(why)(why.message, **why.details)
 
 
 def fail(answer: asyncio.Future[Any], why: Exception) -> None:
-    """Whoever waits for it is told, unless it has its answer."""
+    """Fail a future with an error, unless it already has a result."""
     if not answer.done():
         answer.set_exception(why)
         answer.exception()  # who asked may have gone: that is no bug to log
 
 
 def failed(exc: Exception) -> Failed:
-    """What is sent in the place of an answer."""
+    """Return the message that reports an exception instead of a reply."""
     if isinstance(exc, DataplaneError):
         return Failed(type(exc).__name__, exc.message, plain(exc.details))
     log.exception("peer: internal error while serving a request", exc_info=exc)
-    return Failed(InternalError.__name__, f"{type(exc).__name__}: {exc}; see the peer's log")
+    return Failed(
+        InternalError.__name__,
+        f"{type(exc).__name__}: {exc}. This is a bug in "
+        "dataplane: report it with the traceback from "
+        "the peer's log",
+    )
 
 
 def plain(value: Any) -> Any:
-    """Details as MessagePack can carry them."""
+    """Convert details to values that MessagePack can carry."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):

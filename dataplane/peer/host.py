@@ -1,8 +1,8 @@
-"""What every part of a peer shares: identity, memory, roster, the partitions it serves, how far its
-backup is behind, and whether it may serve at all.
+"""What every part of a peer shares: identity, memory, roster, the partitions that it serves, how
+far its backup is behind, and whether it may serve at all.
 
-State and its names, and waits until it has changed; the parts that change it (`puts`, `claims`, …)
-get it in their constructors. All of it belongs to the one event loop.
+It holds state and waits for changes of it. The parts that change it (`puts`, `claims`, …) get it
+in their constructors. All of it belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ POLL_S = 0.1
 class CallContext(msgspec.Struct, frozen=True):
     """The call that is being served.
 
-    until: when it must be answered (monotonic). notice: writes to the log of the process that made
-    the call. stage: whose claim it is, "" for any other call.
+    until: when it must be answered (monotonic). notice: writes to the log of the process that
+    made the call. stage: the stage of a claim, "" for any other call.
     """
 
     until: float = math.inf
@@ -67,8 +67,9 @@ call_context: ContextVar[CallContext] = ContextVar("call_context", default=CallC
 
 
 def waits_s(timeout_ms: int) -> float:
-    """How long the call that is being served may wait at its shard, -1: as long as it lives. One
-    that was asked again, because the shard moved, has less time left than it says."""
+    """Return how long the current call may wait at its shard; -1 means as long as the call
+    lives. A call that was repeated because the shard moved has less time left than its message
+    says."""
     most_s = math.inf if timeout_ms < 0 else timeout_ms / 1000
     return min(most_s, call_context.get().until - time.monotonic())
 
@@ -79,7 +80,8 @@ def _bounded(label: str, among: Mapping[str, object]) -> str:
 
 
 class ByLabel:
-    """Sums by a name that a user chose: of the first MAX_SUMS names, and the rest together."""
+    """Sums by a name that a user chose: one for each of the first MAX_SUMS names, and one for
+    all others."""
 
     def __init__(self) -> None:
         self.sums: dict[str, int] = {}
@@ -90,7 +92,7 @@ class ByLabel:
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks: the peer, for which of its clients, and under which roster."""
+    """The sender of a request: the peer, the client that it acts for, and its roster version."""
 
     address: str
     incarnation: int
@@ -104,7 +106,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Entry:
-    """A partition that this peer serves: its shard is here."""
+    """A partition whose shard this peer serves."""
 
     store: Store
     copies: Copies | None = None
@@ -132,7 +134,8 @@ def _sums(stage: Stage) -> tuple[int, int, int]:
 
 
 class Progress:
-    """How far the backup is behind, and the wait for it: nothing leaves before it has caught up."""
+    """How far the backup is behind, and the wait for it: no reply leaves before the backup has
+    caught up."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -156,11 +159,11 @@ class Progress:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the backup."""
+        """Whether a call waits for the backup."""
         return bool(self._waiting)
 
     def move(self, confirmed: int) -> None:
-        """The backup has so many operations."""
+        """Note how many operations the backup has confirmed."""
         self.confirmed = confirmed
         self.wake()
 
@@ -172,8 +175,8 @@ class Progress:
                 reached.set_result(None)
 
     def reached(self, until: float) -> asyncio.Future[None]:
-        """Done when the backup has all that was done up to now. Unavailable when it is not in time
-        (monotonic)."""
+        """Return a future that is done when the backup has all operations up to now. It fails
+        with Unavailable at `until` (monotonic)."""
         reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.is_settled:
             reached.set_result(None)
@@ -191,8 +194,9 @@ class Progress:
 
 def _late() -> Unavailable:
     return Unavailable(
-        "the backup of this host's peer did not confirm the call in time. The call may have taken "
-        "effect: repeat it"
+        "the backup of this host's peer did not confirm the call in time. The call may "
+        "have taken effect: repeat it. If this persists, check the backup with dataplane "
+        "status"
     )
 
 
@@ -256,12 +260,12 @@ class Host:
         return Owner(self.address, self.incarnation)
 
     def caller(self, session: int = 0) -> Caller:
-        """This peer, for a client of its own."""
+        """This peer as a caller, for a client of its own."""
         return Caller(self.address, self.incarnation, session)
 
     @property
     def rows(self) -> int:
-        """Rows in the shards that this peer serves."""
+        """The number of rows in the shards that this peer serves."""
         return sum(len(entry.store) for entry in self.entries.values())
 
     @property
@@ -270,7 +274,7 @@ class Host:
         return [arena.handle for arena in self.space.devices]
 
     def speak(self) -> None:
-        """StaleEpoch while the shards of this peer are about to become another's."""
+        """Raise StaleEpoch while the shards of this peer are moving to another peer."""
         if self.silent:
             raise StaleEpoch(
                 f"the peer at {self.address} is leaving, and its shards are moving to other "
@@ -279,22 +283,23 @@ class Host:
             )
 
     def serves(self, partition: str) -> bool:
-        """Whether the partition's shard is here."""
+        """Whether this peer serves the partition's shard."""
         return self.roster.home(partition) == self.address
 
     @property
     def solo(self) -> bool:
-        """A peer without others, now and later: it was given no seeds."""
+        """Whether this peer has no other peers, now and later, because it was started without
+        seeds."""
         return self.address == ""
 
     def entry(self, partition: str, generation: int) -> Entry | None:
-        """The entry of this generation, where its shard is here."""
+        """Return the entry of this generation if this peer serves it, else None."""
         found = self.entries.get(partition)
         return found if found is not None and found.generation == generation else None
 
     def shard(self, partition: str, generation: int) -> Entry:
-        """This generation, at the peer that serves it. PartitionGone where it is no more,
-        StaleEpoch where another peer serves it."""
+        """Return the entry of this generation. Raise PartitionGone if it no longer exists, and
+        StaleEpoch if another peer serves it."""
         found = self.entries.get(partition)
         if found is not None and found.generation == generation:
             return found
@@ -305,8 +310,9 @@ class Host:
         raise self.gone(partition, generation)
 
     def check_still(self, entry: Entry, caller: Caller) -> None:
-        """After a wait: StaleEpoch unless the partition is here as it was and the caller is still a
-        member, PartitionGone where it was dropped."""
+        """Check an entry after a wait. Raise StaleEpoch unless this peer still serves the
+        partition and the caller is still a member, and PartitionGone if the partition was
+        dropped."""
         if self.shard(entry.name, entry.generation) is entry and (
             caller.owner == self.owner or self.roster.has(caller.owner)
         ):
@@ -317,14 +323,14 @@ class Host:
         )
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
-        """Why a partition that was here, or is taken to have been, is no more."""
+        """Return the error for a partition that no longer exists."""
         # No clock says it: generations are made by the clocks of several hosts.
         is_later = generation in self.generations
         lost = self.roster.bucket(partition) in self.lost_shards and not is_later
         why = (
             (
-                "was lost because both hosts with its metadata died: declare it again with "
-                f"plane.partition({partition!r}, stages=…) and put its rows again"
+                "was lost because both hosts with its metadata died: declare it again "
+                f"with plane.partition({partition!r}, stages=…) and put its rows again"
             )
             if lost
             else (
@@ -336,20 +342,21 @@ class Host:
         return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Nobody has what was in these: its callers hear that it was lost, and not dropped."""
+        """Note that no peer has the contents of these shards: callers get the reason "lost"
+        instead of "dropped"."""
         lost = set(shards)
         self.lost_shards |= lost
         for generation in [one for one, shard in self.generations.items() if shard in lost]:
             del self.generations[generation]
 
     def saw(self, partition: str, generation: int) -> None:
-        """There is such a generation now."""
+        """Note that a generation exists."""
         self.generations[generation] = self.roster.bucket(partition)
         if len(self.generations) > MAX_GENERATIONS:
             self.generations.popitem(last=False)
 
     def turn(self, roster: Roster) -> None:
-        """From now on this roster is in force here; who waits for another one goes on."""
+        """Apply a new roster and wake calls that wait for one."""
         self.lose(roster.lost_since(self.roster))
         self.roster = roster
         self.spare = None
@@ -357,14 +364,15 @@ class Host:
         self._turned = asyncio.Event()
 
     async def another_roster(self, than: Roster, until: float) -> bool:
-        """Wait for one, until a time at most. Whether there is one."""
+        """Wait for another roster, at most until a time (monotonic). Return whether there is
+        one."""
         with contextlib.suppress(TimeoutError):
             while self.roster is than:
                 await within(until - self.now(), self._turned.wait())
         return self.roster is not than
 
     def meter(self, entry: Entry, stages: Iterable[str]) -> None:
-        """Count what stages of a partition did since this was called last."""
+        """Record what the stages of a partition did since the previous call."""
         now = self.now()
         for name in stages:
             before, sums = entry.metered.get(name, (0, 0, 0)), _sums(entry.store.stages[name])
@@ -377,18 +385,18 @@ class Host:
                 self.redelivered.add(name, redelivered)
 
     def acked_here(self, stage: str, rows: int) -> None:
-        """A client of this host has acked rows of a stage."""
+        """Note that a client of this host has acked rows of a stage."""
         stage = _bounded(stage, self.acked_by_clients)
         self.acked_by_clients.setdefault(stage, Recent(self.now())).add(self.now(), rows)
 
     def label(self, holder: int, label: str) -> None:
-        """Remember what a client of any host is called; the oldest are forgotten."""
+        """Remember the name of a client of any host. The oldest names are forgotten."""
         self.labels[holder] = label
         while len(self.labels) > MAX_LABELS:
             self.labels.popitem(last=False)
 
     def who(self, holder: int) -> str:
-        """What people call a client of any host; 0 is the plan of which no rank works now."""
+        """The name of a client of any host. 0 is a plan of which no rank works now."""
         known = self.labels.get(holder)
         return known or (f"client {holder:x}" if holder else "its plan")
 
@@ -398,7 +406,8 @@ class Host:
 
 
 class Serving:
-    """Whether this peer may answer for its shards: it must be sure that nobody else does."""
+    """Whether this peer may answer for its shards: it must be sure that no other peer serves
+    them."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -415,14 +424,15 @@ class Serving:
         self._line = asyncio.Lock()
 
     def confirmed(self, by: Owner, asked: float) -> None:
-        """This peer's backup answered what it was asked then (monotonic)."""
+        """Note that this peer's backup confirmed a request that was sent at this time
+        (monotonic)."""
         if by != self._confirmed_by:
             self._confirmed_by, self._confirmed_at = by, asked
         self._confirmed_at = max(self._confirmed_at, asked)
 
     def succeed(self, confirmed_at: float) -> None:
-        """This peer takes over from a primary that may still run, which it confirmed then for the
-        last time (monotonic)."""
+        """Note that this peer takes over from a primary that may still run. This peer confirmed
+        a request of that primary for the last time at `confirmed_at` (monotonic)."""
         self._not_before = max(self._not_before, confirmed_at + SUCCESSION_S)
 
     def is_sure(self) -> bool:
@@ -438,8 +448,8 @@ class Serving:
         return by is not None and by.peer == backup and now - self._confirmed_at < LEASE_S
 
     async def until_sure(self, until: float) -> None:
-        """Who waits goes on in the order in which they came. Unavailable when nobody confirms this
-        peer for so long."""
+        """Wait until this peer may serve. Calls continue in order of arrival. Raise Unavailable
+        at `until` (monotonic)."""
         if self.is_sure() and not self.waiting:
             return
         self.waiting += 1

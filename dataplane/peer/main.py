@@ -1,8 +1,9 @@
-"""The peer process: from a configuration to a clean end.
+"""The peer process: from its configuration to its exit.
 
-Takes the peer's name, builds the peer, serves until it is told to end or has lingered long enough,
-and removes its files. SIGTERM: what it has moves to other peers first; SIGINT, or SIGTERM again: it
-ends at once. Everything it can refuse it refuses before it is ready.
+It locks the peer's name, builds the peer, serves until it is told to stop or no client is left
+for long enough, and removes its files. On SIGTERM it first moves its rows to other peers. On
+SIGINT or a second SIGTERM it stops at once. It checks its configuration before it reports that
+it is ready.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ FILES_S = 1.0
 
 
 def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
-    """Serve until told to stop. Returns the exit code; configuration errors are raised.
+    """Serve until told to stop. Return the exit code.
 
-    PeerNameTaken, AddressInUse, TokenMissing, RosterMismatch, InvalidConfig.
+    Raises PeerNameTaken, AddressInUse, TokenMissing, RosterMismatch or InvalidConfig.
     """
     descriptors.allow()
     folder = rundir.plane_dir(config.run, config.run_dir)

@@ -1,6 +1,7 @@
-"""What a waiting call says in the log of its own process, and when: see `metadata.shard.reasons`.
+"""What a waiting call writes to the log of its own process, and when; see `metadata.shard.reasons`.
 
-A call that waits is inside of a `Telling`. One of those that wait for the same speaks for all.
+A waiting call is inside a `Telling`. Of several calls that wait for the same reason, one logs
+for all.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Why = tuple[str, dict[str, Any]]
 
 @dataclass(eq=False, repr=False)
 class Telling:
-    """Says what one call waits for, when that is due.
+    """Logs what one call waits for, at intervals.
 
-    look: what it waits for, as far as that is known. soon: its own process may be all of it, which
-    is to be said at once.
+    look: returns what the call waits for, as far as that is known. soon: log early, because the
+    call's own process may be the reason.
     """
 
     host: Host

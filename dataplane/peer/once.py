@@ -1,8 +1,9 @@
-"""Requests that a client may repeat: carried out once, answered as the first time.
+"""Requests that a client may repeat: run once, and answered again with the first reply.
 
-A repetition that arrives while the first is still served waits for its end. Each request carries
-the lowest operation of its session that has no answer yet. Operations below that floor can never be
-repeated, and their answers are forgotten. `Operation.once` says what a repetition gets.
+A repetition that arrives while the first attempt still runs waits for its end. Each request
+carries the lowest operation of its session that has no reply yet. Operations below that floor
+can never be repeated, so their replies are forgotten. `Operation.once` says what a repetition
+gets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_ANSWERS = 1_024
 
 
 class Spans:
-    """A set of numbers that mostly follow each other."""
+    """A set of numbers that are mostly consecutive."""
 
     __slots__ = ("_ends", "_starts")
 
@@ -41,7 +42,7 @@ class Spans:
         return at > 0 and number < self._ends[at - 1]
 
     def add(self, number: int) -> None:
-        """A number that is not here."""
+        """Add a number that is not in the set."""
         at = bisect_right(self._starts, number)
         follows = at > 0 and self._ends[at - 1] == number
         leads = at < len(self._starts) and self._starts[at] == number + 1
@@ -57,13 +58,13 @@ class Spans:
             self._ends.insert(at, number + 1)
 
     def forget(self, below: int) -> None:
-        """Spans that end below this number."""
+        """Remove the spans that end below this number."""
         gone = bisect_right(self._ends, below)
         del self._starts[:gone], self._ends[:gone]
 
 
 class Repeatable(Protocol):
-    """A request that may come again."""
+    """A request that may be repeated."""
 
     operation: Operation
     request: Request
@@ -73,12 +74,12 @@ class Repeatable(Protocol):
         ...
 
     def unpin(self, pin: int) -> None:
-        """Release a pin that the answer to this request handed out."""
+        """Release a pin that the reply to this request returned."""
         ...
 
 
 class Repeats:
-    """What one session asked for, and may ask for again."""
+    """The replies of one session to requests that it may repeat."""
 
     __slots__ = ("_forgotten", "_given", "_pending", "claimed")
 
@@ -96,7 +97,8 @@ class Repeats:
         return len(self._given.answers)
 
     def run(self, call: Repeatable) -> Body | Awaitable[Body]:
-        """The answer to a request: the first one again, or what its handler does now."""
+        """Return the reply to a request: the first one if it is a repetition, else that of its
+        handler."""
         op, once = call.request.op, call.operation.once
         if op in self._pending:
             return self._after(op, call)
@@ -151,7 +153,7 @@ class Repeats:
             self.remember(request.op, request.floor, reply.pin)  # type: ignore[attr-defined]
 
     def remember(self, op: int, floor: int, answer: Body | int) -> None:
-        """Keep the answer to an operation, and forget those below the floor."""
+        """Store the reply to an operation, and forget replies below the floor."""
         given, forgotten = self._given, self._forgotten
         given.raise_floor(floor)
         if forgotten is not None:
@@ -166,9 +168,9 @@ class Repeats:
             forgotten.add(oldest)
 
     def recall(self, op: int) -> Body | int | None:
-        """What was remembered of an operation; None where it is new.
+        """Return the stored reply to an operation, or None if the operation is new.
 
-        ProtocolError for one whose answer was forgotten: to carry it out twice would be wrong.
+        Raise ProtocolError if its reply was forgotten, because running it twice would be wrong.
         """
         answer, forgotten = self._given.answers.get(op), self._forgotten
         if answer is None and (
@@ -184,5 +186,6 @@ class Repeats:
         return answer
 
     def forget(self, op: int) -> None:
-        """The answer was taken back before the client had it: a retry is carried out again."""
+        """Forget a reply that was taken back before the client had it, so that a retry runs
+        again."""
         self._given.answers.pop(op, None)

@@ -32,7 +32,7 @@ PeerHandler = Callable[["Caller", Any], Body | Awaitable[Body]]
 
 
 class Sender(enum.Enum):
-    """Which peers may send an operation, by the rosters of both sides."""
+    """Which peers may send an operation, judged by the rosters of both sides."""
 
     IN_STEP = enum.auto()
     """A member that works under the receiver's roster. A receiver that is behind catches up first.
@@ -48,7 +48,7 @@ class Sender(enum.Enum):
 
 
 class Once(enum.Enum):
-    """What a client gets that asks again under the same operation id."""
+    """What a client gets that repeats a request with the same operation id."""
 
     NO = enum.auto()
     """The request is carried out again."""
@@ -62,7 +62,7 @@ class Once(enum.Enum):
 
 
 class Waits(enum.Enum):
-    """How long a request may wait for something that other calls do."""
+    """How long a request may wait for the effect of other calls."""
 
     NO = enum.auto()
     """Not at all. It runs to its end, also where its client goes away."""
@@ -75,11 +75,11 @@ class Waits(enum.Enum):
 class Operation(msgspec.Struct, frozen=True):
     """One line of the table.
 
-    client, peer: the handlers of the client door and of the peer door; None where that door refuses
-    the message. held: the answer tells of this peer's shards, so it leaves when the backup has what
-    it may tell of, and only while no other peer can serve them; None: only where the request names
-    a partition. control: it goes over the control stream, because calls wait for it. bulky: its
-    answer is large, so it waits until the asker has taken those before it.
+    client, peer: the handlers of the client door and of the peer door; None if that door rejects
+    the message. held: the reply depends on this peer's shards. It leaves only after the backup
+    has their operations, and only while no other peer can serve them. None: held if the request
+    names a partition. control: the request uses the control stream, because calls wait for it.
+    bulky: the reply is large, so it waits until the caller has received earlier replies.
     """
 
     message: type[Body]
@@ -94,7 +94,7 @@ class Operation(msgspec.Struct, frozen=True):
     bulky: bool = False
 
     def is_held(self, body: Body) -> bool:
-        """Whether the answer to this request is held."""
+        """Whether the reply to this request is held."""
         return bool(body.partition) if self.held is None else self.held  # type: ignore[attr-defined]
 
 

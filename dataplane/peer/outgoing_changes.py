@@ -1,8 +1,9 @@
-"""The changes that this peer asks shards for: their numbers, and floors below which none follow.
+"""The changes that this peer asks shards for: their numbers, and the floor below which all have
+ended.
 
-Each attempt of a change has one number, which its retries carry, wherever the shard is then. A
-change is over when the shard has answered it, or has confirmed that it never will carry it out
-(`Doubts`). Floors are kept by partition: a shard that cannot be reached holds up nobody else.
+All attempts of a change have one number, wherever its shard is then. A change ends when the
+shard has answered it, or has confirmed that it will never apply it (`Doubts`). Each partition
+has its own floor, so that an unreachable shard does not block changes of others.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class OutgoingChanges:
         return f"<OutgoingChanges {len(self)} pending, of {len(self._pending)} partitions>"
 
     async def begin(self, partition: str, generation: int, until: float) -> Change:
-        """A new change. Waits while the partition has MAX_CHANGES_ABOVE_FLOOR of them above the
-        floor; Unavailable when it still has at a time (monotonic)."""
+        """Start a change. Wait while the partition has MAX_CHANGES_ABOVE_FLOOR changes above the
+        floor, and raise Unavailable at `until` (monotonic)."""
         of = partition, generation
         while len(self._pending.get(of, ())) >= MAX_CHANGES_ABOVE_FLOOR:
             if of not in self._room:
@@ -57,7 +58,7 @@ class OutgoingChanges:
         return Change(self._caller, number, next(iter(pending)))
 
     def end(self, partition: str, generation: int, change: Change) -> None:
-        """The change is over: it is not asked for any more, and what came of it is known."""
+        """End a change, whose outcome is now known."""
         of = partition, generation
         pending = self._pending.get(of, OrderedDict())
         if change.number not in pending:

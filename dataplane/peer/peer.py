@@ -1,4 +1,4 @@
-"""The peer, put together: its parts, its life, and what follows from a change.
+"""The assembled peer: its parts, its life, and the effects of a change.
 
 `settle` is called after everything that changed a store, and runs its `shards.effects`.
 """
@@ -227,8 +227,9 @@ class Peer:
         self.door.open(socket_path)
 
     async def run(self, leave: asyncio.Event, stop: asyncio.Event) -> bool:
-        """Until `stop`, or nobody is left; after `leave`, until all it has is elsewhere. True where
-        the plane goes on without this process: it may return as a new one."""
+        """Run until `stop` is set or no client is left. After `leave` is set, run until
+        everything has moved to other peers. Return True if the run continues without this
+        process, which may then rejoin as a new peer."""
         deposed = self.membership.deposed
         works = deposed.wait(), self.janitor.run(stop), self.leaving.leave(leave)
         for ended in await first_of(*works):
@@ -236,7 +237,7 @@ class Peer:
         return deposed.is_set() and not (stop.is_set() or leave.is_set())
 
     async def close(self, why: DataplaneError | None = None) -> None:
-        """why: what clients are told that are still there."""
+        """Close the peer. why: the error for clients that are still connected."""
         await self.door.close(why)
         await self.mesh.close()
         await self.keeper.close()  # nobody asks it any more, nor becomes the keeper again
@@ -270,16 +271,16 @@ class Peer:
     # what becomes of everything when peers come and go
 
     def says(self, leaving: bool, spare: bytes) -> Beat:
-        """What a life sign tells the authority of this peer."""
+        """Return this peer's heartbeat for the roster keeper."""
         synced, wanted = self.shipping.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
 
     def life_sign(self, owner: Owner, epoch: tuple[int, int]) -> None:
-        """One arrived at this peer, which keeps the roster."""
+        """Note a heartbeat that arrived at this peer, which is the roster keeper."""
         self.confirming.life_sign(owner, epoch)
 
     def turned(self, old: Roster, new: Roster) -> None:
-        """A newer roster is in force."""
+        """Apply a newer roster."""
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
         self.leaving.turned(old, new)
         self.partitions.turned()
@@ -288,7 +289,7 @@ class Peer:
             self.calls.turned()
 
     def gone(self, owner: Owner) -> None:
-        """That process is no member any more; called after `turned`."""
+        """Handle a process that is no longer a member. Called after `turned`."""
         self.calls.gone(owner)
         self.references.gone(owner)
         self.pulls.gone(owner)

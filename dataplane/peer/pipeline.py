@@ -1,10 +1,10 @@
-"""The way of a request through a door: one pipeline for clients of this host and for other peers.
+"""The pipeline of a request through a door, for clients of this host and for other peers.
 
     decode → admit → once → handle → hold → encode
 
-The doors decode and encode. `Call.serve` is what lies between. A door calls it in the callback that
-read the request: a request that waits for nothing is answered there, without a task. From where it
-first waits, a task goes on with it.
+The doors decode and encode. `Call.serve` runs the steps in between. A door calls it in the
+callback that read the request, so a request that never waits is answered there, without a task.
+A request that waits continues in a task.
 """
 
 from __future__ import annotations
@@ -38,36 +38,37 @@ class Call(msgspec.Struct, eq=False):
     # what the doors differ in
 
     def is_admitted(self) -> bool:
-        """Whether the request may be carried out now. Raises why it never may."""
+        """Whether the request may run now. Raises an error if it never may."""
         raise NotImplementedError
 
     async def admission(self) -> None:
-        """Wait until it may. Raises why it does not become so in time."""
+        """Wait until the request may run. Raises an error at the deadline."""
         raise NotImplementedError
 
     def handle(self) -> Body | Awaitable[Body]:
-        """Carry it out: the answer, or an awaitable of it."""
+        """Run the request. Return the reply, or an awaitable of it."""
         raise NotImplementedError
 
     def may_leave(self, reply: Body) -> bool:
-        """Whether the answer can be told now."""
+        """Whether the reply can leave now."""
         raise NotImplementedError
 
     def is_served_here(self) -> bool:
-        """Whether the answer comes from a shard of this peer, and not of another one."""
+        """Whether the reply comes from a shard of this peer."""
         return self.held
 
     def take_back(self, reply: Body) -> None:
-        """Nobody receives this answer: what it hands out comes back."""
+        """Take back what a reply hands out, because no client receives it."""
 
     def answer(self, reply: Body) -> None:
-        """Encode and send it."""
+        """Encode and send the reply."""
         raise NotImplementedError
 
     # what they share
 
     def serve(self) -> asyncio.Task[None] | None:
-        """Serve the request. Return the task that goes on where it waits; None: it was answered."""
+        """Serve the request. Return the task that continues it if it waits, or None if it was
+        answered."""
         outcome: Body | Awaitable[Body]
         try:
             outcome = self.handle() if self.is_admitted() else self._once_admitted()

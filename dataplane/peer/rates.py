@@ -1,5 +1,4 @@
-"""How fast something goes on: its average over the last half minute, and its total. Never looks at
-a clock."""
+"""Rates: the average over the last half minute, and the total. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ WINDOW_S = 30
 
 
 class Recent:
-    """Amounts of the last `WINDOW_S` seconds. now: of one monotonic clock."""
+    """Amounts of the last `WINDOW_S` seconds. now: the time on one monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._began = now
@@ -28,7 +27,7 @@ class Recent:
             self._amounts.append([second, amount])
 
     def per_s(self, now: float) -> float:
-        """The average over the window; over the time since the beginning, where that is shorter."""
+        """The average per second over the window, or since the start if that is shorter."""
         first = self._forget(int(now))
         seconds = max(1.0, now - max(first, self._began))
         return sum(amount for _, amount in self._amounts) / seconds

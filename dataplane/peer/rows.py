@@ -1,4 +1,4 @@
-"""Tables of rows as messages carry them: how many they are."""
+"""The number of rows in a message."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataplane.wire.tables import Rows
 def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
         raise ProtocolError(
-            f"a column of keys has {len(rows.keys)} bytes, which is not a multiple of 16"
+            f"a column of keys has {len(rows.keys)} bytes, which is not a multiple of 16: "
+            "install the same release on both sides"
         )
     return len(rows.keys) // KEY.itemsize

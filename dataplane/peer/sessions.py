@@ -1,8 +1,8 @@
-"""Sessions: one client process each, what it holds, and the proof of its end.
+"""Sessions: one client process each, what it holds, and the proof that it has exited.
 
 A session has several connections. Its leases end when the last connection closes or the process
-exits, whichever is seen first; memory it can still write or read comes back only when it gave that
-back or its process is proved gone (pidfd), until then it is quarantined.
+exits, whichever happens first. Memory that the process can still write or read is quarantined
+until the client releases it, or until its exit is proven (pidfd).
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """pid: as the kernel shows it to this peer; 0 where the client is in another pid namespace.
-    own_pid, command, rank: what the client says of itself; -1 is no rank. began: on the host's
-    clock."""
+    """A client process.
+
+    pid: as the kernel shows it to this peer; 0 if the client is in another pid namespace.
+    own_pid, command, rank: as the client reports them; rank -1 means none. began: on the host's
+    clock.
+    """
 
     id: int
     pid: int
@@ -73,18 +76,22 @@ class Session:
 
     @property
     def who(self) -> str:
-        """What people know it by."""
+        """The client's name in messages."""
         return f"{self.label}, `{self.command}`" if self.command else self.label
 
     def check(self) -> None:
-        """ClientClosed where its process exited before this request was read: what it were handed
-        now would never come back."""
+        """Raise ClientClosed if the process exited before this request was read. What the reply
+        would hand out could never be returned."""
         if self.ended:
-            raise ClientClosed("the peer has closed this session: connect again")
+            raise ClientClosed(
+                "the peer has closed this session, because its process "
+                "exited: call dataplane.connect() again"
+            )
 
 
 class Sessions:
-    """All sessions of this peer; `ended(session)` is called once, when its leases must end."""
+    """All sessions of this peer. `ended(session)` is called once, when the session's leases must
+    end."""
 
     def __init__(self, host: Host, ended: Callable[[Session], None]) -> None:
         self._host = host
@@ -108,18 +115,18 @@ class Sessions:
 
     @property
     def where(self) -> str:
-        """What people call this host: embedded peers all have one name."""
+        """The name of this host in messages: its host name if the peer is embedded."""
         name = self._host.name
         return socket.gethostname() if is_embedded(name) else name
 
     @property
     def watched(self) -> int:
-        """Processes of sessions that this peer has a descriptor of."""
+        """The number of client processes for which this peer has a file descriptor."""
         sessions = (*self._live.values(), *self._quarantined.values())
         return sum([one.pidfd >= 0 for one in sessions])
 
     def open(self, pid: int, hello: Hello) -> Session:
-        """A new session. pid: of the client, as the kernel shows it here."""
+        """Open a session. pid: of the client, as the kernel shows it here."""
         number = self._number()
         session = Session(
             number,
@@ -158,8 +165,8 @@ class Sessions:
                 return number
 
     def identify(self, session_id: int) -> tuple[str, float] | None:
-        """Who a client is or was, and for how many seconds it has been disconnected, 0 where it is
-        connected. None for one that this peer never had, or had long ago."""
+        """Return a client's name and for how many seconds it has been disconnected, 0 if it is
+        connected. None if this peer never had the client, or had it long ago."""
         session = self._live.get(session_id)
         if session is not None:
             return session.who, 0.0
@@ -167,10 +174,10 @@ class Sessions:
         return (who, max(1e-3, self._host.now() - at)) if who else None
 
     def join(self, session_id: int, pid: int, own_pid: int) -> Session:
-        """The session, for one more connection of its process."""
+        """Return the session for another connection of its process."""
         session = self._live.get(session_id)
         if session is None or (session.pid, session.own_pid) != (pid, own_pid):
-            raise ClientClosed("the peer has closed this session: connect again")
+            raise ClientClosed("the peer has closed this session: call dataplane.connect() again")
         return session
 
     def connection_lost(self, session: Session) -> None:
@@ -198,7 +205,7 @@ class Sessions:
         self._host.space.disown(session.id)
 
     def sweep(self, session: Session) -> None:
-        """A call of a session ended after the session did: what it was handed comes back too."""
+        """Take back what a call handed out that ended after its session."""
         if session.ended:
             self._ended(session)
         if session.gone:

@@ -1,5 +1,5 @@
-"""What a peer does beside a call: tasks that end with the peer, work that blocks, and answers that
-are waited for until a time."""
+"""Background work of a peer: tasks that end with the peer, blocking work in threads, and waits
+with a deadline."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """They end with the peer, and no failure is lost."""
+    """Tasks that end with the peer. Every failure is logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
         self.closed = False
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A background task whose failure is logged, never lost. No call's deadline is its own.
-        Nothing begins any more once the peer has ended: nobody would see to its end."""
+        """Start a background task, independent of the current call's deadline. Its failure is
+        logged. Start nothing after the peer has closed."""
         if self.closed:
             work.close()
             work = asyncio.sleep(0)
@@ -39,7 +39,7 @@ class Tasks:
         return task
 
     def hold(self, work: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        """It ends with this peer; whoever began it looks at its failure."""
+        """Cancel this work when the peer ends. Its starter handles its failure."""
         if not work.done():
             self._tasks.add(work)
             work.add_done_callback(self._tasks.discard)
@@ -61,13 +61,14 @@ class Tasks:
 
 
 class Threads:
-    """Work that blocks, which is waited for before what it works on goes."""
+    """Threads for blocking work. The peer waits for them before it frees what they use."""
 
     def __init__(self) -> None:
         self._jobs: set[asyncio.Future[Any]] = set()
 
     async def run(self, work: Callable[..., None], *args: Any) -> None:
-        """Also a cancelled call waits for the thread: the bytes it moves must stay until then."""
+        """Run a function in a thread. A cancelled call still waits for the thread, because its
+        bytes must stay until then."""
         job = asyncio.get_running_loop().run_in_executor(None, work, *args)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
@@ -84,7 +85,7 @@ class Threads:
             raise failed
 
     async def ended(self) -> None:
-        """Until none of them runs."""
+        """Wait until no thread runs."""
         if self._jobs:
             await asyncio.wait(self._jobs)
 
@@ -93,10 +94,10 @@ class Threads:
 
 
 def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Run `work` to where it first waits. The task that goes on with it; None where it has ended.
+    """Run `work` up to its first wait. Return the task that continues it, or None if it has ended.
 
-    Until then it runs in its caller's context and in no task: `asyncio.timeout` does not work in
-    it, `within` does.
+    Until the first wait, it runs in its caller's context and in no task. There `asyncio.timeout`
+    does not work, but `within` does.
     """
     try:
         awaited = work.send(None)
@@ -133,8 +134,8 @@ def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> Generator[Any,
 
 
 async def result_of(outcome: Awaitable[T]) -> T:
-    """What comes of it. Also where this is cancelled when that has come: its maker has ended then,
-    and gives nothing back itself."""
+    """Return the result of a task. If this caller is cancelled after the task has ended, it
+    still returns the result, because the task can no longer take it back."""
     try:
         return await outcome
     except asyncio.CancelledError:
@@ -145,7 +146,7 @@ async def result_of(outcome: Awaitable[T]) -> T:
 
 
 async def within(limit_s: float, work: Awaitable[T]) -> T:
-    """The result of `work`. TimeoutError, and it is cancelled, when that takes longer."""
+    """Return the result of `work`, or cancel it and raise TimeoutError after `timeout_s`."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task], timeout=None if limit_s == math.inf else max(0.0, limit_s))
@@ -157,7 +158,7 @@ async def within(limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def first_of(*works: Awaitable[Any]) -> set[asyncio.Future[Any]]:
-    """Those that ended first. The others are cancelled, and have ended by then too."""
+    """Return those that ended first. The others are cancelled and have ended by then too."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     try:
         return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
@@ -168,7 +169,8 @@ async def first_of(*works: Awaitable[Any]) -> set[asyncio.Future[Any]]:
 
 
 def in_time(answer: asyncio.Future[Any], until: float, late: Callable[[], Exception]) -> None:
-    """Unless it is done by then (monotonic), it fails with what `late` makes."""
+    """Fail a future at a time (monotonic) with the error that `late` makes, unless it is done by
+    then."""
     if until == math.inf:
         return
     left_s = max(0.0, until - time.monotonic())

@@ -154,7 +154,7 @@ class TransportConformance:
         a, c = await start("a"), await start("c")
         b = await start("b", key=plane_key("another plane", (1, 1)))
         copies = a.place(np.array([0]), np.array([4096]))
-        with pytest.raises(TicketRefused, match="belong to different planes"):
+        with pytest.raises(TicketRefused, match="belong to different runs"):
             await b.read(a, copies)
         earlier = replace(a.remote, owner=Owner("a", 6))
         with pytest.raises(TicketRefused, match="incarnation 7 of peer"):

@@ -1,10 +1,11 @@
 """Frames and records of bulk transfer: between two workers (TCP), and between worker and peer.
 
 Both are a u32 little-endian length and one MessagePack body, as at the local door. Between workers
-the owner's side speaks first (`Greeting`); `Join` and `Joined` prove to each other that both are of
-the plane. Then a `Pull` is answered by `Sending`, the raw bytes of all items that are not gone, in
-order, and `Sent`; or by `Refused`, which ends the connection.
-Lengths are checked before anything is stored; per-item data are raw columns.
+the owner's side sends first (`Greeting`). `Join` and `Joined` prove to each side that the other
+belongs to the run. A `Pull` is then answered by `Sending`, the raw bytes of all pieces that still
+exist, in order, and `Sent`; or by `Refused`, which ends the connection.
+
+Lengths are checked before anything is stored. Data per piece are raw columns.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ GONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """Base of all bodies; the tag is the first element."""
+    """Base class of all bodies. The tag is the first element."""
 
 
 # between two workers
@@ -78,7 +79,7 @@ class Greeting(Frame, tag=1):
 
 
 class Join(Frame, tag=6):
-    """The reader's first frame: its own challenge, and the proof that it has the plane's key."""
+    """The reader's first frame: its own challenge, and the proof that it has the run's key."""
 
     version: int
     challenge: bytes
@@ -86,13 +87,14 @@ class Join(Frame, tag=6):
 
 
 class Joined(Frame, tag=7):
-    """The owner's proof; from here on the connection takes pulls."""
+    """The owner's proof. From here on the connection accepts pulls."""
 
     proof: bytes
 
 
 class Pull(Frame, tag=2):
-    """pieces: PIECE records. nbytes: their sum, so that a damaged column is noticed."""
+    """A request for pieces. pieces: PIECE records. nbytes: their sum, which detects a damaged
+    column."""
 
     version: int
     ticket: Ticket
@@ -101,20 +103,21 @@ class Pull(Frame, tag=2):
 
 
 class Sending(Frame, tag=3):
-    """gone: one byte per piece, or empty when none is gone. nbytes: what follows this frame."""
+    """The reply to a pull. gone: one byte per piece, or empty if all exist. nbytes: the bytes
+    that follow."""
 
     gone: bytes
     nbytes: int
 
 
 class Sent(Frame, tag=4):
-    """The ranges were pinned until the last of these bytes was handed over."""
+    """The confirmation that the ranges were pinned until the last byte was sent."""
 
     nbytes: int
 
 
 class Hold(Frame, tag=8):
-    """Pins pieces for an engine that does not do so itself, until `Release`.
+    """A request to pin pieces until `Release`, for an engine that does not pin them itself.
 
     tag, card: of the reader, for an engine whose owner sends. nbytes: as in `Pull`.
     """
@@ -129,7 +132,8 @@ class Hold(Frame, tag=8):
 
 
 class Held(Frame, tag=9):
-    """sources: u64 per piece, its offset in the owner's region, or GONE. mac: see `tickets`."""
+    """The reply to a hold. sources: u64 per piece, its offset in the owner's region, or GONE.
+    mac: see `tickets`."""
 
     sources: bytes
     generation: int
@@ -138,27 +142,29 @@ class Held(Frame, tag=9):
 
 
 class Release(Frame, tag=15):
-    """The reader has `nbytes` of what was held; `Sent` says that it was held until now."""
+    """The reader has received `nbytes` of the held pieces. `Sent` confirms that they were held
+    until now."""
 
     nbytes: int
 
 
 class Watch(Frame, tag=16):
-    """Has this process ended? The connection stays open and idle afterwards: how it ends says what
-    became of the owner's host."""
+    """A question whether this process has exited. The connection then stays open and idle. How
+    it ends says what happened to the owner's host."""
 
     owner: Owner
 
 
 class Watched(Frame, tag=17):
-    """ended: the owner's process has ended, which its witness says. mac: see `tickets`."""
+    """The reply to a watch. ended: the owner's process has exited, as its witness reports. mac:
+    see `tickets`."""
 
     ended: bool
     mac: bytes
 
 
 class Refused(Frame, tag=5):
-    """A typed error; the connection ends."""
+    """A typed error. The connection ends."""
 
     code: str
     message: str
@@ -176,11 +182,11 @@ class Refused(Frame, tag=5):
 
 
 class Configure(Frame, tag=10):
-    """The first frame: who this peer is, and the plane's key for tickets.
+    """The first frame: the identity of this peer, and the run's key for tickets.
 
-    transports: the engines to run beside TCP.
-    tls: private key and certificate in PEM of a peer that speaks TLS alone; empty: it speaks none.
-    pools: the region is these device arenas, one behind the other up to its end; [] for the arena.
+    transports: the engines to run besides TCP. tls: the private key and certificate in PEM of a
+    peer that accepts only TLS; empty without TLS. pools: the region is these device arenas, one
+    after the other; [] for the host arena.
     """
 
     owner: Owner
@@ -194,10 +200,8 @@ class Configure(Frame, tag=10):
 
 
 class Read(Frame, tag=11):
-    """copies: COPY records. timeout_ms counts from the arrival of this frame.
-
-    fingerprint: see `seam.Remote`.
-    """
+    """A read job. copies: COPY records. timeout_ms: counted from the arrival of this frame.
+    fingerprint: see `seam.Remote`."""
 
     job: int
     owner: Owner
@@ -213,7 +217,8 @@ class Cancel(Frame, tag=12):
 
 
 class PinAnswer(Frame, tag=13):
-    """places: EXTENT records. refused: the pin could not be taken at all."""
+    """The reply to a pin request. places: EXTENT records. refused: the error if nothing was
+    pinned."""
 
     ask: int
     places: bytes
@@ -221,7 +226,7 @@ class PinAnswer(Frame, tag=13):
 
 
 class Forget(Frame, tag=14):
-    """The peer at this address is gone."""
+    """The peer at this address is no longer a member."""
 
     owner: Owner
     address: str
@@ -232,29 +237,29 @@ class Forget(Frame, tag=14):
 
 
 class Ready(Frame, tag=20):
-    """The arena is mapped and the worker serves. missing: of the engines that it was asked for
-    those that it does not run, and why."""
+    """The arena is mapped and the worker serves. missing: the requested engines that it does not
+    run, and why."""
 
     pid: int
     missing: dict[str, str] = {}
 
 
 class PinAsked(Frame, tag=21):
-    """ranges: RANGE records; the pin holds until `Unpin` with the same `ask`."""
+    """A request to pin. ranges: RANGE records. The pin holds until `Unpin` with the same `ask`."""
 
     ask: int
     ranges: bytes
 
 
 class Unpin(Frame, tag=22):
-    """nbytes: sent under this pin."""
+    """The end of a pin. nbytes: the bytes that were sent under it."""
 
     ask: int
     nbytes: int
 
 
 class Finished(Frame, tag=23):
-    """The end of a job, in whatever way; its destinations are no longer written."""
+    """The end of a job, successful or not. Nothing writes to its destinations any more."""
 
     job: int
     gone: bytes
@@ -279,7 +284,7 @@ _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(From
 
 
 def encode(body: Frame) -> bytearray:
-    """One frame, ready to send."""
+    """Encode one frame."""
     frame = bytearray(HEADER_BYTES)
     _encoder.encode_into(body, frame, HEADER_BYTES)
     frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
@@ -291,7 +296,7 @@ def decode_join(body: bytes) -> Join:
 
 
 def decode_to_owner(body: bytes) -> ToOwner:
-    """What a member may ask of an owner."""
+    """Decode a frame that a reader may send to an owner."""
     return decoded(_to_owner, body, _FRAME)
 
 

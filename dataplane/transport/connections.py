@@ -1,6 +1,6 @@
-"""Outbound connections of a bulk worker: greeted and joined, pooled per remote peer.
+"""Outbound connections of a bulk worker: greeted, joined, and pooled per remote peer.
 
-One transfer at a time per connection, and a bounded number of connections to a peer.
+A connection carries one transfer at a time. The number of connections to a peer is bounded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CONNECT_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A joined stream; `nonce` must be taken exactly once per request.
+    """A joined stream. Take `nonce` exactly once per request.
 
-    clean: nothing that was asked for is still on its way.
+    clean: no reply is still in flight.
     """
 
     remote: Remote
@@ -49,22 +49,23 @@ class Connection:
 
 
 class Watch(Protocol):
-    """Who transfers, and may be told to stop while it waits here."""
+    """A user of a connection, which may be cancelled while it waits here."""
 
     @property
     def stopped(self) -> bool: ...
 
     def watch(self, stream: BulkStream) -> None:
-        """The stream is in use from now on: abort it when told to stop."""
+        """Use the stream from now on: abort it on cancellation."""
         ...
 
     def unwatch(self, stream: BulkStream) -> bool:
-        """Always before it is closed, so that no abort meets a reused descriptor."""
+        """Stop using the stream. Call this before it is closed, so that no abort meets a reused
+        descriptor."""
         ...
 
 
 class Connections:
-    """The pool. Whoever borrowed a connection gives it back or discards it."""
+    """The pool. A user of a connection returns or discards it."""
 
     def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
         self._key = key
@@ -74,9 +75,10 @@ class Connections:
         self._changed = threading.Condition()
 
     def borrow(self, remote: Remote, deadline: float, user: Watch) -> Connection:
-        """A connection for one transfer. TimeoutError when none is free before the deadline.
+        """Return a connection for one transfer.
 
-        OSError when it cannot be made, or when the user was told to stop.
+        Raises TimeoutError if none is free before the deadline, and OSError if the connection
+        fails or its user was cancelled.
         """
         with self._changed:
             self._await_turn(remote, deadline, user)
@@ -94,7 +96,7 @@ class Connections:
             raise
 
     def wake(self) -> None:
-        """Users were told to stop: those that wait for a connection look again."""
+        """Wake cancelled users that wait for a connection."""
         with self._changed:
             self._changed.notify_all()
 
@@ -105,12 +107,12 @@ class Connections:
         self._leave(connection.remote)
 
     def discard(self, connection: Connection) -> None:
-        """The connection is broken, or nobody knows what is still on its way."""
+        """Close a connection that is broken or may still have replies in flight."""
         connection.stream.reset()
         self._leave(connection.remote)
 
     def forget(self, remote: Remote) -> None:
-        """Closes what is idle there; what is in use ends by itself."""
+        """Close idle connections to a peer. Those in use end by themselves."""
         with self._changed:
             for connection in self._idle.pop(remote, ()):
                 connection.stream.close()
@@ -135,9 +137,8 @@ class Connections:
             return dialling(remote.fingerprint)
         if self._tls_only:
             raise TransportMissing(
-                f"the peer at {remote.address} does not use TLS, but this peer requires it "
-                "(--bulk-tls): start every peer of the plane with --bulk-tls "
-                "(DATAPLANE_BULK_TLS=1)",
+                f"the peer at {remote.address} does not use TLS, but this peer requires "
+                "it: start every peer of the run with --bulk-tls (DATAPLANE_BULK_TLS=1)",
                 address=remote.address,
             )
         return BulkStream

@@ -1,8 +1,8 @@
-"""Bulk transfer as the peer uses it: reads from other peers into its arena, and serves theirs.
+"""Bulk transfer as the peer uses it: reads from other peers into its arena, and serves their reads.
 
-Runs in the peer's event loop; the bytes move in a worker process. The engine starts it, starts it
-again when it crashes, and bounds what is under way. It never touches the arena itself. When `read`
-returns or raises, nothing writes into its destinations any more.
+It runs in the peer's event loop; the bytes move in a worker process. The engine starts the
+worker, restarts it after a crash, and bounds the bytes in flight. It never touches the arena
+itself. Once `read` returns or raises, nothing writes to its destinations any more.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 class BulkEngine:
-    """The bulk worker of one peer, started again whenever it ends.
+    """The bulk worker of one peer, restarted whenever it exits.
 
     arena_rw_fd: the arena's memfd, read-write; the engine borrows it. host: where to listen.
-    pin, unpin: called in the event loop, see `link.Pin`. key: the plane's, see `tickets`.
-    transports: what the worker runs beside TCP, if it can: `reasons` tells why not.
-    identity: the worker speaks TLS alone, with this certificate, and runs nothing beside TCP.
-    pools: the worker moves between these device arenas and not in the arena; `arena_bytes` is then
-    where the last of them ends, in addresses of the host.
+    pin, unpin: called in the event loop, see `link.Pin`. key: the run's key, see `tickets`.
+    transports: what the worker should run besides TCP; `reasons` says why it does not. identity:
+    the worker accepts only TLS, with this certificate, and runs only TCP. pools: the worker
+    copies between these device arenas instead of the host arena; `arena_bytes` is then the end
+    of the last of them, as a host address.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class BulkEngine:
     ) -> None:
         if identity is not None and transports:
             raise InvalidConfig(
-                f"transport {transports[0]} does not support encryption, so it cannot be used with "
-                "TLS: choose another --transport, or start all peers without --bulk-tls"
+                f"transport {transports[0]} cannot encrypt values, so it cannot be used "
+                "with --bulk-tls: choose another --transport, or start all peers without "
+                "--bulk-tls"
             )
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
@@ -104,37 +105,37 @@ class BulkEngine:
 
     @property
     def address(self) -> str:
-        """`host:port` of the worker, the same for as long as the engine lives."""
+        """`host:port` of the worker, the same as long as the engine lives."""
         return _address_of(self._listener) if self._listener is not None else ""
 
     @property
     def pid(self) -> int | None:
-        """The worker process that runs now."""
+        """The pid of the current worker process."""
         return self._link.pid if self._link is not None else None
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Of the engines asked for, why the worker does not run them; it runs all others."""
+        """Why the worker does not run some of the requested engines. It runs all others."""
         return self._link.missing if self._link is not None else {}
 
     @property
     def transport(self) -> str:
-        """What the worker runs beside TCP: the first engine asked for, or `tcp`."""
+        """The transport of the worker: the first requested engine, or `tcp`."""
         asked = self._configure.transports
         return next((name for name in asked if name not in self.reasons), TCP)
 
     @property
     def missing(self) -> str:
-        """Why the worker does not run the first engine asked for; "" where it does."""
+        """Why the worker does not run the first requested engine; "" if it does."""
         return next(iter(self.reasons.values()), self.left_out)
 
     @property
     def fingerprint(self) -> str:
-        """Of the certificate that the worker shows, see `Remote`; "": they speak no TLS."""
+        """The fingerprint of the worker's certificate, see `Remote`; "" without TLS."""
         return self._identity.fingerprint if self._identity is not None else ""
 
     async def start(self) -> None:
-        """Starts the worker. Unavailable when it does not get ready."""
+        """Start the worker. Raises Unavailable if it does not get ready."""
         try:
             self._listener = _listen(self._host)
             await self._open()
@@ -144,8 +145,8 @@ class BulkEngine:
         self._keeper = asyncio.create_task(self._keep())
 
     async def stop(self, witnessed: bool = False) -> None:
-        """Ends the worker; reads under way raise TransferFailed. No process or fd is left, but
-        where the end of this peer is to be witnessed: then one that says so for some seconds."""
+        """Stop the worker. Pending reads raise TransferFailed. No process or descriptor is left,
+        except a witness that reports the end of this peer for some seconds, if that is wanted."""
         self._stopping = True
         self._changed.set()
         if self._keeper is not None:
@@ -162,12 +163,12 @@ class BulkEngine:
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
     ) -> ReadOutcome:
-        """Brings the pieces named by COPY records from a peer into this arena.
+        """Copy the pieces named by COPY records from a peer into this arena.
 
-        Items whose range is gone there are marked in the outcome, the others arrive. Raises
-        TransferFailed (may be retried once), Unavailable, DeadlineExceeded, TicketRefused,
-        LimitExceeded, TransportMissing. Cancelling the task cancels the transfer, and waits until
-        it has stopped.
+        Pieces whose range is gone are marked in the outcome; the others arrive. Raises
+        TransferFailed (can be retried once), Unavailable, DeadlineExceeded, TicketRefused,
+        LimitExceeded or TransportMissing. Cancelling the task cancels the transfer, and waits
+        until it has stopped.
         """
         copies = np.ascontiguousarray(copies, COPY)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -190,12 +191,12 @@ class BulkEngine:
         return ReadOutcome(gone, nbytes, asyncio.get_running_loop().time() - began)
 
     def forget(self, remote: Remote) -> None:
-        """A peer is gone: connections kept for it are closed."""
+        """Close the connections to a peer that is no longer a member."""
         if self._link is not None and self._link.usable:
             self._link.forget(remote)
 
     def stats(self) -> dict[str, Any]:
-        """Plain figures since the start: bytes, jobs, pins."""
+        """Figures since the start: bytes, jobs, pins."""
         link = self._link
         return {
             "transport": self.transport,
@@ -227,11 +228,14 @@ class BulkEngine:
                 await _uninterrupted(_stop_job(link, job, future))
                 raise
             if not future.done():  # the worker should have ended the job itself
-                logger.error("bulk: killing %r, which missed the deadline of a transfer", link)
+                logger.error(
+                    "bulk: killing worker %r, because it missed the deadline of a transfer", link
+                )
                 link.kill()
                 await _uninterrupted(asyncio.wait({future}))
                 raise DeadlineExceeded(
-                    "the bulk worker did not finish the transfer in time: repeat the call"
+                    "the bulk worker did not finish the transfer before the deadline: "
+                    "repeat the call, perhaps with a longer timeout="
                 )
             return future.result()
 
@@ -249,7 +253,9 @@ class BulkEngine:
                     "this peer's bulk worker is not running, so the peer cannot transfer values: "
                     "see the peer's log, then repeat the call"
                 ) from None
-        raise TransferFailed("the bulk engine is shutting down")
+        raise TransferFailed(
+            "this peer's bulk engine is shutting down: repeat the call at another peer"
+        )
 
     async def _open(self) -> None:
         assert self._listener is not None
@@ -273,7 +279,7 @@ class BulkEngine:
             assert link is not None
             await asyncio.wait({link.ended})
             pause = RESTART_S[0] if loop.time() - since > STABLE_S else pause
-            logger.warning("bulk: %r exited, restarting in %.2f s", link, pause)
+            logger.warning("bulk: worker %r exited, restarting it in %.2f s", link, pause)
             await asyncio.sleep(pause)
             pause, since = min(pause * 2, RESTART_S[1]), loop.time()
             self._traffic.restarts += 1
@@ -291,9 +297,10 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
             await limit.acquire(nbytes)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"timed out waiting for other transfers: {sized(limit.used_bytes)} of "
-            f"{sized(limit.limit_bytes)} in flight, {counted(limit.waiting, 'transfer')} waiting; "
-            "repeat the call"
+            f"timed out waiting for other transfers, of which {sized(limit.used_bytes)} "
+            f"of {sized(limit.limit_bytes)} are in flight and "
+            f"{counted(limit.waiting, 'waits', 'wait')}: repeat the call, perhaps with a "
+            "longer timeout="
         ) from None
     try:
         yield

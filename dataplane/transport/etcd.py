@@ -1,7 +1,7 @@
-"""The few calls to etcd that a roster needs, over the JSON gateway of its v3 interface.
+"""The calls to etcd that a roster needs, over the JSON gateway of etcd's v3 API.
 
-Values and keys travel in base64 and numbers as text, as the gateway has them. Every call ends
-within `CALL_S` at each of the endpoints, which are asked one after the other.
+Values and keys travel in base64 and numbers as text, as the gateway requires. A call asks one
+endpoint after the other, and each for at most `CALL_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OK, NOT_FOUND = 200, 404
 
 @dataclass(frozen=True, slots=True)
 class EtcdValue:
-    """A value in etcd, and the revisions at which its key was made and last changed."""
+    """A value in etcd, and the revisions at which its key was created and last changed."""
 
     value: bytes
     created: int
@@ -30,7 +30,7 @@ class EtcdValue:
 
 
 class Etcd:
-    """endpoints: `host:port` of each server of one cluster."""
+    """A client of one etcd cluster. endpoints: `host:port` of each server."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         try:
@@ -48,7 +48,7 @@ class Etcd:
         await self._http.close()
 
     async def get(self, key: str) -> EtcdValue | None:
-        """Unavailable where no server answers; so do all calls here."""
+        """Return a value, or None. All calls here raise Unavailable if no server answers."""
         found = (await self._ask("kv/range", {"key": _b64(key)})).get("kvs", [])
         if not found:
             return None
@@ -60,8 +60,9 @@ class Etcd:
     async def put_if(
         self, key: str, value: bytes, created: dict[str, int], changed: dict[str, int], lease: int
     ) -> int:
-        """Put it, under a lease or none (0), if the keys were created and changed at these
-        revisions (0: there is none). The revision at which it was put; 0 if it was not."""
+        """Store a value, with a lease or none (0), if the keys were created and changed at these
+        revisions (0: the key does not exist). Return the new revision, or 0 if the condition
+        failed."""
         compare = [
             {"target": target, "key": _b64(name), field: str(revision), "result": "EQUAL"}
             for target, field, wanted in (
@@ -75,16 +76,16 @@ class Etcd:
         return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
 
     async def grant(self, ttl_s: int) -> int:
-        """A lease; what is put under it goes when nobody keeps it alive for so long."""
+        """Grant a lease. Keys stored with it are deleted when it expires."""
         return int((await self._ask("lease/grant", {"TTL": str(ttl_s)}))["ID"])
 
     async def keep_alive(self, lease: int) -> bool:
-        """False where it has ended already."""
+        """Renew a lease. Return False if it has expired."""
         answer = await self._ask("lease/keepalive", {"ID": str(lease)})
         return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     async def revoke(self, lease: int) -> None:
-        """End a lease, and what was put under it; one that has ended may as well."""
+        """End a lease, and delete the keys stored with it. A no-op if it has expired."""
         await self._ask("lease/revoke", {"ID": str(lease)}, or_status=NOT_FOUND)
 
     async def _ask(self, call: str, body: dict[str, Any], or_status: int = OK) -> dict[str, Any]:
@@ -101,9 +102,9 @@ class Etcd:
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(
-            f"etcd at {', '.join(sorted(self._endpoints))} does not answer: {failure}. The run "
-            "continues, but no peer can join, leave or be replaced until etcd answers. Check that "
-            "etcd is running"
+            f"etcd at {', '.join(sorted(self._endpoints))} does not answer: {failure}. "
+            "Check that etcd is running. The run continues meanwhile, but no peer can "
+            "join, leave or be replaced"
         )
 
 

@@ -1,6 +1,6 @@
 """How a reader joins at a bulk worker's port, without I/O: greeting, join, joined.
 
-Both sides prove that they have the plane's key. `connections` does it over blocking streams, and
+Both sides prove that they have the run's key. `connections` uses this over blocking streams, and
 `witness` on an event loop.
 """
 
@@ -25,7 +25,7 @@ from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
 
 def answer_of(body: bytes) -> FromOwner:
-    """One of the owner's frames. Raises what it refused the reader for."""
+    """Decode a frame of the owner. Raises the error with which the owner refused the reader."""
     frame = decode_from_owner(body)
     if isinstance(frame, Refused):
         raise frame.error()
@@ -33,10 +33,10 @@ def answer_of(body: bytes) -> FromOwner:
 
 
 class Joining:
-    """The reader's side."""
+    """The reader's side of the join."""
 
     def __init__(self, address: str, key: bytes, greeting: FromOwner) -> None:
-        """ProtocolError where no bulk worker greets, VersionMismatch."""
+        """Raises ProtocolError if the process is no bulk worker, or VersionMismatch."""
         if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
             raise ProtocolError(
                 f"the process at {address} is not a bulk worker: check that no other program uses "
@@ -47,17 +47,17 @@ class Joining:
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
 
     def join(self) -> bytearray:
-        """The frame to send."""
+        """Return the frame to send."""
         mine, theirs = self._challenge, self.greeting.challenge
         return encode(Join(self.version, mine, proof(self._key, "reader", theirs, mine)))
 
     def check(self, answer: FromOwner) -> None:
-        """TicketRefused unless the owner proves that it has the key too."""
+        """Raise TicketRefused unless the owner proves that it has the key too."""
         expected = proof(self._key, "owner", self.greeting.challenge, self._challenge)
         if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
             raise TicketRefused(
                 f"the process at {self._address} cannot prove that it is a peer of this "
-                "plane: check that all peers have the same token",
+                "run: start all peers with the same --run and --token-file",
                 address=self._address,
             )
 

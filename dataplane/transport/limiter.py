@@ -1,4 +1,4 @@
-"""A first-come-first-served limit on how many bytes may be under way at once."""
+"""A first-come, first-served limit on the bytes in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class ResourceLimiter:
-    """Used from one event loop. A request over the whole limit goes alone rather than never."""
+    """A limit for one event loop. A request over the whole limit runs alone instead of never."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -26,7 +26,8 @@ class ResourceLimiter:
         return len(self._queue)
 
     async def acquire(self, nbytes: int) -> None:
-        """Waits for room in order of arrival; `release` frees it, as a cancelled wait does."""
+        """Wait for space in order of arrival. `release` frees it, and so does cancelling the
+        wait."""
         if not self._queue and self._fits(nbytes):
             self.used_bytes += nbytes
             return

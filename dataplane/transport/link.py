@@ -1,7 +1,7 @@
 """The peer's end of one bulk worker: its process, its socketpair, its jobs and its pins.
 
-Runs in the peer's event loop. When the process has ended, and not before, its jobs fail and its
-pins are given back: only then is it certain that nothing of it reads or writes the arena.
+Runs in the peer's event loop. Only when the process has exited do its jobs fail and its pins
+end, because only then is it certain that it neither reads nor writes the arena.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Traffic:
-    """Counted over the life of an engine, across restarts of its worker."""
+    """Counters over the life of an engine, across restarts of its worker."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -66,7 +66,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """What a worker is started with; the same again after a crash."""
+    """The arguments of a worker process, the same after each restart."""
 
     arena_fd: int
     arena_bytes: int
@@ -75,7 +75,7 @@ class WorkerPlace:
 
 
 class WorkerLink(asyncio.Protocol):
-    """One life of one worker."""
+    """One worker process."""
 
     def __init__(self, place: WorkerPlace, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
         self._place = place
@@ -118,7 +118,8 @@ class WorkerLink(asyncio.Protocol):
         return len(self._pins)
 
     async def start(self) -> None:
-        """Starts the process; `ready` or `ended` tells how it went. OSError when it cannot."""
+        """Start the process. `ready` or `ended` says how that went. Raises OSError if it cannot
+        start."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -155,7 +156,7 @@ class WorkerLink(asyncio.Protocol):
     def read(
         self, remote: Remote, copies: Records, timeout_s: float, transport: str
     ) -> tuple[int, asyncio.Future[ReadOutcome]]:
-        """Starts a job: its number, and what becomes of it."""
+        """Start a job. Return its number and a future of its outcome."""
         job = next(self._numbers)
         future: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
         self._jobs[job] = (future, len(copies), transport)
@@ -179,13 +180,13 @@ class WorkerLink(asyncio.Protocol):
         self._send(Forget(remote.owner, remote.address, remote.fingerprint))
 
     def kill(self) -> None:
-        """Ends the process at once; `ended` says when it has."""
+        """Kill the process. `ended` says when it has exited."""
         if not self.ended.done():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends the process, which keeps nothing worth saving; returns when it has ended."""
+        """Stop the process and wait until it has exited. It has no state worth saving."""
         self.kill()
         await asyncio.wait({self.ended})
 
@@ -295,7 +296,7 @@ class WorkerLink(asyncio.Protocol):
 def _not_pinned(ask: int, exc: Exception) -> PinAnswer:
     if isinstance(exc, DataplaneError):
         return PinAnswer(ask, b"", Refused.of(exc))
-    logger.error("bulk: could not pin ranges", exc_info=exc)
+    logger.error("bulk: could not pin ranges for a reader", exc_info=exc)
     bug = InternalError(
         "the owner of the values could not pin them: see the traceback in that peer's log"
     )

@@ -1,10 +1,11 @@
-"""The owner's side of bulk transfer: answers pulls out of the region, and holds ranges for engines.
+"""The owner's side of bulk transfer: serves pulls from the region, and holds ranges for engines.
 
-Runs in a bulk worker, one thread per inbound connection, a bounded number of them. A pull's request
-takes the pin and the last frame confirms it; for another engine the ranges are held while it moves
-them. What a stranger sends ends that connection only, and strangers take no member's place. What is
-asked for is checked before anything is pinned or moved: addresses behind these checks are raw, so
-nothing here trusts a reader's column or a peer's answer.
+Runs in a bulk worker, with one thread per inbound connection and a bounded number of them. The
+request of a pull pins the ranges, and its last frame confirms them. For another engine the
+ranges stay pinned while it moves them. An invalid message of an unknown process ends only its
+connection, and unknown processes do not use members' slots. Every request is checked before
+anything is pinned or moved: addresses behind these checks are raw, so nothing here trusts a
+reader's column or a peer's answer.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Inbound:
 
 
 class RangeServer:
-    """Accepts on a listening socket and serves pulls, for as long as that is open."""
+    """Accepts connections on a listening socket and serves pulls until the socket is closed."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class RangeServer:
         stream_of: Callable[[socket.socket], BulkStream] = BulkStream,
         ended: bool = False,
     ) -> None:
-        """holds: for the worker's other engines. stream_of: what an accepted socket becomes.
-        ended: the owner's process has, and this is its witness."""
+        """holds: for the worker's other engines. stream_of: wraps an accepted socket. ended: the
+        owner's process has exited, and this is its witness."""
         self._listener = listener
         self._stream_of = stream_of
         self._owner = owner
@@ -236,8 +237,8 @@ class RangeServer:
         expected = proof(self._key, "reader", challenge, join.challenge)
         if not hmac.compare_digest(expected, join.proof):
             raise TicketRefused(
-                "the reader and the owner of the values belong to different planes: start all "
-                "peers with the same --run, --seeds and --token-file"
+                "the reader and the owner of the values belong to different runs: start "
+                "all peers with the same --run, --seeds and --token-file"
             )
         self._enter(inbound, deadline)
         stream.send(encode(Joined(proof(self._key, "owner", challenge, join.challenge))), deadline)
@@ -275,10 +276,13 @@ class RangeServer:
             self._watched(stream, asked, nonce)
             return
         if self._ended:
-            raise TransferFailed(f"the process of peer {self._owner.peer!r} has exited")
+            raise TransferFailed(
+                f"the process of peer {self._owner.peer!r} has exited: repeat the call"
+            )
         if isinstance(asked, Release):
             raise ProtocolError(
-                "unexpected release from the reader: the owner holds no ranges for it"
+                "unexpected release from the reader, because the owner holds no ranges "
+                "for it: install the same release on both hosts"
             )
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
@@ -286,7 +290,9 @@ class RangeServer:
         verify(self._key, asked.ticket, self._owner, nonce, bound)
         expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
         if expiry_ms <= 0:
-            raise DeadlineExceeded("the ticket expired before it reached the owner of the values")
+            raise DeadlineExceeded(
+                "the ticket expired before it reached the owner of the values: repeat the call"
+            )
         deadline = time.monotonic() + expiry_ms / 1000
         try:
             if isinstance(asked, Pull):
@@ -294,14 +300,17 @@ class RangeServer:
             else:
                 self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
         except Expired as exc:
-            raise DeadlineExceeded("the ticket expired before the owner sent its answer") from exc
+            raise DeadlineExceeded(
+                "the ticket expired before the owner sent its answer: repeat the call"
+            ) from exc
 
     def _watched(self, stream: BulkStream, asked: Watch, nonce: bytes) -> None:
         if asked.owner != self._owner:
             raise TicketRefused(
                 f"expected a request for incarnation {self._owner.incarnation} of peer "
-                f"{self._owner.peer!r}, got one for incarnation {asked.owner.incarnation} of peer "
-                f"{asked.owner.peer!r}",
+                f"{self._owner.peer!r}, got one for incarnation {asked.owner.incarnation} "
+                f"of peer {asked.owner.peer!r}: repeat the call to find where the values "
+                "are now",
                 peer=self._owner.peer,
                 incarnation=self._owner.incarnation,
             )
@@ -349,10 +358,10 @@ def _evict(idle: list[_Inbound]) -> None:
 
 
 class Holds:
-    """Serves one engine. own: what it registered the region as.
+    """Serves the holds of one engine. own: the key of the region that it registered.
 
-    The pin lasts until the reader releases it on the same connection, which confirms the read;
-    until the ticket expires; or until the connection ends.
+    The pin ends when the reader releases it on the same connection, which confirms the read;
+    when the ticket expires; or when the connection ends.
     """
 
     def __init__(
@@ -369,10 +378,11 @@ class Holds:
     def answer(
         self, stream: BulkStream, hold: Hold, pieces: Records, nonce: bytes, deadline: float
     ) -> None:
-        """From a request whose ticket holds to the confirmation."""
+        """Serve a request with a valid ticket, up to the confirmation."""
         if len(hold.card) > MAX_CARD_BYTES:
             raise ProtocolError(
-                f"the reader's card has {len(hold.card)} bytes, over the limit of {MAX_CARD_BYTES}"
+                f"the reader's card has {len(hold.card)} bytes, over the limit of "
+                f"{MAX_CARD_BYTES}: install the same release on both hosts"
             )
         pinned = self._desk.pin(ranges_of(pieces), deadline)
         nbytes = 0
@@ -403,9 +413,11 @@ class Holds:
     ) -> None:
         def check() -> None:
             if stream.ended():
-                raise TransferFailed("the reader closed the connection")
+                raise TransferFailed("the reader closed the connection: repeat the call")
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded("the ticket expired before all bytes were sent")
+                raise DeadlineExceeded(
+                    "the ticket expired before all bytes were sent: repeat the call"
+                )
 
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
@@ -419,23 +431,27 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
     try:
         frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     except TimeoutError as exc:
-        raise DeadlineExceeded("the ticket expired before the reader released the ranges") from exc
+        raise DeadlineExceeded(
+            "the ticket expired before the reader released the ranges: repeat the call"
+        ) from exc
     if frame is None:
         raise ConnectionResetError("the reader closed the connection before it released the ranges")
     release = decode_to_owner(frame)
     if not isinstance(release, Release):
         raise ProtocolError(
-            f"unexpected message from the reader: expected Release, got {type(release).__name__}"
+            "unexpected message from the reader: expected Release, got "
+            f"{type(release).__name__}. Install the same release on both hosts"
         )
     if release.nbytes != nbytes:
         raise ProtocolError(
-            f"invalid release: expected {nbytes} bytes, but the reader released {release.nbytes}"
+            f"invalid release: expected {nbytes} bytes, but the reader released "
+            f"{release.nbytes}. Install the same release on both hosts"
         )
     return nbytes
 
 
 def check_version(version: int) -> None:
-    """VersionMismatch unless this peer speaks it."""
+    """Raise VersionMismatch unless this peer speaks the version."""
     if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
         raise VersionMismatch(
             f"the reader speaks bulk protocol version {version}, but this peer speaks "
@@ -445,13 +461,15 @@ def check_version(version: int) -> None:
 
 
 def checked_pieces(asked: Pull | Hold) -> Records:
-    """The PIECE records of a request. LimitExceeded, ProtocolError, VersionMismatch."""
+    """Return the PIECE records of a request. Raises LimitExceeded, ProtocolError or
+    VersionMismatch."""
     check_version(asked.version)
     what, most = ("pull", MAX_PULL_BYTES) if isinstance(asked, Pull) else ("hold", MAX_HOLD_BYTES)
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_PULL_ITEMS:
         raise LimitExceeded(
-            f"one {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}",
+            f"one {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}: "
+            "install the same release on both hosts",
             size=len(pieces),
             limit=MAX_PULL_ITEMS,
         )
@@ -460,19 +478,22 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"one {what} asks for {nbytes} bytes, over the limit of {most}", size=nbytes, limit=most
+            f"one {what} asks for {nbytes} bytes, over the limit of {most}: install the "
+            "same release on both hosts",
+            size=nbytes,
+            limit=most,
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
             f"invalid {what}: it announces {asked.nbytes} bytes, but its pieces add up to "
-            f"{nbytes} bytes"
+            f"{nbytes} bytes. Install the same release on both hosts"
         )
     return pieces
 
 
 def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
-    """Where each piece begins in the region; GONE where its range is. Neither a reader's piece nor
-    a peer's answer may reach outside."""
+    """Return where each piece starts in the region, or GONE if its range was freed. Neither a
+    reader's piece nor a peer's answer may reach outside the region."""
     start, nbytes = pieces["start"], pieces["nbytes"]
     offset, length = places["offset"], places["length"]
     there = offset != GONE
@@ -482,11 +503,14 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
         end = int(start[at]) + int(nbytes[at])
         raise ProtocolError(
             f"piece {at} of the request ends at byte {end}, beyond the end of a range of "
-            f"{int(length[at])} bytes"
+            f"{int(length[at])} bytes: install the same release on both hosts"
         )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))
     if (outside & there).any():
-        raise InternalError("the peer pinned a value at an offset outside its arena")
+        raise InternalError(
+            "the peer pinned a value at an offset outside its arena. "
+            "This is a bug in dataplane: report it"
+        )
     sources: Offsets = np.where(there, offset + start, GONE)
     return sources

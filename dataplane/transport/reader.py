@@ -1,12 +1,13 @@
-"""The reader's side of bulk transfer: pulls over TCP, and reads by engines that take no pins.
+"""The reader's side of bulk transfer: pulls over TCP, and reads by other engines.
 
-Runs in a bulk worker. A read is cut into slices. Over TCP a few threads take one after another,
-each on a connection of its own, straight into the arena. For another engine the ranges of a slice
-are held at the owner, read, and confirmed: that conversation goes over a joined connection, the
-bytes over the engine, and nothing counts before the owner confirmed that it held them to the end.
+Runs in a bulk worker. A read is cut into slices. Over TCP a few threads take one slice after
+another, each on a connection of its own, straight into the arena. For another engine the ranges of
+a slice are held at the owner, read, and confirmed. That conversation uses a joined connection, and
+the bytes use the engine. A slice counts only once the owner has confirmed that it held the ranges
+to the end.
 
-The first error stops the whole read, and it returns only when none of its threads can write any
-more: that is what lets the peer reuse the destination.
+The first error stops the whole read. The read returns only when none of its threads can write
+any more, so that the peer can reuse the destination.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reading:
-    """One read under way: the slices that are left, its streams, and the error that stopped it."""
+    """One read in flight: the slices that are left, its streams, and the error that stopped it."""
 
     def __init__(self, request: ReadRequest, slices: Iterator[Slice]) -> None:
         self.request = request
@@ -106,8 +107,8 @@ class Reading:
             return None if self._error or not self._left else self._left.popleft()
 
     def renew(self) -> bool:
-        """Whether a fresh ticket may follow one that ran out at the owner: a ticket lives on the
-        owner's clock, from its arrival, this read on our own."""
+        """Whether a fresh ticket may replace one that expired at the owner. A ticket's time runs
+        on the owner's clock, from its arrival; this read's time runs on the reader's clock."""
         with self._lock:
             if not self._renewals or time.monotonic() >= self.request.deadline:
                 return False
@@ -121,7 +122,7 @@ class Reading:
                 stream.abort()
 
     def unwatch(self, stream: BulkStream) -> bool:
-        """Whether the stream is still good for others."""
+        """Stop using a stream. Return whether other reads may use it."""
         with self._lock:
             self._streams.discard(stream)
             return not self._error
@@ -132,7 +133,8 @@ class Reading:
             self.nbytes += nbytes
 
     def stop(self, error: DataplaneError) -> None:
-        """The first error counts: those that follow come from the aborted streams."""
+        """Stop with an error. The first error counts, because later ones come from the aborted
+        streams."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -165,9 +167,13 @@ class Reads(ABC):
         return reading.gone
 
     def cancel(self, job: int) -> None:
-        """Makes the `read` of this job raise soon."""
+        """Make the `read` of this job raise soon."""
         if (reading := self._live.get(job)) is not None:
-            reading.stop(TransferFailed("the read was cancelled"))
+            reading.stop(
+                TransferFailed(
+                    "the caller cancelled the read: repeat it if its values are still needed"
+                )
+            )
             self._connections.wake()
 
     def forget(self, remote: Remote) -> None:
@@ -207,7 +213,7 @@ class Reads(ABC):
 
 
 class TcpReads(Reads):
-    """Straight into the region."""
+    """Reads over TCP, straight into the region."""
 
     def __init__(self, region: Region, key: bytes, *, tls_only: bool = False) -> None:
         super().__init__(key, tls_only=tls_only)
@@ -269,21 +275,22 @@ class TcpReads(Reads):
             raise answer.error()
         if not isinstance(answer, Sending):
             raise ProtocolError(
-                f"unexpected reply to a pull: expected Sending, got {type(answer).__name__}"
+                "unexpected reply to a pull: expected Sending, got "
+                f"{type(answer).__name__}. Install the same release on both hosts"
             )
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
                 f"invalid reply to a pull: expected flags for {count} pieces, got "
-                f"{len(answer.gone)}"
+                f"{len(answer.gone)}. Install the same release on both hosts"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
         asked = int(copies["nbytes"].sum())
         if answer.nbytes != asked:
             raise ProtocolError(
-                f"invalid reply to a pull: expected {asked} bytes, but the owner announced "
-                f"{answer.nbytes}"
+                f"invalid reply to a pull: expected {asked} bytes, but the owner "
+                f"announced {answer.nbytes}. Install the same release on both hosts"
             )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
@@ -291,10 +298,11 @@ class TcpReads(Reads):
 
 
 class HeldReads(Reads):
-    """Through one engine, while the owner holds the ranges.
+    """Reads through one engine, while the owner holds the ranges.
 
-    own: what the engine registered the local region as. While it moves bytes the connection is
-    watched: an owner that died is noticed, whatever the engine notices.
+    own: the key of the local region that the engine registered. While the engine moves bytes,
+    the connection is watched, so that the death of the owner is noticed even if the engine does
+    not notice it.
     """
 
     def __init__(self, transport: Transport, own: RegionKey, key: bytes) -> None:
@@ -353,11 +361,15 @@ class HeldReads(Reads):
             raise answer.error()
         if not isinstance(answer, HeldFrame):
             raise ProtocolError(
-                f"unexpected reply to a hold: expected Held, got {type(answer).__name__}"
+                f"unexpected reply to a hold: expected Held, got {type(answer).__name__}. "
+                "Install the same release on both hosts"
             )
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
-            raise TicketRefused("the owner's answer to a hold was altered in transit")
+            raise TicketRefused(
+                "the owner's reply to a hold was altered in transit: use "
+                "a trusted network, then repeat the call"
+            )
         sources = column(answer.sources, U8, len(part.copies))
         return RegionKey(answer.generation, answer.card), sources, tag
 
@@ -407,8 +419,8 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
         raise sent.error()
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:
         raise TransferFailed(
-            "the owner did not confirm that it held the ranges until the end of the transfer: "
-            "repeat the call"
+            "the owner did not confirm that the ranges stayed allocated until the end of "
+            "the transfer: repeat the call"
         )
 
 
@@ -443,9 +455,9 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
 def _late(reading: Reading) -> DataplaneError:
     remote, nbytes = reading.request.remote, reading.nbytes
     return DeadlineExceeded(
-        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes in time ({nbytes} "
-        "bytes arrived): the peer may be stopped or cut off from the network; check `dataplane "
-        "status`",
+        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes before "
+        f"the deadline ({nbytes} bytes arrived): the peer may be stopped or cut off from "
+        "the network. Check `dataplane status`",
         peer=remote.owner.peer,
         nbytes=nbytes,
     )

@@ -1,7 +1,7 @@
-"""Which transports there are: our own, and those that other packages bring.
+"""Which transports exist: built-in ones, and those of other packages.
 
-A package names its subclass of `Transport` in the entry point group `dataplane.transports`. Loading
-one imports its engine, so the peer only looks, and a bulk worker loads.
+A package names its subclass of `Transport` in the entry point group `dataplane.transports`.
+Loading one imports its engine, so the peer only looks it up, and a bulk worker loads it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ CLASSES = {
 
 
 def names() -> list[str]:
-    """For host memory, beside TCP, in the order in which `auto` tries them: ours first."""
+    """Transports for host memory, besides TCP, in the order in which `auto` tries them: built-in
+    ones first."""
     theirs = {entry.name for entry in plugins.installed(GROUP)}
     return [*OWN, *sorted(theirs - OWN.keys() - {TCP, *DEVICE_ONLY})]
 
 
 def missing(name: str) -> str:
-    """What stands in the way of loading a transport, as far as looking tells; "" for nothing."""
+    """Why a transport cannot be loaded, as far as a lookup shows; "" if it can."""
     if name in OWN:
         modules, install = OWN[name]
         if any(find_spec(module) is not None for module in modules):
@@ -59,7 +60,7 @@ def missing(name: str) -> str:
 def load(name: str) -> type[Transport]:
     """Return the class of a transport. TransportMissing says why there is none."""
     if why := missing(name):
-        raise TransportMissing(f"transport {name}: {why}", transport=name)
+        raise TransportMissing(f"transport {name} is not available: {why}", transport=name)
     if name in CLASSES:
         entry = plugins.entry(GROUP, name, CLASSES[name])
     else:

@@ -128,9 +128,15 @@ class ReadRequest:
 
     def check(self) -> None:
         if self.cancelled.is_set():
-            raise TransferFailed("the read was cancelled")
+            raise TransferFailed(
+                "the caller cancelled the read: repeat it if its values are still needed"
+            )
         if time.monotonic() >= self.deadline:
-            raise DeadlineExceeded("the transfer waited for other transfers until its deadline")
+            raise DeadlineExceeded(
+                "the transfer waited for other transfers until its "
+                "deadline: repeat the call, perhaps with a longer "
+                "timeout="
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +224,7 @@ class Transport(ABC):
     def send(self, request: SendRequest) -> None:
         """Send the owner's part of a two-sided transfer. Returns when the bytes may be reused."""
         raise NotImplementedError(
-            f"transport {self.capabilities.name} is one-sided, so it has no send()"
+            f"transport {self.capabilities.name} is one-sided and has no send(): call read()"
         )
 
     def holding(self, count: int) -> None:  # noqa: B027

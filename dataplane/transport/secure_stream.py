@@ -1,9 +1,9 @@
-"""A `BulkStream` inside TLS 1.3, for `--bulk-tls`: its whole interface, and the same promises.
+"""A `BulkStream` inside TLS 1.3, for `--bulk-tls`, with the same interface.
 
-The owner shows a certificate that nobody vouches for. The reader knows its digest beforehand, and
-says not a word to whoever shows another one; it proves itself by the join, as without TLS. OpenSSL
-takes bytes straight out of the arena and puts them straight into it, except for small ranges, which
-are gathered first.
+The owner presents a self-signed certificate. The reader knows its digest beforehand, and sends
+nothing to a process that presents another one. The reader proves its own identity by the join,
+as without TLS. OpenSSL reads bytes straight from the arena and writes them straight into it,
+except for small ranges, which are gathered first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _WRITABLE = 0x200
 
 
 class SecureStream(BulkStream):
-    """fingerprint: of the owner that is dialled; None: this is the owner's side."""
+    """A stream with TLS. fingerprint: of the owner that the reader connects to; None on the
+    owner's side."""
 
     def __init__(
         self, sock: socket.socket, context: ssl.SSLContext, fingerprint: str | None = None
@@ -62,8 +63,8 @@ class SecureStream(BulkStream):
         self._fingerprint = fingerprint
 
     def handshake(self, deadline: float) -> None:
-        """TicketRefused when the owner shows another certificate; ProtocolError for a reader that
-        speaks no TLS 1.3."""
+        """Run the TLS handshake. Raises TicketRefused if the owner presents another certificate,
+        and ProtocolError for a reader without TLS 1.3."""
         try:
             with self._until(deadline, begun=True):
                 self._tls.do_handshake()
@@ -81,8 +82,9 @@ class SecureStream(BulkStream):
         if not hmac.compare_digest(shown.encode(), expected.encode()):
             host, port = self._tls.getpeername()[:2]
             raise TicketRefused(
-                f"the process at {host}:{port} presented a different certificate from the one its "
-                "peer announced: the connection may be intercepted",
+                f"the process at {host}:{port} presented a different certificate from the "
+                "one its peer announced, so another process may be intercepting the "
+                "connection: check the network between the hosts",
                 address=f"{host}:{port}",
             )
 
@@ -148,7 +150,7 @@ class SecureStream(BulkStream):
 
 
 def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
-    """What makes a stream of a connection that an owner accepted. pem: see `Identity`."""
+    """Return the function that wraps a connection accepted by an owner. pem: see `Identity`."""
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     # Nothing is ever resumed; and a reader that waits is not woken by what is no answer.
     context.num_tickets = 0
@@ -163,7 +165,7 @@ def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
 
 
 def dialling(fingerprint: str) -> Callable[[socket.socket], BulkStream]:
-    """What makes a stream to the owner with this certificate."""
+    """Return the function that makes a stream to the owner with this certificate."""
     return functools.partial(SecureStream, context=reading_context(), fingerprint=fingerprint)
 
 
@@ -198,7 +200,7 @@ class _Staging:
         self.view = memoryview(mmap.mmap(self._fd, RUN_BYTES))
 
     def move(self, call: Callable[..., int], vectors: Records) -> None:
-        """Copies from or to where the vectors point, and uses them up."""
+        """Copy from or to the memory of the vectors, and consume them."""
         at = 0
         while len(vectors):
             moved = call(self._fd, vectors.ctypes.data, min(len(vectors), IOV_MAX), at)

@@ -1,7 +1,7 @@
-"""Cutting a column of copies into slices of bounded bytes and items.
+"""Cutting a column of copies into slices with a limit on bytes and pieces.
 
-Slices are stretches of the byte stream that all copies form one after another, so a large copy is
-cut and small ones ride together. All in columns: nothing here loops over copies.
+Slices are ranges of the byte stream that all copies form one after another, so a large copy is
+cut and small ones travel together. All of it works on columns: nothing here loops over copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataplane.wire.records import RANGE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """copies: COPY records. index: for each, which of the whole column it is (a part of)."""
+    """A slice. copies: COPY records. index: for each, its index in the whole column."""
 
     index: npt.NDArray[np.int64]
     copies: Records
@@ -27,7 +27,7 @@ class Slice:
 
 
 def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
-    """Slices of at most `max_bytes` and `max_items`, in order; together they are `copies`."""
+    """Cut `copies` into slices of at most `max_bytes` and `max_items`, in order."""
     nbytes = copies["nbytes"].astype(np.int64)
     ends = np.cumsum(nbytes)
     if 0 < len(copies) <= max_items and ends[-1] <= max_bytes:
@@ -57,7 +57,7 @@ def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
 
 
 def pieces_of(copies: Records) -> Records:
-    """The PIECE records that the owner is asked for."""
+    """The PIECE records to request from the owner."""
     return _fields(copies, PIECE)
 
 

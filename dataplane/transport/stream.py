@@ -1,9 +1,10 @@
-"""One TCP connection between two bulk workers: frames, and bytes straight out of or into an arena.
+"""One TCP connection between two bulk workers: frames, and bytes straight from or into an arena.
 
-Blocking, used by one thread at a time; only `abort` may come from another, and wakes it. Bytes move
-by sendmsg/recvmsg over iovec columns that numpy builds, so that thousands of small ranges cost no
-Python loop; ctypes releases the GIL meanwhile. Every wait ends at a deadline (monotonic seconds).
-Callers have checked that what they pass lies inside the arena: addresses here are raw.
+Blocking, and used by one thread at a time. Only `abort` may be called from another thread; it
+wakes the stream. Bytes move by sendmsg/recvmsg over iovec columns that numpy builds, so
+thousands of small ranges need no Python loop, and ctypes releases the GIL meanwhile. Every wait
+ends at a deadline (monotonic seconds). Callers have checked that what they pass is inside the
+arena, because addresses here are raw.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
 
 
 def iovecs(bases: Offsets, lengths: Offsets) -> Records:
-    """Stretches of memory in order, neighbours joined and empty ones left out."""
+    """Return memory ranges in order, with neighbours merged and empty ones left out."""
     keep = lengths > 0
     bases, lengths = bases[keep], lengths[keep]
     if not len(bases):
@@ -66,7 +67,8 @@ def iovecs(bases: Offsets, lengths: Offsets) -> Records:
 
 
 class Expired(TimeoutError):
-    """The deadline passed before the first byte moved: the stream may still carry another frame."""
+    """The deadline passed before the first byte moved, so the stream may still carry another
+    frame."""
 
 
 class BulkStream:
@@ -83,34 +85,34 @@ class BulkStream:
         return f"<BulkStream fd={self._sock.fileno()}>"
 
     def dial(self, host: str, port: int, deadline: float) -> None:
-        """OSError when nothing listens there, TimeoutError at the deadline."""
+        """Connect. Raises OSError if no process listens there, and TimeoutError at the deadline."""
         self._sock.settimeout(max(0.001, deadline - time.monotonic()))
         self._sock.connect((host, port))
         self._sock.setblocking(True)
 
     def abort(self) -> None:
-        """Wakes whoever waits on this stream; safe from any thread, at any time."""
+        """Wake any thread that waits on this stream. Safe from any thread, at any time."""
         with suppress(OSError):
             self._shut(socket.SHUT_RDWR)
 
     def handshake(self, deadline: float) -> None:
-        """On either side, once connected and before the first frame: nothing, without TLS."""
+        """Run the handshake, on either side, before the first frame. A no-op without TLS."""
 
     def close(self) -> None:
         self._sock.close()
 
     def reset(self) -> None:
-        """Closes so that a sender on the other side hears of it at once.
+        """Close the connection so that a sender on the other side notices at once.
 
-        After `abort` the kernel offers no more room, however much is drained: a sender that met a
-        full window would ask again and again, for 20 s, a connection that is only half closed.
+        After `abort` the kernel offers no more buffer space, however much is drained. A sender
+        with a full window would otherwise probe a half-closed connection for 20 s.
         """
         with suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         self._sock.close()
 
     def refuse(self, frame: Frame, deadline: float) -> None:
-        """Sends a last frame so that it arrives: closing over unread input would destroy it."""
+        """Send a last frame so that it arrives: closing over unread input would destroy it."""
         with suppress(OSError):
             self.send(encode(frame), deadline)
             self._shut(socket.SHUT_WR)
@@ -122,15 +124,15 @@ class BulkStream:
                     return
 
     def readable(self, timeout_s: float) -> bool:
-        """Whether bytes, or the end, arrive in time."""
+        """Whether bytes or the end of the stream arrive in time."""
         return self._polled(select.POLLIN, timeout_s)
 
     def ended(self) -> bool:
-        """Whether the other side is gone; what it may have sent before is not looked at."""
+        """Whether the other side has closed. Bytes that it sent before are not read."""
         return self._polled(select.POLLRDHUP, 0)
 
     def receive(self, limit: int, deadline: float) -> bytes | None:
-        """One frame body; None when the other side closed instead of beginning one."""
+        """Receive one frame body; None if the other side closed before a frame."""
         header = self._receive_exactly(HEADER_BYTES, deadline)
         if header is None:
             return None
@@ -146,17 +148,18 @@ class BulkStream:
     def send_around(
         self, before: bytearray, body: Records, after: bytearray, deadline: float
     ) -> None:
-        """A frame, bytes of the arena, and another frame, in as few calls as possible."""
+        """Send a frame, bytes of the arena, and another frame, in as few calls as possible."""
         held = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
         self.send_from(np.concatenate([_iovec_of(held[0]), body, _iovec_of(held[1])]), deadline)
 
     def send_from(self, vectors: Records, deadline: float) -> None:
-        """Sends all of it. TimeoutError at the deadline (Expired where nothing was sent by then),
-        OSError when the connection broke."""
+        """Send all bytes. Raises TimeoutError at the deadline (Expired if none were sent by
+        then), and OSError if the connection broke."""
         self._move(_libc.sendmsg, vectors, socket.MSG_NOSIGNAL, socket.SO_SNDTIMEO, deadline)
 
     def receive_into(self, vectors: Records, deadline: float) -> None:
-        """Fills all of it; errors as `send_from`, ConnectionResetError at an early end."""
+        """Fill all destinations. Raises as `send_from`, and ConnectionResetError at an early
+        end."""
         self._move(_libc.recvmsg, vectors, socket.MSG_WAITALL, socket.SO_RCVTIMEO, deadline)
 
     def _polled(self, events: int, timeout_s: float) -> bool:
@@ -231,7 +234,8 @@ def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
 
 
 def advance(vectors: Records, moved: int) -> Records:
-    """What is left of the vectors after `moved` bytes; the one that is partly done is changed."""
+    """Return what is left of the vectors after `moved` bytes. Changes the one that is partly
+    done."""
     ends = np.cumsum(vectors["length"][:IOV_MAX])
     done = int(np.searchsorted(ends, moved, side="right"))
     rest = vectors[done:]
@@ -245,15 +249,19 @@ def advance(vectors: Records, moved: int) -> Records:
 def unconnected(
     address: str, made: Callable[[socket.socket], BulkStream] = BulkStream
 ) -> tuple[BulkStream, tuple[str, int]]:
-    """A stream for `dial`; apart from it, so that somebody can `abort` while it connects."""
+    """Return a stream for `dial`. A separate step, so that another thread can `abort` while it
+    connects."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return made(socket.socket(family, socket.SOCK_STREAM)), (host, port)
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`; ProtocolError for anything else."""
+    """Parse `host:port` or `[v6]:port`. Raises ProtocolError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 0xFFFF:
-        raise ProtocolError(f"invalid address {address!r}: expected host:port", address=address)
+        raise ProtocolError(
+            f"invalid address {address!r}: expected host:port, for example 10.0.0.1:7000",
+            address=address,
+        )
     return host.strip("[]"), int(port)

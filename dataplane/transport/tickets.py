@@ -1,12 +1,11 @@
-"""Proofs in bulk transfer: that both sides are of the plane, what a read may read, who shows which
-certificate.
+"""Proofs in bulk transfer: that both sides belong to the run, what a read may read, and which
+certificate a peer has.
 
-A connection begins with a proof of each side: an HMAC of its role and of both sides' challenges.
-A ticket then names the owner in one life of its process, binds the pieces by digest and the
-connection by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the
-plane's key.
-A copied ticket is worthless on another connection, so no clock is compared: `expiry_ms` is how
-long the owner works on the request, counted on its own clock from its arrival.
+A connection starts with a proof of each side: an HMAC of its role and of both sides' challenges.
+A ticket then names one incarnation of the owner, binds the pieces by digest and the connection
+by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the run's key. A
+copied ticket is worthless on another connection, so no clocks are compared: `expiry_ms` is how
+long the owner works on the request, on its own clock from its arrival.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ _WATCHED_CONTEXT = b"dataplane bulk watched 1"
 
 
 def plane_key(plane: str, epoch: tuple[int, int], secret: bytes | None = None) -> bytes:
-    """The key of a plane's bulk transfer under one roster; secret: derived from its token.
+    """The key of a run's bulk transfer under one roster. secret: derived from its token.
 
-    Without a secret it keeps the peers of different planes apart, and keeps out nobody who knows
-    the plane's name and seeds: then only the refusal to listen beyond loopback does that.
+    Without a secret the key separates the peers of different runs, but does not keep out a
+    process that knows the run's name and seeds. Then only the refusal to listen beyond loopback
+    protects the run.
     """
     named = msgspec.msgpack.encode((_CONTEXT, plane, epoch))
     if secret is None:
@@ -49,20 +49,20 @@ def nonce_of(challenge: bytes, sequence: int) -> bytes:
 def proof(
     key: bytes, role: Literal["owner", "reader"], owners_challenge: bytes, readers_challenge: bytes
 ) -> bytes:
-    """What one side of a new connection shows the other."""
+    """The proof that one side of a new connection shows to the other."""
     signed = msgspec.msgpack.encode((_JOIN_CONTEXT, role, owners_challenge, readers_challenge))
     return hmac.digest(key, signed, "sha256")
 
 
 def issue(key: bytes, owner: Owner, expiry_ms: int, nonce: bytes, pieces: bytes) -> Ticket:
-    """A ticket for exactly this column of PIECE records at this owner."""
+    """Issue a ticket for exactly this column of PIECE records at this owner."""
     digest = _digest(pieces)
     mac = _mac(key, owner.peer, owner.incarnation, expiry_ms, nonce, digest)
     return Ticket(owner.peer, owner.incarnation, expiry_ms, nonce, digest, mac)
 
 
 def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes) -> None:
-    """TicketRefused unless the ticket holds for this owner, connection and column."""
+    """Raise TicketRefused unless the ticket is valid for this owner, connection and column."""
     expected = _mac(
         key,
         ticket.peer,
@@ -75,8 +75,9 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
     # One answer for every way to be a stranger: it tells nothing about the key.
     if not authentic or ticket.nonce != nonce or ticket.digest != _digest(pieces):
         raise TicketRefused(
-            "the ticket is invalid: it was made with another plane's key, for another connection "
-            "or for other ranges"
+            "the ticket is invalid, because it was made with the key of another run, for "
+            "another connection or for other ranges: start all peers with the same --run "
+            "and --token-file"
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):
         raise TicketRefused(
@@ -89,7 +90,7 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
 
 
 def held_bytes(pieces: bytes, transport: str, card: bytes) -> bytes:
-    """What the ticket of a `Hold` binds."""
+    """The bytes that the ticket of a `Hold` binds."""
     return pieces + transport.encode() + card
 
 
@@ -100,7 +101,7 @@ def held_mac(key: bytes, nonce: bytes, generation: int, card: bytes, sources: by
 
 
 def watched_mac(key: bytes, nonce: bytes, owner: Owner, ended: bool) -> bytes:
-    """The proof that it is the owner's host which says whether this process has ended."""
+    """The proof that the answer whether this process has exited comes from the owner's host."""
     signed = (_WATCHED_CONTEXT, nonce, owner.peer, owner.incarnation, ended)
     return hmac.digest(key, msgspec.msgpack.encode(signed), "sha256")
 
@@ -118,10 +119,11 @@ def _mac(
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a peer's bulk workers show to whoever connects with TLS: a key and a certificate.
+    """The key and certificate that a peer's bulk workers present to TLS connections.
 
-    Made anew by each life of a peer, never written to a disk, and vouched for by nobody: readers
-    know the certificate's digest from the control channel, which is authenticated.
+    Created for each incarnation of a peer, never written to a disk, and self-signed: readers know
+    the certificate's digest from the control channel, which is authenticated.
+
     pem: private key and certificate. fingerprint: SHA-256 of the certificate's DER, in hex.
     """
 
@@ -130,7 +132,7 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """A fresh P-256 key and a certificate that it signed itself."""
+    """A fresh P-256 key and a self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

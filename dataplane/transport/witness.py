@@ -1,12 +1,13 @@
 """The witness of a peer's process, and how other peers watch that process.
 
-A bulk worker leaves a witness behind as it starts: a child without the arena, which waits for the
-end of the peer. From then on it answers at the worker's port, for LINGER_S, that this process has
-ended. So other peers know at once that a process is gone, and need not guess from its silence.
+When a bulk worker starts, it leaves a witness: a child process without the arena, which waits for
+the end of the peer. From then on the witness answers at the worker's port, for LINGER_S, that the
+peer has exited. Other peers therefore learn at once that a process has exited, and need not guess
+from its silence.
 
-A watch is one idle connection to that port. While the peer lives its bulk worker answers there, and
-TCP's keepalive finds out whether the host is there: no data are on their way on it, so a loaded
-link does not count.
+A watch is one idle connection to that port. While the peer lives, its bulk worker answers there,
+and TCP's keepalive checks whether the host is reachable. No data is in flight on the connection,
+so a loaded link does not matter.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOS
 
 
 def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence[int]) -> None:
-    """Fork it. To be called before there are threads, and before the arena is mapped.
+    """Fork the witness. Call this before any thread starts and before the arena is mapped.
 
     keeps_not: descriptors that the witness must not hold.
     """
@@ -122,7 +123,7 @@ def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:
 
 
 class Look(enum.Enum):
-    """What one look at a process showed."""
+    """The result of one look at a process."""
 
     ANSWERED = enum.auto()
     """Its host answers, and something listens there."""
@@ -136,8 +137,8 @@ class Look(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process to watch. bulk: `host:port` of its bulk worker, "" where it is not known.
-    fingerprint: see `seam.Remote`. ports: `host:port` of the others that it has."""
+    """A process to watch. bulk: `host:port` of its bulk worker, "" if unknown. fingerprint: see
+    `seam.Remote`. ports: `host:port` of its other ports."""
 
     owner: Owner
     bulk: str
@@ -152,10 +153,9 @@ Tell = Callable[[Look, float], None]
 async def watch(
     process: Process, key: bytes, tell: Tell, silent_since: float | None
 ) -> float | None:
-    """Look at a process, and watch it for as long as the connection lasts.
+    """Look at a process, and watch it as long as the connection lasts.
 
-    silent_since: what the watch before returned: when its host stopped answering, None where it did
-    not.
+    silent_since: the result of the previous watch: when the host stopped answering, or None.
     """
     began = time.monotonic()
     try:
@@ -244,8 +244,9 @@ async def _opened(
     if not hmac.compare_digest(shown.encode(), process.fingerprint.encode()):
         writer.transport.abort()
         raise ProtocolError(
-            f"the process at {process.bulk} presented a different certificate from the one its "
-            "peer announced: the connection may be intercepted"
+            f"the process at {process.bulk} presented a different certificate from the "
+            "one its peer announced, so another process may be intercepting the "
+            "connection: check the network between the hosts"
         )
     return reader, writer
 
@@ -261,12 +262,14 @@ async def _has_ended(
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
         raise ProtocolError(
-            f"unexpected reply to a watch: expected Watched, got {type(watched).__name__}"
+            "unexpected reply to a watch: expected Watched, got "
+            f"{type(watched).__name__}. Install the same release on both hosts"
         )
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
         raise ProtocolError(
-            "the bulk worker's report on the state of its peer has an invalid signature"
+            "the bulk worker's report on the state of its peer has an invalid signature: "
+            "start all peers with the same --token-file"
         )
     return watched.ended
 

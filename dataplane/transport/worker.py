@@ -1,9 +1,9 @@
-"""A bulk worker: the child process of a peer that moves bytes, and may crash alone.
+"""A bulk worker: the child process of a peer that moves bytes, and may crash without it.
 
-It maps the peer's arena, takes operations as frames over a socketpair and answers there, and shares
-nothing else with its parent. It ends when the socketpair closes or the parent dies, at once and
-whatever its threads are doing: the peer learns from the exit that nothing of it writes any more.
-Its witness, a child that maps nothing, outlives them both (`witness`).
+It maps the peer's arena, receives operations as frames over a socketpair and answers there. It
+shares nothing else with its parent. It exits at once when the socketpair closes or the parent
+dies, whatever its threads are doing: the exit tells the peer that nothing of it writes any more.
+Its witness, a child that maps nothing, outlives both (`witness`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlChannel:
-    """The socketpair to the peer: one thread reads, any thread sends."""
+    """The socketpair to the peer. One thread reads, any thread sends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -91,7 +91,7 @@ class ControlChannel:
             self._sock.sendall(data)
 
     def receive(self) -> ToWorker | None:
-        """The next operation; None when the peer closed or died."""
+        """Return the next operation, or None if the peer closed the socketpair or died."""
         try:
             header = self._reader.read(HEADER_BYTES)
             if len(header) < HEADER_BYTES:
@@ -121,7 +121,8 @@ class PeerDesk:
             # The answer may still be on its way: the peer takes frames in order, so this undoes it.
             self.unpin(ask, 0)
             raise DeadlineExceeded(
-                "the peer that owns the values did not pin them in time"
+                "the peer that owns the values did not pin them before the deadline: "
+                "repeat the call"
             ) from None
         finally:
             del self._waiting[ask]
@@ -139,7 +140,7 @@ class PeerDesk:
 
 
 class Worker:
-    """Takes operations until the peer is gone."""
+    """Runs operations until the peer is gone."""
 
     def __init__(
         self, control: ControlChannel, region: Region, desk: PeerDesk, reads: dict[str, Reads]
@@ -170,7 +171,11 @@ class Worker:
                 for reads in self._reads.values():
                     reads.forget(_remote(frame))
             case Configure():
-                raise ProtocolError("unexpected Configure: this bulk worker is already configured")
+                raise ProtocolError(
+                    "unexpected Configure, because this bulk worker is "
+                    "already configured: install the same release on "
+                    "this host"
+                )
 
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
@@ -210,24 +215,27 @@ def _finished(request: ReadRequest, gone: Mask, seconds: float) -> Finished:
 
 
 def check_destinations(region: Region, copies: Records) -> None:
-    """LimitExceeded for a copy that would go outside the region: addresses are raw."""
+    """Raise LimitExceeded for a copy that would go outside the region, because addresses are
+    raw."""
     dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
         raise LimitExceeded(
-            f"a destination of the transfer is outside the arena of {int(size)} bytes",
+            f"a destination of the transfer is outside the arena of {int(size)} bytes: "
+            "install the same release on this host",
             limit=int(size),
         )
 
 
 def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> None:
-    """Serves until the peer is gone."""
+    """Serve until the peer is gone."""
     control = ControlChannel(socket.socket(fileno=control_fd))
     first = control.receive()
     if first is None:
         return
     if not isinstance(first, Configure):
         raise ProtocolError(
-            f"the first message to a bulk worker must be Configure, got {type(first).__name__}"
+            "the first message to a bulk worker must be Configure, got "
+            f"{type(first).__name__}: install the same release on this host"
         )
     listener = socket.socket(fileno=listen_fd)
     if not first.pools:  # one is enough
@@ -268,8 +276,9 @@ def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tupl
     found = load(name)
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
-            f"transport {name} moves only {' and '.join(sorted(found.capabilities.memory))} "
-            f"memory, but this arena is in {region.kind} memory",
+            f"transport {name} moves only "
+            f"{' and '.join(sorted(found.capabilities.memory))} memory, but this arena is "
+            f"in {region.kind} memory: choose another --transport",
             transport=name,
         )
     engine = found(first.owner)

@@ -277,7 +277,7 @@ class History:
         for name in sorted(silent):
             yield f"peer {short(name)} does not answer: its events are missing"
         for name, at in self._left.values():
-            yield f"peer {short(name)} left the run, or was lost, {duration(now - at)} ago"
+            yield (f"peer {short(name)} left the run or was declared lost {duration(now - at)} ago")
         lost = {e.peer for e in self._events if e.kind is Kind.MISSING}
         for name in sorted(lost):
             yield f"peer {short(name)} overwrote events of these steps before they could be fetched"

@@ -2,7 +2,7 @@
 // Shows views as they come. What users named is only ever set as text, never parsed as HTML.
 
 const STATES = {
-  w: "working", r: "waiting for rows", f: "waiting for room", a: "held back by admit",
+  w: "working", r: "waiting for rows", f: "waiting for space", a: "held back by admit",
   m: "moving bytes", s: "no processor time",
 };
 const REASONS = {

@@ -84,7 +84,7 @@ class Server:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
             raise InvalidConfig(
-                f"cannot serve the page at {host}: {exc}; correct the address in --page HOST:PORT",
+                f"cannot serve the page at {host}: {exc}. Correct the address in --page HOST:PORT",
                 address=host,
             ) from exc
         try:
@@ -93,8 +93,8 @@ class Server:
             )
         except OSError as exc:
             raise AddressInUse(
-                f"cannot serve the page at {host}:{port}: {exc}; choose another address with "
-                "--page HOST:PORT, or stop the process that uses this one",
+                f"cannot serve the page at {host}:{port}: {exc}. Choose another address "
+                "with --page HOST:PORT, or stop the process that uses this one",
                 address=f"{host}:{port}",
             ) from exc
         where = self._server.sockets[0].getsockname()
@@ -133,7 +133,7 @@ class Server:
         try:
             await self._exchange(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError) as exc:
-            log.debug("page: invalid or aborted request: %s", exc)
+            log.debug("watch page: invalid or aborted request: %s", exc)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(READ_S):

@@ -14,7 +14,7 @@ from dataplane.watch.picture import Picture
 LEGEND = {
     "w": "working",
     "r": "waiting for rows",
-    "f": "waiting for room",
+    "f": "waiting for space",
     "a": "held back by admit",
     "m": "moving bytes",
     "s": "no processor time",

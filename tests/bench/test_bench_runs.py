@@ -265,7 +265,7 @@ def test_a_plane_without_dedup_runs_without_it_once_and_says_so(
 ) -> None:
     video = ["--trace", "video", "--planes", "dataplane,transfer_queue", "--dedup"]
     assert planned(monkeypatch, *video, "on") == [("dataplane", True), ("transfer_queue", False)]
-    assert "transfer_queue has no dedup: it runs without" in capsys.readouterr().out
+    assert "transfer_queue has no dedup, so it runs without it" in capsys.readouterr().out
     assert sorted(planned(monkeypatch, *video, "both")) == [
         ("dataplane", False), ("dataplane", True), ("transfer_queue", False),
     ]  # fmt: skip

@@ -141,7 +141,7 @@ def test_rates_are_written_as_tc_does(rate: str, bits: float) -> None:
 
 @pytest.mark.parametrize("rate", ["", "fast", "400", "-1mbit", "400 mbit", "1kbit", "9999gbit"])
 def test_other_rates_are_refused(rate: str) -> None:
-    with pytest.raises(ValueError, match="rate, such as 400mbit|out of range"):
+    with pytest.raises(ValueError, match="rate such as 400mbit|out of range"):
         bits_per_second(rate)
 
 

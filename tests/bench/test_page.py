@@ -351,7 +351,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(tmp_path / "missing.json"), "-o", str(page)]) == 2
     assert not page.exists()
     assert (
-        "x.json is not a report of `headline`, `links` or `run`: it has no runs"
+        "x.json has no runs, so it is not a report of `headline`, `links` or `run`"
         in capsys.readouterr().err
     )
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')

@@ -150,8 +150,8 @@ def test_groups_that_were_not_trained_need_a_task_that_filters(tmp_path: Path) -
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no step": (lambda folder: write(folder, []), "the recording has no complete step"),
-    "another format": (lambda folder: write(folder, [step(0)], format=9), "format 9: expected 1"),
+    "no step": (lambda folder: write(folder, []), "this recording has no complete step"),
+    "another format": (lambda folder: write(folder, [step(0)], format=9), "format 9, but"),
     "no JSON": (
         lambda folder: (folder / "recording.json").write_text("{"), "recording.json: "
     ),

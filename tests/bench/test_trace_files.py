@@ -67,7 +67,7 @@ def test_a_trace_that_no_process_could_hold_is_refused(
 ) -> None:
     parquet.write(tmp_path / "t.parquet", "math", 3, generate(TASKS["math"], 2, seed=3))
     monkeypatch.setattr(parquet, "MOST_ROWS", 31)
-    with pytest.raises(TraceError, match="32 rows are more than the limit of 31"):
+    with pytest.raises(TraceError, match="32 rows, over the limit of 31"):
         load([tmp_path / "t.parquet"], None)
 
 
@@ -82,7 +82,7 @@ def test_a_row_group_that_says_it_has_too_many_rows_is_refused(tmp_path: Path) -
     longer = (footer_bytes + len(wrong) - len(right)).to_bytes(4, "little")
     path.write_bytes(body.replace(right, wrong) + longer + written[-4:])
     assert pyarrow.parquet.read_metadata(path).num_rows == 32
-    with pytest.raises(TraceError, match="1073741824 rows are more than"):
+    with pytest.raises(TraceError, match="1073741824 rows, over the limit"):
         load([path], None)
 
 

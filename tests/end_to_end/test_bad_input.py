@@ -189,7 +189,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "an unknown field": (
         lambda p: p.get(fields=["y"]),
         dataplane.FieldUnknown,
-        "the fields are .'x'.",
+        "use one of the fields .'x'.",
     ),
     "a text as fields": (lambda p: p.get(fields="x"), dataplane.InvalidCall, "a list of names"),
     "keys and a filter": (
@@ -198,7 +198,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "only one of them",
     ),
     "no filter": (lambda p: p.get(where=True), dataplane.InvalidCall, r"dataplane.tag\("),  # type: ignore[arg-type]
-    "a list in a filter": (lambda p: tag("n") == [1], dataplane.InvalidValue, "compared with"),  # type: ignore[comparison-overlap]
+    "a list in a filter": (
+        lambda p: tag("n") == [1],
+        dataplane.InvalidValue,
+        "cannot compare a tag with a list",
+    ),  # type: ignore[comparison-overlap]
     "a claim of nothing": (lambda p: p.claim("s"), dataplane.InvalidCall, "exactly one of rows="),
     "a claim of both": (lambda p: p.claim("s", rows=1, groups=1), dataplane.InvalidCall, "exactly"),
     "a claim of no rows": (lambda p: p.claim("s", rows=0), dataplane.InvalidCall, "positive int"),
@@ -231,7 +235,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "an unknown stage": (
         lambda p: p.claim("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        r"Declare a new stage in plane.partition\(stages=…\), or claim with fields=",
+        r"declare the new stage in plane.partition\(stages=…\), or claim with fields=",
     ),
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
@@ -248,12 +252,12 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a wait for no stage": (
         lambda p: p.wait("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        "has no stage 't': its stages are 's'",
+        "has no stage 't': use one of its stages 's'",
     ),
     "a reset of no stage": (
         lambda p: p.reset("t"),
         dataplane.StageUndefined,
-        "has no stage 't': its stages are 's'",
+        "has no stage 't': use one of its stages 's'",
     ),
     "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "already has 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),
@@ -359,7 +363,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
             dataplane.InvalidCall,
             "device='cuda:99': torch finds [0-9]+ CUDA GPU",
         ),
-        (lambda: batch["y"], dataplane.FieldUnknown, "the fields are .'x'."),
+        (lambda: batch["y"], dataplane.FieldUnknown, "use one of the fields .'x'."),
         (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: expected a field name"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
         (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),

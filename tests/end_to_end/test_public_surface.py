@@ -283,8 +283,8 @@ def test_a_filtered_stream_ends_where_what_is_left_can_never_match(
     fresh = tag("version") >= 2
     assert [rows_of(batch) for batch in there.stream("s", groups=1, where=fresh)] == [[2]]
     assert list(here.loader("s", groups=1, where=fresh)) == []
-    assert caplog.text.count("every row that matches; 2 other groups remain") == 2
-    with pytest.raises(dataplane.StreamEnd, match="that matches; 2 other groups remain") as e:
+    assert caplog.text.count("every row that matches, but 2 other groups remain") == 2
+    with pytest.raises(dataplane.StreamEnd, match="that matches, but 2 other groups remain") as e:
         there.claim("s", groups=1, where=fresh)
     assert e.value.details["remaining"] == 2
     stale = there.claim("t", rows=2, where=~fresh, timeout=20)
@@ -319,7 +319,7 @@ def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> 
     batch.add(y=[1, 2])
     with pytest.raises(
         dataplane.FieldExists,
-        match=r"field 'y' was already set by a writer other than stage 's' on 1 row",
+        match=r"1 row already has a value of field 'y' from a writer other than stage 's'",
     ):
         batch.ack()
     with pytest.raises(dataplane.FieldExists, match="under another field name"):

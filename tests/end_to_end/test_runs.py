@@ -199,7 +199,7 @@ def test_workers_of_a_process_that_has_not_connected_are_told_that_they_are_alon
     assert len({one for one in lines if one.startswith("met")}) == 2
     assert [one for one in lines if one.startswith("rows")] == ["rows [1]", "rows [2]"]
     told = [one for one in lines if one.startswith("warning started")]
-    assert "which started this process, has not connected: this process uses its own run" in told[0]
+    assert "which started this process, has not connected. This process uses its own run" in told[0]
     assert "call connect() in the common parent before it starts the processes" in told[0]
 
 

@@ -99,7 +99,7 @@ def test_strangers_at_the_peer_door_get_nothing(members: Cluster, token: Token) 
     events = what_a_dealer_gets(address, with_own_key)
     assert events == [zmq.EVENT_HANDSHAKE_FAILED_AUTH]
     until(
-        lambda: "the caller has a different token or run name" in members.log("b"),
+        lambda: "another peer has a different token or run name" in members.log("b"),
         "the refusal is in the log",
     )
     rows_travel(members)

@@ -79,7 +79,7 @@ def test_a_page_shows_a_run_to_those_with_its_link_and_says_when_a_peer_is_gone(
             cluster.kill("b")
             until(lambda: bool(view()["trouble"]), "that it is gone is said")
             (told,) = view()["trouble"]
-            assert "does not answer" in told or "peer b left the run, or was lost" in told
+            assert "does not answer" in told or "peer b left the run or was declared lost" in told
 
 
 def test_a_page_for_other_machines_needs_the_token(

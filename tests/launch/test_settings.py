@@ -97,7 +97,7 @@ def test_a_switch_is_on_or_off() -> None:
 
 
 def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:
-    with pytest.raises(InvalidConfig, match="ucx does not support encryption"):
+    with pytest.raises(InvalidConfig, match="ucx cannot encrypt values"):
         changed(bulk_tls=True, transport=parse_transport("required:ucx"))
 
 

@@ -212,7 +212,7 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     assert shard.claim(1, budget(50.0)) == []
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
-    assert "but budget= needs a number of 0 or more in this tag (1 such row)" in why.message
+    assert "but budget= needs a number of 0 or more in this tag, which 1 row lacks" in why.message
     assert f"tag 'length' of row 2 is {bad!r}" in why.message
     assert why.details["keys"] == [2]
     assert shard.claim(2, budget(20.0)) == [(2, [0, 1])]  # what comes before it is not in its way
@@ -494,7 +494,7 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     numbers = [what.lease for _, what in joined if isinstance(what, Claimed)]
     ranks = [shard.store.leases.member(number) for number in numbers]
     assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
-    with pytest.raises(ProtocolError, match="invalid rank 3: expected 0 to 2"):
+    with pytest.raises(ProtocolError, match="rank=3 is invalid for a plan of 3 ranks: pass 0 to 2"):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
-    with pytest.raises(ProtocolError, match="mini-batches: expected a product"):
+    with pytest.raises(ProtocolError, match="mini-batches is invalid: choose them"):
         shard.queue.add(waiting(9, rows(0), 1, plan=Shape(3, 10**9), rank=0))

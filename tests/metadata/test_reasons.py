@@ -81,7 +81,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "some producers are forgotten": (
         {"put_rows": 9, "producers": [Producer("a client of peer 'b'", 4, None)]},
         "no row ready, 4 wanted; the partition is not sealed; 9 rows have been put so far, by a "
-        f"client of peer 'b', and by clients that are no longer known: {SEAL}",
+        f"client of peer 'b', and by clients that this peer no longer remembers: {SEAL}",
     ),
     "a group is short, and its producer died": (
         {
@@ -127,12 +127,12 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "nobody runs the stage before": (
         {"units": 4, "missing": {"reward": 4}, "idle": [("judge", 4, None)], **PUT},
         "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; 4 rows are "
-        f"ready for stage 'judge', from which no client has ever claimed; {FROM}",
+        f"ready for stage 'judge', but no client has ever claimed from it; {FROM}",
     ),
     "the stage before has stopped": (
         {"units": 4, "missing": {"reward": 1}, "idle": [("judge", 1, 240.0)], **PUT},
         "0 of 4 rows ready, 4 wanted; 1 row lacks `reward`, which stage 's' needs; 1 row is ready "
-        f"for stage 'judge', from which no client has claimed for 4 min; {FROM}",
+        f"for stage 'judge', but no client has claimed from it for 4 min; {FROM}",
     ),
     "a field is misspelt": (
         {"units": 4, "missing": {"reward": 4}, "near_fields": {"reward": "rewrad"}, **PUT},
@@ -151,8 +151,8 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
-        "2 of 2 rows ready, 4 wanted; 1 claim of the same kind waits ahead of it; 2 puts wait for "
-        f"space; {FROM}: {SEAL}",
+        "2 of 2 rows ready, 4 wanted; 1 claim of the same kind waits ahead of this one; 2 puts "
+        f"wait for space; {FROM}: {SEAL}",
     ),
     "nothing that is left matches": (
         {"sealed": True, "units": 1},
@@ -166,7 +166,8 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "its shard's peer does not answer": (
         {"silent": "b at tcp://b:1"},
-        "peer b at tcp://b:1, which serves this partition, does not answer",
+        "peer b at tcp://b:1, which serves this partition, does not answer: check it with "
+        "dataplane status",
     ),
 }
 """What a claim that waits says, by what keeps it waiting."""
@@ -203,7 +204,7 @@ def test_misspelt_names_are_seen_by_the_shard() -> None:
     one = store()
     put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
     assert "`rewrad`, which no stage needs: is it a misspelling of `reward`?" in told(one, "train")
-    assert "2 rows are ready for stage 'reward', from which no client has ever claimed" in told(
+    assert "2 rows are ready for stage 'reward', but no client has ever claimed from it" in told(
         one, "train"
     )
     assert "no row has the tag 'verison' of the filter: did you mean 'version'?" in told(
@@ -232,7 +233,7 @@ def test_a_stage_that_is_claimed_is_not_called_idle() -> None:
     assert "nobody" not in told(one, "train")  # it has leased some
     finish(one, taken)
     assert "nobody" not in told(one, "train", now=29.0)  # it is at work elsewhere, perhaps
-    assert "1 row is ready for stage 'reward', from which no client has claimed for 60 s" in told(
+    assert "1 row is ready for stage 'reward', but no client has claimed from it for 60 s" in told(
         one, "train", now=60.0
     )
 
@@ -275,7 +276,7 @@ ADMISSION = {
     "before": 0,
 }
 HELD = (
-    "1 of 4 places wanted; taken: 1 by unfinished groups, 2 by groups finished at earlier "
+    "this call wants 1 of 4 places; taken: 1 by unfinished groups, 2 by groups finished at earlier "
     "versions; groups started at version 2 are not complete yet; "
 )
 
@@ -286,7 +287,7 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     slow = unfinished(one, next(iter(one.groups.values())), 100.0)
     assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs; 2 rows are "
-        "ready for stage 'reward', from which no client has ever claimed"
+        "ready for stage 'reward', but no client has ever claimed from it"
     )
     slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
@@ -304,18 +305,19 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
     told = ADMISSION | {"unfinished_groups": 4, "held_groups": 0}
     leases = [(ME, "train", 2, 5.0)]
     assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
-        "1 of 4 places wanted; taken: 4 by unfinished groups; 6 rows are ready for stage 'train', "
-        f"from which no client has ever claimed; 2 rows have been leased by this process ({ME}) "
-        "for stage 'train' for 5 s"
+        "this call wants 1 of 4 places; taken: 4 by unfinished groups; 6 rows are ready for stage "
+        f"'train', but no client has ever claimed from it; 2 rows have been leased by "
+        f"this process ({ME}) for stage 'train' for 5 s"
     )
 
 
 def test_admit_says_that_the_trainer_has_to_go_on() -> None:
     told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
     assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (
-        f"1 of 4 places wanted; taken: 1 by unfinished groups, 1 by permits of this process ({ME})"
-        f", 2 by permits of {OTHER}, 3 by groups finished at version 3; 1 call waits ahead of it; "
-        "finished groups free their places at the next part.advance(version)"
+        f"this call wants 1 of 4 places; taken: 1 by unfinished groups, 1 by permits of this "
+        f"process ({ME}), 2 by permits of {OTHER}, 3 by groups finished at version 3; "
+        "1 call waits ahead of this one; finished groups free their places at the next "
+        "part.advance(version)"
     )
 
 
@@ -338,8 +340,8 @@ LARGER = (
         ({}, "", "Consume or drop rows"),
         (
             {"kept": [StoredRows("step-1", 5, [("judge", 5, None)])]},
-            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', from which no "
-            "client has ever claimed",
+            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', but no client "
+            "has ever claimed from it",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (

@@ -131,9 +131,15 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        (["full"], r"'full' already has all its 2 rows: a restarted producer should continue"),
-        (["short", "short"], r"'short' has 1 of 2 rows, so this put cannot add 2 more\. "),
-        (["new"] * 3, r"'new' has 0 of 2 rows, so this put cannot add 3 more\. "),
+        (
+            ["full"],
+            r"'full' already has all its 2 rows and accepts no more: a restarted producer should",
+        ),
+        (
+            ["short", "short"],
+            r"'short' has 1 of 2 rows, so this put cannot add 2 more: use another",
+        ),
+        (["new"] * 3, r"'new' has 0 of 2 rows, so this put cannot add 3 more: use another"),
     ],
 )
 def test_a_group_without_room_says_what_it_has(groups: list[str], why: str) -> None:
@@ -203,7 +209,7 @@ def test_calls_about_unknown_things_are_refused() -> None:
 
 def test_a_group_is_not_told_to_have_more_rows_than_can_be_counted() -> None:
     s = store(free="drop")
-    with pytest.raises(InvalidRows, match="pass a number from 1 to"):
+    with pytest.raises(InvalidRows, match="pass a number of rows from 1 to"):
         s.close("g", 1 << 31)
     assert names.hash_name("g") not in s.groups
     s.close("g", (1 << 31) - 1)

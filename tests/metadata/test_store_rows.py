@@ -264,7 +264,7 @@ def test_a_row_can_take_a_chunk_over_from_another_row() -> None:
 def test_a_chunk_that_is_known_is_not_described_as_another() -> None:
     s = store(free="drop")
     s.put(wrote(named(["a"]), [Column("tokens", [Value(1, 9)])]))
-    with pytest.raises(ProtocolError, match="expected the stored description"):
+    with pytest.raises(ProtocolError, match="differs from the stored chunk"):
         s.put(wrote(named(["b"]), [Column("tokens", [Value(1, 10)])]))
     assert len(s) == 1 and s.freed() == []
 

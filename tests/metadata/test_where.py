@@ -147,7 +147,7 @@ def test_what_is_no_filter_is_a_protocol_error(wire: Any) -> None:
     ("wire", "message"),
     [
         (["import", "os"], "unknown filter operator 'import'"),
-        (["in", "t", 1], "filter operator 'in': the second operand must be a list, not int"),
+        (["in", "t", 1], "the second operand of filter operator 'in' must be a list, not int"),
         (["eq", "t"], "filter operator 'eq' takes 2 operands, got 1"),
         (["and"], "filter operator 'and' takes at least 1 operand, got 0"),
     ],

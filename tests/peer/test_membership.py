@@ -82,7 +82,7 @@ async def test_who_is_one_too_many_is_told_so_and_does_not_wait_to_be_let_in() -
     """As if nobody answered, for 5 minutes."""
 
     async def call(*args: Any, **how: Any) -> Rostered:
-        raise LimitExceeded("this plane already has 4096 peers, the maximum", limit=4096)
+        raise LimitExceeded("this run already has 4096 peers, the maximum", limit=4096)
 
     host: Any = SimpleNamespace(
         owner=JOINER, address=JOINER.peer, roster=Roster.from_seeds(SEEDS), now=lambda: 0.0

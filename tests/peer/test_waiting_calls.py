@@ -220,7 +220,9 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
     shard.admit(5, 2)
     call_context.set(CallContext(time.monotonic()))
     turn = shard.admit(6, 2)
-    with pytest.raises(ClaimTimeout, match=r"2 of 2 places wanted; taken: .*2 by permits of"):
+    with pytest.raises(
+        ClaimTimeout, match=r"this call wants 2 of 2 places; taken: .*2 by permits of"
+    ):
         await turn
     call_context.set(CallContext())
     younger = shard.admit(7)

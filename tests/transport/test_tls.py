@@ -126,7 +126,7 @@ async def test_another_certificate_is_refused_before_a_word_is_said(
 async def test_a_peer_with_tls_reads_from_no_peer_without(start_host: StartHost) -> None:
     a, b = await start_host("a", tls=False), await start_host("b", tls=True)
     copies = a.place(np.array([0]), np.array([4096]))
-    with pytest.raises(TransportMissing, match="start every peer of the plane with --bulk-tls"):
+    with pytest.raises(TransportMissing, match="start every peer of the run with --bulk-tls"):
         await b.engine.read(a.remote, copies)
     assert a.pins == 0
 

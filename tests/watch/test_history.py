@@ -216,7 +216,7 @@ def test_a_peer_that_has_left_is_named_until_it_is_back() -> None:
     history = seen([], 1_000.0, stats=stats(3))
     assert history.view(1_000.0, 2.0).trouble == []
     history.look([], stats(2), 1_002.0)
-    left = ["peer host-2 left the run, or was lost, 20 s ago"]
+    left = ["peer host-2 left the run or was declared lost 20 s ago"]
     assert history.view(1_022.0, 2.0).trouble == left
     history.look([], stats(3), 1_030.0)
     assert history.view(1_030.0, 2.0).trouble == []

@@ -101,7 +101,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("peer %s: leave requested", peer.peer)
+            log.info("peer %s: asks to leave", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
@@ -153,8 +153,8 @@ class Authority:
         """A new member gets shards as soon as those that have them say in which nothing lives."""
         if len(self.roster.members) >= MAX_MEMBERS:
             raise LimitExceeded(
-                f"this plane already has {MAX_MEMBERS} peers, the maximum: stop a peer first, or "
-                "join another run",
+                f"this run already has {MAX_MEMBERS} peers, the maximum: stop a peer "
+                "first, or join another run",
                 limit=MAX_MEMBERS,
             )
         members = (*self.roster.members, peer.peer)
@@ -219,13 +219,19 @@ class Authority:
                 "peer %s: declared lost; %s takes over its shards%s",
                 address,
                 roster.members[heir],
-                f", but {partly} of {int(mine.sum())} start empty" if partly else "",
+                (
+                    f", but {partly} of its {int(mine.sum())} shards start empty, because the "
+                    "backup had no complete copy of them"
+                )
+                if partly
+                else "",
             )
             primaries[mine] = heir
             lost[mine & ~roster.in_sync] += 1
         elif mine.any():
             log.warning(
-                "peer %s: declared lost with no backup in sync; its shards start empty", address
+                "peer %s: declared lost, but no backup was in sync, so its shards start empty",
+                address,
             )
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]

@@ -191,17 +191,15 @@ class FailureDetector:
         total = len(alive) + sum(one.peer not in back for one in self._recent)
         if total < 2 or 2 * heard >= total:
             if self._doubts_since is not None:
-                log.info(
-                    "roster keeper: contact restored, %d of %d members reachable", heard, total
-                )
+                log.info("roster keeper: reconnected, %d of %d members are reachable", heard, total)
                 self._doubts_since, self._sure_at = None, now + RETURN_S
             return now >= self._sure_at or not any(map(self._is_excusable, due))
         if self._doubts_since is None:
             if not due:
                 return True
             log.warning(
-                "roster keeper: only %d of %d members are reachable; the keeper's own network may "
-                "have failed, so it declares no peer lost for now",
+                "roster keeper: only %d of %d members are reachable. This host's own "
+                "network may have failed, so the keeper declares no peer lost for now",
                 heard,
                 total,
             )

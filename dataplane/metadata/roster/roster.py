@@ -114,8 +114,8 @@ class Roster:
             or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
             raise RosterMismatch(
-                f"received an inconsistent roster of {len(members)} members: its columns do not "
-                "match"
+                f"received an inconsistent roster of {len(members)} members, because its "
+                "columns differ in length: install the same release on all hosts"
             )
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
@@ -123,8 +123,8 @@ class Roster:
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
             raise RosterMismatch(
-                f"received a roster of {len(members)} members that refers to members that it does "
-                "not list"
+                f"received a roster of {len(members)} members that refers to members that "
+                "it does not list: install the same release on all hosts"
             )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
@@ -266,8 +266,8 @@ class Roster:
             return self.members.index(canonical(address))
         except ValueError:
             raise RosterMismatch(
-                f"{address} is not one of this plane's seeds ({', '.join(self.members)}): start "
-                "all peers with the same --seeds",
+                f"{address} is not one of the seeds of this run "
+                f"({', '.join(self.members)}): start all peers with the same --seeds",
                 address=address,
                 seeds=self.members,
             ) from None

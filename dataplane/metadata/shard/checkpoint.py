@@ -134,8 +134,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the snapshot has {dropped} dropped rows: expected 0 to {gone}, the "
-                "number of its freed rows"
+                f"group {at} of the snapshot has {dropped} dropped rows: expected 0 to "
+                f"{gone}, the number of its freed rows. Restore another snapshot"
             )
     return found
 
@@ -208,18 +208,19 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_S
     rows = rows_in(op.rows) if keys else None
     if op.closed_groups < 0:
         raise ProtocolError(
-            f"the snapshot has closed_groups={op.closed_groups}: expected 0 or more"
+            f"the snapshot has closed_groups={op.closed_groups}: expected 0 or more. "
+            "Restore another snapshot"
         )
     fields = op.values.fields
     if rows is None and (fields or op.tags):
         raise ProtocolError(
-            f"the snapshot has {len(fields)} fields and {len(op.tags)} tags: expected none without "
-            "rows"
+            f"the snapshot has {len(fields)} fields and {len(op.tags)} tags, but no rows: "
+            "expected no fields and no tags. Restore another snapshot"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
-            f"expected one name per group in the snapshot, got {len(op.rows.group_names)} names "
-            f"for {len(group_keys)} groups"
+            f"expected one name per group in the snapshot, got {len(op.rows.group_names)} "
+            f"names for {len(group_keys)} groups. Restore another snapshot"
         )
     arrived = state.arrived(op.values, len(keys), MAX_CHUNKS_PER_RESTORE)
     state.check_fields(arrived.fields)
@@ -239,12 +240,13 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_S
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if closed and not live[at]:
             raise ProtocolError(
-                f"group {at} of the snapshot is closed: expected at least one row, got none"
+                f"group {at} of the snapshot is closed, but has no rows: expected at "
+                "least one. Restore another snapshot"
             )
         if full and not closed:
             raise ProtocolError(
-                f"group {at} of the snapshot has all its {expected} rows: expected it to be "
-                "closed, but it is open"
+                f"group {at} of the snapshot has all its {expected} rows, but is open: "
+                "expected it to be closed. Restore another snapshot"
             )
     return rows, arrived, sizes
 
@@ -254,8 +256,8 @@ def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
-            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}: drop the "
-            "partition first, or restore into another plane",
+            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}: "
+            "drop the partition first, or restore into another run",
             partition=partition,
         )
     return keys

@@ -324,12 +324,12 @@ class ClaimQueue:
         left = counts.remaining
         if split := counts.outstanding - counts.to_come:
             had += (
-                " that is part of a complete group; single rows were claimed from "
-                f"{counted(split, unit[:-1])}"
+                " that is part of a complete group. Single rows were claimed from "
+                f"{counted(split, unit[:-1])}, which a claim of groups cannot return"
             )
         elif left:
             one, many = f"other {unit[:-1]} remains", f"other {unit} remain"
-            had += f" that matches; {counted(left, one, many)}"
+            had += f" that matches, but {counted(left, one, many)}"
         return self._over(claim, StreamEnd(had, remaining=left))
 
     def _too_large(self, claim: WaitingClaim, needed_bytes: int) -> Outcome:
@@ -337,10 +337,11 @@ class ClaimQueue:
         return self._over(
             claim,
             ValueTooLarge(
-                f"a claim for stage {self.stage!r} of partition {self.store.partition!r} needs to "
-                f"pull {sized(needed_bytes)} from other hosts, but the arena of this host can hold "
-                f"at most {sized(claim.asked.most_bytes)} of that at a time: claim fewer rows at "
-                "a time (or pass min=), or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
+                f"a claim for stage {self.stage!r} of partition {self.store.partition!r} "
+                f"needs to pull {sized(needed_bytes)} from other hosts at once, but the "
+                f"arena of this host can hold at most {sized(claim.asked.most_bytes)} of "
+                "pulled values: claim fewer rows at a time (or pass min=), or give the "
+                "peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

@@ -68,25 +68,29 @@ def close(state: State, name: Name, size: int) -> int:
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"group {name!r} cannot be closed with {counted(size, 'row')}: pass a number from 1 to "
-            f"{limit}"
+            f"cannot close group {name!r} with {counted(size, 'row')}: pass a number of "
+            f"rows from 1 to {limit}"
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
             if state.tombstones.dropped(of_group(key)):
                 raise RowsDropped(
-                    f"group {name!r} was dropped, so it cannot be closed", groups=[name]
+                    f"group {name!r} was dropped, so it cannot be closed: leave it out, "
+                    "or put it again with reuse=True",
+                    groups=[name],
                 )
             if state.sealed:
                 raise PartitionSealed(
-                    f"partition {state.partition!r} is sealed and takes no new groups"
+                    f"partition {state.partition!r} is sealed and takes no new groups, "
+                    f"such as {name!r}: use another partition"
                 )
             state.add_group(key, name, size)
         return 0
     if group.closed:
         if size != group.seen:
             raise GroupClosed(
-                f"group {name!r} is already closed with {counted(group.seen, 'row')}",
+                f"group {name!r} is already closed with {counted(group.seen, 'row')}, so "
+                f"it cannot be closed with {size}: use another group id",
                 rows=group.seen,
             )
         return 0

@@ -44,8 +44,9 @@ def lease_of(state: State, number: int) -> Lease:
         raise LeaseExpired(
             state.leases.why_ended(number)
             or (
-                "this lease has already ended: it was acked or released, or it timed out and its "
-                "rows returned to the stage. This call stored nothing; claim again"
+                "this lease has already ended, because it was acked or released, or "
+                "because it timed out and its rows returned to the stage. This call "
+                "stored nothing: claim again"
             ),
             lease=number,
         )
@@ -57,10 +58,14 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     outcome, values, tags = asked_for.outcome, asked_for.values, asked_for.tags
     if outcome not in OUTCOMES:
         raise ProtocolError(
-            f"invalid outcome {outcome!r:.40} for a lease: expected one of {', '.join(OUTCOMES)}"
+            f"invalid outcome {outcome!r:.40} for a lease: expected one of "
+            f"{', '.join(OUTCOMES)}. Install the same release on both sides"
         )
     if values.fields and outcome == "drop":
-        raise InvalidRows("cannot add fields to rows that are being dropped: ack the rows instead")
+        raise InvalidRows(
+            "cannot add fields to rows that this call drops: ack the rows "
+            "instead, or add the fields first"
+        )
     index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
     count = sum([len(part.rows) for part in asked])
@@ -125,8 +130,8 @@ def positions_of(lease: Lease, index: bytes) -> list[int]:
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
         raise InvalidRows(
-            f"row {max(positions)} is out of range: lease {lease.number} has "
-            f"{counted(lease.count, 'row')}, so expected 0 to {lease.count - 1}",
+            f"row index {max(positions)} is out of range, because lease {lease.number} "
+            f"has {counted(lease.count, 'row')}: pass indices from 0 to {lease.count - 1}",
             rows=lease.count,
         )
     return positions
@@ -138,13 +143,15 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
     if len(set(positions)) != len(positions):
         twice = next(p for p, count in Counter(positions).items() if count > 1)
         raise InvalidRows(
-            f"row {twice} of lease {lease.number} appears twice in this call: list each row once"
+            f"row index {twice} of lease {lease.number} appears twice in this call: list "
+            "each row once"
         )
     for part in lease.at(positions):
         if over := part.bits & ~lease.left[part.number]:
             name = part.block.name(rows_of(over)[0])
             raise InvalidRows(
-                f"row {name!r} of lease {lease.number} was already acked, released or dropped"
+                f"row {name!r} of lease {lease.number} was already acked, released or "
+                "dropped: leave it out"
             )
     return positions
 

@@ -192,11 +192,21 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
         return Done()
     row = f"row {name!r} of partition {state.partition!r}"
     if state.tombstones.freed(key):
-        return RowsGone(f"{row} was put, acked by every stage, and freed", keys=[name])
+        return RowsGone(
+            f"{row} was put, acked by every stage, and then freed: read it before the last ack",
+            keys=[name],
+        )
     if state.tombstones.dropped(key):
-        return RowsDropped(f"{row} was dropped, so waiting for it cannot succeed", keys=[name])
+        return RowsDropped(
+            f"{row} was dropped, so it cannot appear: do not wait for it, "
+            "or put it again with reuse=True",
+            keys=[name],
+        )
     if state.sealed:
-        return StreamEnd(f"partition {state.partition!r} is sealed and has no row {name!r}")
+        return StreamEnd(
+            f"partition {state.partition!r} is sealed and has no row "
+            f"{name!r}, so it cannot appear: do not wait for it"
+        )
     return None
 
 

@@ -81,6 +81,10 @@ _TOLD_STATES = {PENDING, LEASED, ACKED, SPLIT}
 _BYTE, _F8 = np.dtype("u1"), np.dtype("<f8")
 
 
+class _Mismatch(Exception):
+    """An operation does not fit its replica. `apply` adds the partition and what to do."""
+
+
 def apply(store: Store, op: Op, now: float = 0.0) -> None:
     """Carry out an operation on a store that records nothing itself; leases begin at `now`.
 
@@ -95,7 +99,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
             how(store, op, now)
         else:
             store.carry_out(op)
-    except DataplaneError as exc:
+    except (DataplaneError, _Mismatch) as exc:
         raise ProtocolError(
             f"cannot apply {type(op).__name__} to the replica of partition {store.partition!r}: "
             f"{exc}. The replica must resync from a snapshot",
@@ -107,7 +111,7 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _begun(store: Store, op: Begun, now: float) -> None:
-    raise ProtocolError(
+    raise _Mismatch(
         f"unexpected start of partition {store.partition!r}: the replica has started it already"
     )
 
@@ -117,7 +121,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     _new_lease(store, op.lease)
     rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
-        raise ProtocolError(
+        raise _Mismatch(
             f"lease {op.lease} of stage {op.stage!r}: expected only ready rows, got one that is "
             "not ready"
         )
@@ -129,7 +133,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
         if len(rows) != sum([one.live for one in groups]) or any(
             [one.states[stage.number] != READY for one in groups]
         ):
-            raise ProtocolError(
+            raise _Mismatch(
                 f"lease {op.lease} of stage {op.stage!r}: every group must be ready and complete, "
                 "but at least one group is not"
             )
@@ -144,7 +148,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
     lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
     shape = op.shape if plan is None else plan.shape
     if (lease.number, lease.stage.name, shape) != (op.lease, op.stage, op.shape):
-        raise ProtocolError(
+        raise _Mismatch(
             f"unexpected plan for stage {op.stage!r}: expected lease {lease.number} of stage "
             f"{lease.stage.name!r} with {shape}, got lease {op.lease} with {op.shape}"
         )
@@ -160,17 +164,15 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None:
-        raise ProtocolError(
+        raise _Mismatch(
             f"unexpected permit {op.permit}: partition {store.partition!r} has no admission limits"
         )
     if op.permit in permits.given:
-        raise ProtocolError(f"unexpected permit {op.permit}: it already exists")
+        raise _Mismatch(f"unexpected permit {op.permit}: it already exists")
     if op.count < 1:
-        raise ProtocolError(f"invalid permit {op.permit}: expected 1 group or more, got {op.count}")
+        raise _Mismatch(f"invalid permit {op.permit}: expected 1 group or more, got {op.count}")
     if not 0 <= op.used <= op.count:
-        raise ProtocolError(
-            f"permit {op.permit}: expected 0 to {op.count} used groups, got {op.used}"
-        )
+        raise _Mismatch(f"permit {op.permit}: expected 0 to {op.count} used groups, got {op.used}")
     permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
 
 
@@ -183,11 +185,11 @@ def _relocated(store: Store, op: Relocated, now: float) -> None:
 def _paced(store: Store, op: Pacing, now: float) -> None:
     permits = store.permits
     if op.version < permits.version:
-        raise ProtocolError(
+        raise _Mismatch(
             f"invalid version of the trainer: expected {permits.version} or more, got {op.version}"
         )
     if op.per_version < 0 or op.max_lag < 0:
-        raise ProtocolError(
+        raise _Mismatch(
             f"invalid limits max_lag={op.max_lag}, per_version={op.per_version}: expected 0 or more"
         )
     permits.version = op.version
@@ -207,7 +209,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
-            raise ProtocolError(f"group {one.number} has an invalid state: {one}")
+            raise _Mismatch(f"group {one.number} has an invalid state: {one}")
         group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
         for stage in store.stages.values():
@@ -222,34 +224,32 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
     for one in op.blocks:
         keys, live = keys_in(one.keys), in_bytes(one.live)
         if one.number < 1:
-            raise ProtocolError(f"invalid block number {one.number}: expected 1 or more")
+            raise _Mismatch(f"invalid block number {one.number}: expected 1 or more")
         if len(keys) > MAX_BLOCK_ROWS:
-            raise ProtocolError(
+            raise _Mismatch(
                 f"block {one.number}: expected at most {MAX_BLOCK_ROWS} rows, got {len(keys)}"
             )
         if not 0 < live < 1 << len(keys):
-            raise ProtocolError(
+            raise _Mismatch(
                 f"block {one.number}: expected at least one live row, and none beyond its "
                 f"{len(keys)} rows"
             )
         if any([in_bytes(some) & ~live for some in (*one.acked, *one.returned)]):
-            raise ProtocolError(
-                f"block {one.number}: expected acked and returned rows to be live rows"
-            )
+            raise _Mismatch(f"block {one.number}: expected acked and returned rows to be live rows")
         if len(one.names or keys) != len(keys):
-            raise ProtocolError(
+            raise _Mismatch(
                 f"block {one.number}: expected one name per row, got {len(one.names or keys)} "
                 f"names for {len(keys)} rows"
             )
         if not len(one.acked) == len(store.stages) == len(one.returned or one.acked):
-            raise ProtocolError(
+            raise _Mismatch(
                 f"block {one.number}: expected the rows of {len(store.stages)} stages, got acked "
                 f"rows of {len(one.acked)} and returned rows of {len(one.returned)}"
             )
         if one.number in store.blocks:
-            raise ProtocolError(f"unexpected block {one.number}: it already exists")
+            raise _Mismatch(f"unexpected block {one.number}: it already exists")
         if one.group and one.group not in store.groups:
-            raise ProtocolError(
+            raise _Mismatch(
                 f"block {one.number}: expected an existing group, got key {one.group[:16].hex()}"
             )
         _new(store.index, [keys[row] for row in rows_of(live)], "row")
@@ -268,12 +268,12 @@ def _given(store: Store, op: Given, now: float) -> None:
     blocks = [_block(store, number) for number in numbers]
     if len(set(numbers)) < len(numbers):
         twice = Counter(numbers).most_common(1)[0][0]
-        raise ProtocolError(f"expected each block once in the record, got block {twice} twice")
+        raise _Mismatch(f"expected each block once in the record, got block {twice} twice")
     counts = [block.count for block in blocks]
     arrived = store.arrived(op.values, sum(counts))
     _check_fields(store, arrived.fields)
     if op.by and len(op.by) != len(arrived.pieces):
-        raise ProtocolError(
+        raise _Mismatch(
             f"expected one writer per piece in the record, got {len(op.by)} writers for "
             f"{len(arrived.pieces)} pieces"
         )
@@ -286,7 +286,7 @@ def _given(store: Store, op: Given, now: float) -> None:
     for block, mine in zip(blocks, split, strict=True):
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.live(field) & gone for field in mine.fields]):
-            raise ProtocolError(
+            raise _Mismatch(
                 f"expected values only for live rows of block {block.number}, got values for "
                 "other rows"
             )
@@ -310,12 +310,12 @@ def _ready(store: Store, op: Ready, now: float) -> None:
     keys = different(op.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys):
-        raise ProtocolError(
+        raise _Mismatch(
             f"stage {op.stage!r}: expected {len(keys)} existing groups, but "
             f"{len(keys) - len(groups)} of them do not exist"
         )
     if wrong := sum([one.states[stage.number] != PENDING for one in groups]):
-        raise ProtocolError(
+        raise _Mismatch(
             f"stage {op.stage!r}: expected {len(keys)} pending groups, but {wrong} of them are not "
             "pending"
         )
@@ -336,12 +336,12 @@ def _held(store: Store, op: Held, now: float) -> None:
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count:
-            raise ProtocolError(
+            raise _Mismatch(
                 f"lease {op.lease}: expected at least one row of block {number}, and none beyond "
                 f"its {block.count} rows"
             )
         if rest & ~bits:
-            raise ProtocolError(
+            raise _Mismatch(
                 f"lease {op.lease}: expected the unfinished rows of block {number} to be leased "
                 "rows"
             )
@@ -349,7 +349,7 @@ def _held(store: Store, op: Held, now: float) -> None:
         left.append(rest)
     lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
     if lease.is_done:
-        raise ProtocolError(f"lease {op.lease}: expected at least one unfinished row, got none")
+        raise _Mismatch(f"lease {op.lease}: expected at least one unfinished row, got none")
     for block, bits in _pending(stage, lease.held.parts).parts:
         stage.move(block, bits, PENDING, LEASED)
     store.leases.add(lease)
@@ -367,7 +367,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     store.check_fields(op.fields)
     groups = [group.number for group in store.groups.values()]
     if op.numbers < max([*groups, *store.blocks], default=0):
-        raise ProtocolError(
+        raise _Mismatch(
             f"expected no group or block with a number above {op.numbers}, but one already exists"
         )
     store.sealed, store.last_number = op.sealed, op.numbers
@@ -395,7 +395,7 @@ def _block(store: Store, number: int) -> Block:
     try:
         return store.blocks[number]
     except KeyError:
-        raise ProtocolError(f"unknown block {number}: expected an existing block") from None
+        raise _Mismatch(f"unknown block {number}: expected an existing block") from None
 
 
 def _each_once(rows: Rows) -> Rows:
@@ -404,7 +404,7 @@ def _each_once(rows: Rows) -> Rows:
         seen = Counter[int]()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
-                raise ProtocolError(
+                raise _Mismatch(
                     f"expected each row once in the record, got a row of block {block.number} twice"
                 )
             seen[block.number] |= bits
@@ -414,7 +414,7 @@ def _each_once(rows: Rows) -> Rows:
 def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     """These rows, all of which must be pending."""
     if wrong := sum([(bits & ~stage.pending(block)).bit_count() for block, bits in parts]):
-        raise ProtocolError(
+        raise _Mismatch(
             f"stage {stage.name!r}: expected only pending rows, but {wrong} rows are not pending"
         )
     return _each_once(Rows(parts))
@@ -423,17 +423,17 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
 def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys):
-        raise ProtocolError(
+        raise _Mismatch(
             f"expected {len(keys)} new {what}s, but {len(keys) - len(new)} of them already exist "
             "or are listed twice"
         )
     if wrong := [len(key) for key in new if len(key) != KEY_BYTES]:
-        raise ProtocolError(f"invalid {what} key: expected {KEY_BYTES} bytes, got {wrong[0]}")
+        raise _Mismatch(f"invalid {what} key: expected {KEY_BYTES} bytes, got {wrong[0]}")
 
 
 def _new_lease(store: Store, number: int) -> None:
     if store.is_leased(number):
-        raise ProtocolError(f"unexpected lease {number}: it already exists")
+        raise _Mismatch(f"unexpected lease {number}: it already exists")
 
 
 # a dump

@@ -155,11 +155,11 @@ class Permits:
         """Raise what is to be said at once: InvalidCall, PartitionConflict, PartitionSealed."""
         places = (max_lag + 1) * per_version
         if count < 1:
-            raise InvalidCall(f"admit({count}): expected 1 group or more")
+            raise InvalidCall(f"admit({count}) is invalid: pass 1 group or more")
         if max_lag < 0:
-            raise InvalidCall(f"max_lag={max_lag}: expected 0 or more")
+            raise InvalidCall(f"max_lag={max_lag} is invalid: pass 0 or more")
         if per_version < 1:
-            raise InvalidCall(f"per_version={per_version}: expected 1 or more")
+            raise InvalidCall(f"per_version={per_version} is invalid: pass 1 or more")
         if places > MAX_PLACES:
             raise InvalidCall(
                 f"max_lag={max_lag} and per_version={per_version} admit up to {places} unfinished "
@@ -190,7 +190,8 @@ class Permits:
             )
         if state.sealed:
             raise PartitionSealed(
-                f"partition {state.partition!r} is sealed and takes no new groups",
+                f"partition {state.partition!r} is sealed and takes no new groups: use "
+                "another partition",
                 partition=state.partition,
             )
 
@@ -294,12 +295,12 @@ class Permits:
     def advance(self, version: int, state: State) -> None:
         """The trainer is at this version. InvalidCall for an older one."""
         if not 0 <= version < DONE:
-            raise InvalidCall(f"advance({version}): expected a version from 0 to {DONE - 1}")
+            raise InvalidCall(f"advance({version}) is invalid: pass a version from 0 to {DONE - 1}")
         if version < self.version:
             raise InvalidCall(
-                f"advance({version}): partition {state.partition!r} is already at version "
-                f"{self.version}, and versions only increase. To start again at an older version, "
-                "drop the partition first",
+                f"advance({version}) is invalid, because partition {state.partition!r} is "
+                f"already at version {self.version} and versions only increase. To start "
+                "again at an older version, drop the partition first",
                 version=self.version,
             )
         if version == self.version:

@@ -39,13 +39,16 @@ MAX_PLAN_ROWS = 1 << 20
 def check(shape: Shape, rank: int) -> None:
     """ProtocolError where no plan is like that, or has no such rank."""
     if not 0 < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(f"invalid number of ranks {shape.ranks}: expected 1 to {MAX_RANKS}")
+        raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: pass 1 to {MAX_RANKS}")
     if not 0 <= rank < shape.ranks:
-        raise ProtocolError(f"invalid rank {rank}: expected 0 to {shape.ranks - 1}")
+        raise ProtocolError(
+            f"rank={rank} is invalid for a plan of {shape.ranks} ranks: pass 0 to {shape.ranks - 1}"
+        )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"invalid plan of {shape.ranks} ranks × {shape.minibatches} mini-batches: "
-            f"expected a product from {shape.ranks} to {MAX_PLAN_PARTS}"
+            f"a plan of {shape.ranks} ranks and {shape.minibatches} mini-batches is "
+            f"invalid: choose them so that their product is from {shape.ranks} to "
+            f"{MAX_PLAN_PARTS}"
         )
 
 
@@ -76,8 +79,9 @@ def join(
         plan = _begin(state, stage, shape, now)
     if plan.shape != shape:
         raise PartitionConflict(
-            f"the plan of stage {stage.name!r} was started with {difference(plan.shape, shape)}: "
-            "all ranks must call plan() with the same arguments, except rank=",
+            f"the plan of stage {stage.name!r} was started with "
+            f"{difference(plan.shape, shape)}: pass the same arguments to plan() on all "
+            "ranks, except rank=",
             stage=stage.name,
         )
     of_rank = [one for one in plan.members.values() if one.rank == rank]
@@ -91,8 +95,8 @@ def join(
         )
     if len(plan.members) >= MAX_RANKS:
         raise LimitExceeded(
-            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the maximum: use "
-            "fewer ranks",
+            f"the plan of stage {stage.name!r} already has {MAX_RANKS} processes, the "
+            "maximum: start fewer processes",
             limit=MAX_RANKS,
         )
     member = Member(next(state.numbers), plan, rank, holder, claim, now)
@@ -114,9 +118,9 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
         came = {one.rank for one in plan.members.values()}
         absent = [one for one in range(plan.shape.ranks) if one not in came]
         why = (
-            f"rank {rank} has already acked this stage's plan, which was started "
-            f"{duration(max(0.0, now - plan.lease.started))} ago and ends when every rank has "
-            "acked"
+            f"rank {rank} has already acked the current plan of this stage. That plan "
+            f"started {duration(max(0.0, now - plan.lease.started))} ago and ends when "
+            "every rank has acked"
         )
         if working := sorted({one.rank for one in plan.working}):
             why += f"; ranks yet to ack: {_shown(working)}"
@@ -131,7 +135,8 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     plan = member.plan
     if member.acked:
         raise LeaseExpired(
-            "this rank has already acked its part of the plan: call part.plan(…) for the next one",
+            "this rank has already acked its part of the plan: call part.plan(…) to join "
+            "the next plan",
             lease=member.number,
         )
     if asked.outcome == "leave":
@@ -142,12 +147,12 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
     if not whole:
         raise InvalidRows(
-            "cannot ack, release or drop only some rows of a plan: ack or release the whole plan, "
-            "or drop single rows with part.drop(keys=…)"
+            "a plan cannot ack, release or drop only some of its rows: ack or release "
+            "the whole plan, or drop single rows with part.drop(keys=…)"
         )
     if asked.values.fields or asked.values.chunks or asked.tags:
         raise InvalidRows(
-            "cannot add fields or tags while acking or releasing a plan: add them beforehand"
+            "a plan cannot add fields or tags when it is acked or released: add them before that"
         )
     if asked.outcome != "ack":
         end(state, member, finishes.REASONS[asked.outcome])
@@ -178,9 +183,9 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
         state.happened(_record(Kind.LEASE_END, one, how), one.started)
     state.leases.end_plan(
         plan,
-        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} stopped before it had "
-        "acked (its process ended, or released the plan), so all rows returned to the stage. "
-        "Leave the loop on every rank and call part.plan(…) again",
+        f"this plan has ended, because rank {member.rank} of {plan.shape.ranks} exited or "
+        "released the plan before it had acked. All rows returned to the stage: leave "
+        "the loop on every rank and call part.plan(…) again",
     )
     return finishes.give_back(state, plan.lease, reason)
 
@@ -214,8 +219,9 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     ready = Rows(list(stage.rows.plain))
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
-            f"stage {stage.name!r} has {len(ready)} rows left, but a plan can have at most "
-            f"{MAX_PLAN_ROWS}: put fewer rows into each partition, or claim some of the rows first",
+            f"stage {stage.name!r} has {len(ready)} rows left, but a plan can have at "
+            f"most {MAX_PLAN_ROWS}: put fewer rows into each partition, or claim some of "
+            "the rows first",
             rows=len(ready),
             limit=MAX_PLAN_ROWS,
         )

@@ -232,11 +232,12 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
                 taken += [part.block.name(row) for row in rows_of(hit)]
         if not taken:
             continue
-        others = f" by a writer other than stage {stage.name!r}" if stage is not None else ""
+        others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
         what = "add the values" if stage is not None else "pass the progress"
         raise FieldExists(
-            f"field {name!r} was already set{others} on {counted(len(taken), 'row')} (for example "
-            f"{taken[0]!r}). Nothing was stored; {what} under another field name",
+            f"{counted(len(taken), 'row already has', 'rows already have')} a value of "
+            f"field {name!r}{others}, for example row {taken[0]!r}. Nothing was stored: "
+            f"{what} under another field name",
             field=name,
             keys=taken[:SHOWN_NAMES],
         )
@@ -265,8 +266,8 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             keys = shown(rows.names, rows.keys, dropped)
             said = counted(len(dropped), "row of this put was", "rows of this put were")
             raise RowsDropped(
-                f"{said} dropped earlier from partition {state.partition!r}: {keys}. Leave them "
-                "out and repeat the put",
+                f"{said} dropped earlier from partition {state.partition!r}: {keys}. "
+                "Leave these rows out and repeat the put, or pass reuse=True",
                 keys=keys,
                 rows=len(dropped),
             )
@@ -283,9 +284,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows, but "
-            f"{counted(len(new), 'row')} of this put would be new: put them into another partition "
-            "(existing rows still take new fields). If the partition is left over from an earlier "
-            "launch of this run, call connect(fresh=True), which ends that launch first",
+            f"{counted(len(new), 'row')} of this put would be new: put them into another "
+            "partition. If this partition is left over from an earlier launch of the "
+            "run, call connect(fresh=True), which ends that launch first",
             partition=state.partition,
             rows=len(new),
         )
@@ -354,14 +355,14 @@ def _no_room(name: Name, group: Group | None, size: int, added: int) -> str:
     """Why a group has no room for the new rows of a put."""
     if group is not None and group.closed:
         return (
-            f"group {name!r} already has all its {counted(group.seen, 'row')}: a restarted "
-            "producer should continue with its next group"
+            f"group {name!r} already has all its {counted(group.seen, 'row')} and accepts "
+            "no more: a restarted producer should continue with its next group"
         )
     seen, size = (0, size) if group is None else (group.seen, group.seen + group.room)
     return (
-        f"group {name!r} has {seen} of {counted(size, 'row')}, so this put cannot add {added} "
-        "more. If this put repeats an earlier one, pass the same key= values: rows that exist are "
-        "then skipped"
+        f"group {name!r} has {seen} of {counted(size, 'row')}, so this put cannot add "
+        f"{added} more: use another group id. If this put repeats an earlier one, pass "
+        "the same key= values, and rows that exist are skipped"
     )
 
 
@@ -370,8 +371,8 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(
-            f"groups {names} were dropped and take no more rows: leave their rows out and repeat "
-            "the put",
+            f"groups {names} were dropped and accept no more rows: leave their rows out "
+            "and repeat the put, or pass reuse=True",
             groups=names,
         )
 

@@ -119,7 +119,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
         parts.append(facts.plan)
     if facts.before:
         one, many = "claim of the same kind waits", "claims of the same kind wait"
-        parts.append(f"{counted(facts.before, one, many)} ahead of it")
+        parts.append(f"{counted(facts.before, one, many)} ahead of this one")
     parts += _filtered(facts)
     if facts.weightless:
         rows, tag, such = facts.weightless
@@ -146,7 +146,10 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
 
 
 def _silent(facts: Facts) -> str:
-    return f"peer {facts.silent}, which serves this partition, does not answer"
+    return (
+        f"peer {facts.silent}, which serves this partition, does not answer: check it "
+        "with dataplane status"
+    )
 
 
 def _figures(facts: Facts, wanted: str) -> str:
@@ -183,9 +186,9 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
 
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
-    when = "ever claimed" if asked_s is None else f"claimed for {duration(asked_s)}"
+    when = "ever claimed from it" if asked_s is None else f"claimed from it for {duration(asked_s)}"
     ready = counted(rows, "row is", "rows are")
-    return f"{ready} ready for stage {stage!r}, from which no client has {when}"
+    return f"{ready} ready for stage {stage!r}, but no client has {when}"
 
 
 def _open(facts: Facts) -> list[str]:
@@ -253,7 +256,7 @@ def _put(facts: Facts) -> str:
         more = len(known) - len(shown)
         said += f", by {', '.join(shown)}{f', and {more} more' if more > 0 else ''}"
     if facts.put_rows > sum([one.rows for one in known]):
-        said += ", and by clients that are no longer known" if known else ""
+        said += ", and by clients that this peer no longer remembers" if known else ""
     return said
 
 
@@ -425,9 +428,9 @@ def of_admission(
         taken += f", {told['finished_groups']} by groups finished at version {version}"
     if told["held_groups"]:
         taken += f", {told['held_groups']} by groups finished at earlier versions"
-    parts = [f"{wanted} of {counted(told['places'], 'place')} wanted; taken: {taken}"]
+    parts = [f"this call wants {wanted} of {counted(told['places'], 'place')}; taken: {taken}"]
     if told["before"]:
-        parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of it")
+        parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of this one")
     if told["held_groups"]:
         begun = version - told["lag"]
         parts.append(f"groups started at version {begun} are not complete yet")
@@ -446,7 +449,7 @@ def _slow(group: Mapping[str, Any]) -> str:
     """What a group waits for, and what to do about it."""
     name = f"group {group['group']!r}"
     if group["of"] < 0:
-        return f"{name} has {counted(group['rows'], 'row')} and is not closed: close it, or drop it"
+        return f"{name} has {counted(group['rows'], 'row')} and is not closed: close or drop it"
     if group["of"]:
         size = f"{group['rows']} of {counted(group['of'], 'row')}"
         return f"{name} has {size}: put the missing rows, or drop the group"
@@ -494,10 +497,10 @@ def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -
     return set(holders) == {me} and not others
 
 
-OWN = "only this process can end this wait: ack, release or drop the batch that it holds first"
+OWN = "only this process can end this wait: ack, release or drop its batch first"
 OWN_PERMITS = (
-    "only this process can end this wait: start the groups that it has permits for, or leave "
-    "their `with` blocks first"
+    "only this process can end this wait: start the groups that it has permits for, or "
+    "leave their `with` blocks first"
 )
 
 

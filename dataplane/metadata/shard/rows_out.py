@@ -45,7 +45,7 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"rows of lease {number} were dropped or lost ({gone} of {left}): claim again",
+            f"{gone} of the {left} rows of lease {number} were dropped or lost: claim again",
             rows=gone,
         )
     return held
@@ -82,7 +82,9 @@ def table(
     if fields is not None and here is not None and len(here) < len(fields) and not stage:
         name = next(name for name in fields if name not in here)
         there = sorted(name for name, had in state.fields.items() if had)
-        raise FieldUnknown(f"no row has a field {name!r}; the fields are {there}", field=name)
+        raise FieldUnknown(
+            f"no row has a field {name!r}: use one of the fields {there}", field=name
+        )
     return table_of(state, rows, values_of(state, rows, here, stage))
 
 
@@ -265,7 +267,8 @@ def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Bloc
     """What follows a place. Blocks are numbered as they come."""
     if len(place) != _PLACE.size:
         raise ProtocolError(
-            f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}"
+            f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}. "
+            "Install the same release on both sides"
         )
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)

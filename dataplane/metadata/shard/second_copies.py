@@ -128,8 +128,8 @@ def named_by(op: Op) -> list[Named]:
     for chunk in op.values.chunks:
         if chunk.number < 0 or chunk.nbytes < 0:
             raise ProtocolError(
-                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and a "
-                "size of 0 or more"
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number "
+                "and a size of 0 or more. Install the same release on all hosts"
             )
         by_owner.setdefault(chunk.owner, []).append(chunk)
     found = []
@@ -137,7 +137,8 @@ def named_by(op: Op) -> list[Named]:
         if not 0 <= number < len(op.values.owners):
             raise ProtocolError(
                 f"invalid owner {number} of a chunk: expected an index into the "
-                f"{len(op.values.owners)} owners of the record"
+                f"{len(op.values.owners)} owners of the record. Install the same release "
+                "on all hosts"
             )
         if (owner := op.values.owners[number]) != INLINE:
             nbytes = np.array([chunk.nbytes for chunk in chunks], U8)

@@ -212,8 +212,9 @@ class State:
             known = ", ".join(map(repr, sorted(self.stages))) or "none"
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
-                f"{name!r}{did_you_mean(name, self.stages)}: its stages are {known}. "
-                "Declare a new stage in plane.partition(stages=…), or claim with fields=[…]",
+                f"{name!r}{did_you_mean(name, self.stages)}: use one of its stages "
+                f"{known}, declare the new stage in plane.partition(stages=…), or claim "
+                "with fields=[…]",
                 stage=name,
             ) from None
 
@@ -221,8 +222,9 @@ class State:
         """LimitExceeded unless there may be this stage too."""
         if len(self.stages) >= MAX_STAGES or not 0 < len(name) <= MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"cannot add stage {name[:40]!r}: a partition can have at most {MAX_STAGES} "
-                f"stages, with names of 1 to {MAX_NAME_BYTES} characters",
+                f"cannot add stage {name[:40]!r}, because a partition can have at most "
+                f"{MAX_STAGES} stages, with names of 1 to {MAX_NAME_BYTES} characters: "
+                "use fewer stages or another name",
                 limit=MAX_STAGES,
             )
         self.check_fields(fields)
@@ -252,8 +254,8 @@ class State:
         names = list(names)
         if wrong := next((name for name in names if PROGRESS in name), None):
             raise InvalidRows(
-                f"field name {wrong[:40]!r} contains {PROGRESS!r}, which is reserved for values "
-                "that release(values=…) stores: use another name"
+                f"field name {wrong[:40]!r} contains {PROGRESS!r}, which is reserved for "
+                "values that release(values=…) stores: use another name"
             )
         if stage is None:
             new = [name for name in names if name not in self.fields]
@@ -264,8 +266,9 @@ class State:
             self.progress = {field for field in every if PROGRESS in field}
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
-                f"cannot add {', '.join(map(repr, new)):.200}: a partition can have at most "
-                f"{MAX_FIELDS} fields, including the progress fields of its rows. Use fewer fields",
+                f"cannot add {', '.join(map(repr, new)):.200}, because a partition can "
+                f"have at most {MAX_FIELDS} fields, including the progress fields of its "
+                "rows: use fewer fields",
                 limit=MAX_FIELDS,
             )
 
@@ -408,10 +411,14 @@ class State:
         here = {number: there for number, there in numbers.items() if (old, number) in self.chunks}
         for there in here.values():
             if there < 1:
-                raise ProtocolError(f"invalid chunk number {there}: expected 1 or more")
+                raise ProtocolError(
+                    f"invalid chunk number {there}: expected 1 or more. "
+                    "Install the same release on all hosts"
+                )
             if (new, there) in self.chunks:
                 raise ProtocolError(
-                    f"unexpected chunk {there} of peer {new.peer}: the partition already has it"
+                    f"unexpected chunk {there} of peer {new.peer}, because the partition "
+                    "already has it: install the same release on all hosts"
                 )
         moved = []
         for number, there in here.items():

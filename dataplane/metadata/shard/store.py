@@ -180,9 +180,9 @@ class Store(State):
         if known is not None:
             if set(known.fields) != set(fields):
                 raise PartitionConflict(
-                    f"stage {name!r} of partition {self.partition!r} is defined with the fields "
-                    f"{known.fields}, but this claim asks for {list(fields)}: omit fields=, or "
-                    "claim for another stage",
+                    f"stage {name!r} of partition {self.partition!r} is defined with the "
+                    f"fields {known.fields}, but this claim asks for {list(fields)}: "
+                    "leave out fields=, or claim for another stage",
                     stage=name,
                     fields=known.fields,
                 )
@@ -190,10 +190,10 @@ class Store(State):
         if self.definition.free == "acked":
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
-                f"{name!r}{did_you_mean(name, self.stages)}: its stages are "
-                f"{', '.join(map(repr, sorted(self.stages)))}. Declare all stages in "
-                "plane.partition(stages=…): with free='acked', a stage that is added later may "
-                "already have missed rows",
+                f"{name!r}{did_you_mean(name, self.stages)}, only "
+                f"{', '.join(map(repr, sorted(self.stages)))}: declare all stages in "
+                "plane.partition(stages=…). With free='acked', a stage that is added "
+                "later may already have missed rows",
                 stage=name,
             )
         self.check_stage_room(name, fields)
@@ -279,7 +279,9 @@ class Store(State):
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
-            raise InvalidRows("drop() takes exactly one of rows, groups and a filter")
+            raise InvalidRows(
+                "drop() got none or several of rows, groups and a filter: pass exactly one of them"
+            )
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
@@ -312,8 +314,8 @@ class Store(State):
         ids, there = (ids_of(one).tolist() for one in (ranges, new_ranges))
         if len({*ids}) != len(ids) or len({*there}) != len(ids):
             raise ProtocolError(
-                f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
-                "new chunk per old chunk"
+                f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one "
+                "distinct new chunk per old chunk. Install the same release on all hosts"
             )
         moved = set(self.move_chunks(old, dict(zip(ids, there, strict=True)), new))
         if self.emit is not None:
@@ -404,13 +406,13 @@ def check_definition(partition: str, definition: Definition) -> None:
     """LimitExceeded unless there may be such a partition."""
     if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"invalid partition name {partition[:40]!r}: it has {len(partition.encode())} bytes, "
-            f"expected 1 to {MAX_NAME_BYTES}",
+            f"partition name {partition[:40]!r} has {len(partition.encode())} bytes: "
+            f"choose a name of 1 to {MAX_NAME_BYTES} bytes",
             limit=MAX_NAME_BYTES,
         )
     size = definition.group_size
     if size is not None and not 0 < size <= MAX_GROUP_ROWS:
         raise LimitExceeded(
-            f"partition {partition!r} has group_size={size}: expected 1 to {MAX_GROUP_ROWS}",
+            f"group_size={size} of partition {partition!r} is invalid: pass 1 to {MAX_GROUP_ROWS}",
             limit=MAX_GROUP_ROWS,
         )

@@ -129,7 +129,8 @@ def take(
     stage = state.stage(name)
     if want.unit not in ("rows", "groups"):
         raise ProtocolError(
-            f"invalid unit {want.unit!r:.40} of a claim: expected 'rows' or 'groups'"
+            f"invalid unit {want.unit!r:.40} of a claim: expected 'rows' or 'groups'. "
+            "Install the same release on both sides"
         )
     units, by_count = stage.units(want.unit), want.budget_tag is None
     lane, ready = units.lane(want.where), units.ready(want.where)
@@ -318,9 +319,10 @@ def _cut(
 
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
-        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their inline "
-        f"values would have {nbytes} bytes, over the limit of {GRANTED_BYTES}: claim fewer rows at "
-        "a time (or pass min=). Small values of a row go together, so fewer fields may not help",
+        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their "
+        f"small values would have {nbytes} bytes, over the limit of {GRANTED_BYTES}: "
+        "claim fewer rows at a time (or pass min=). Fewer fields may not help, because "
+        "the small values of a row travel together",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

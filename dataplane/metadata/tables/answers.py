@@ -71,8 +71,8 @@ class Answers:
         answer = self._callers[change.caller].answers[change.number]
         if answer is None:
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} arrived after it had been "
-                "cancelled, so it was not applied: repeat the call",
+                f"change {change.number} of peer {change.caller.peer} arrived after its "
+                "caller had cancelled it, so it was not applied: repeat the call",
                 number=change.number,
             )
         return answer
@@ -106,8 +106,9 @@ class Answers:
             above = sum([number >= change.floor for number in caller.answers])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
-                f"peer {change.caller.peer} already has {above} unconfirmed changes (limit: "
-                f"{MAX_CHANGES_ABOVE_FLOOR}): it must wait for the reply to the oldest",
+                f"peer {change.caller.peer} already has {above} unconfirmed changes, over "
+                f"the limit of {MAX_CHANGES_ABOVE_FLOOR}: wait for the reply to the "
+                "oldest, then repeat the call",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

@@ -56,7 +56,10 @@ def different(raw: bytes, what: str) -> list[bytes]:
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
-        raise ProtocolError(f"expected each {what} once in the message, got {twice.hex()} twice")
+        raise ProtocolError(
+            f"expected each {what} once in the message, got {twice.hex()} "
+            "twice: install the same release on both sides"
+        )
     return keys
 
 
@@ -74,9 +77,7 @@ def rows_in(rows: Rows) -> RowsIn:
             limit=MAX_ROWS_PER_MESSAGE,
         )
     if rows.names is not None and len(rows.names) != count:
-        raise InvalidRows(
-            f"got {len(rows.names)} names for {count} keys: expected one name per key"
-        )
+        raise InvalidRows(f"got {len(rows.names)} names for {count} keys: pass one name per key")
     if len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
@@ -92,8 +93,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
     group_keys = keys_in(rows.group_keys)
     if rows.group_names is not None and len(rows.group_names) != len(group_keys):
         raise InvalidRows(
-            f"got {len(rows.group_names)} names for {len(group_keys)} groups: expected one name "
-            "per group"
+            f"got {len(rows.group_names)} names for {len(group_keys)} groups: pass one "
+            "name per group"
         )
     if not rows.group_index:
         return None, group_keys
@@ -105,8 +106,9 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         index = numbers.tolist()
     if max(index) >= len(group_keys):
         raise ProtocolError(
-            f"invalid group {max(index)} of a row: expected an index into the {len(group_keys)} "
-            "groups of the message",
+            f"invalid group {max(index)} of a row: expected an index into the "
+            f"{len(group_keys)} groups of the message. Install the same release on both "
+            "sides",
             groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):

@@ -45,7 +45,10 @@ def hash_name(name: Name) -> bytes:
             )
         return xxh3_128_digest(b"s" + text)
     if isinstance(name, bool) or not isinstance(name, int | str):
-        raise InvalidRows(f"a key or group id must be a str or an int, not {type(name).__name__}")
+        raise InvalidRows(
+            "a key or group id must be a str or an int, not "
+            f"{type(name).__name__} ({name!r:.40}): convert it"
+        )
     if isinstance(name, str):
         return hash_name(str(name))
     if not -(1 << 63) <= name < 1 << 64:
@@ -61,7 +64,7 @@ def unencodable(value: object) -> str | None:
         try:
             value.encode()
         except UnicodeEncodeError as exc:
-            return f"which is not valid text ({exc.reason})"
+            return f"which is not valid text ({exc.reason}); encode it as valid Unicode"
     return None
 
 
@@ -102,7 +105,7 @@ def parse_minted(name: str) -> bytes:
     """The key of a shown minted name. InvalidRows for other names that start with its mark."""
     if not _MINTED.fullmatch(name):
         raise InvalidRows(
-            f"the name {name!r} starts with {MINTED_MARK!r}, which is reserved for generated keys: "
-            "choose another first character"
+            f"key {name!r} starts with {MINTED_MARK!r}, which is reserved for generated "
+            "keys: choose another first character"
         )
     return bytes.fromhex(name[1:])

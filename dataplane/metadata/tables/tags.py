@@ -55,14 +55,15 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
         wrong = set(map(type, values)) - _SCALARS
         if wrong:
             raise InvalidValue(
-                f"tag {name!r} has a value of type {wrong.pop().__name__}: a tag must be a bool, "
+                f"tag {name!r} has a value of type {wrong.pop().__name__}: pass a bool, "
                 "int, float, str or None",
                 tag=name,
             )
     if tags and len(tags.keys() | known) > MAX_TAGS:
         raise LimitExceeded(
-            f"cannot add {counted(len(tags.keys() - set(known)), 'tag')}: a partition can have at "
-            f"most {MAX_TAGS} different tags. Store the values in a field instead",
+            f"cannot add {counted(len(tags.keys() - set(known)), 'tag')}, because a "
+            f"partition can have at most {MAX_TAGS} different tags: store the values in a "
+            "field instead",
             limit=MAX_TAGS,
         )
 

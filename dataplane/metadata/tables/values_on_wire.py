@@ -178,7 +178,8 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
     for layout in values.layouts:
         if len(layout) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(
-                f"a chunk's layout has {len(layout)} bytes, over the limit of {MAX_LAYOUT_BYTES}",
+                f"the layout of a chunk has {len(layout)} bytes, over the limit of "
+                f"{MAX_LAYOUT_BYTES}: write fewer fields per call",
                 limit=MAX_LAYOUT_BYTES,
             )
 
@@ -193,8 +194,8 @@ def _check_fields(fields: Sequence[str]) -> None:
             most += len(PROGRESS) + MAX_NAME_BYTES
         if not 0 < len(field) <= most:
             raise InvalidRows(
-                f"invalid field name {field[:40]!r}: expected 1 to {most} characters, "
-                f"got {len(field)}"
+                f"field name {field[:40]!r} has {len(field)} characters: choose a name of "
+                f"1 to {most} characters"
             )
 
 
@@ -207,34 +208,41 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
         if not 0 <= one.owner < len(owners):
             raise ProtocolError(
                 f"invalid owner {one.owner} of chunk {number}: expected an index into the "
-                f"{len(owners)} owners of the message"
+                f"{len(owners)} owners of the message. Install the same release on both "
+                "sides"
             )
         if not 0 <= one.layout < len(layouts):
             raise ProtocolError(
-                f"invalid layout {one.layout} of chunk {number}: expected an index into the "
-                f"{len(layouts)} layouts of the message"
+                f"invalid layout {one.layout} of chunk {number}: expected an index into "
+                f"the {len(layouts)} layouts of the message. Install the same release on "
+                "both sides"
             )
         if not 0 <= rows <= MAX_ROWS_PER_MESSAGE or nbytes < 0:
             raise ProtocolError(
-                f"invalid chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 bytes or "
-                f"more, got {rows} rows and {nbytes} bytes"
+                f"invalid chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 "
+                f"bytes or more, got {rows} rows and {nbytes} bytes. Install the same "
+                "release on both sides"
             )
         owner, layout = owners[one.owner], layouts[one.layout]
         if owner == INLINE:
             if number or len(one.inline) != nbytes:
                 raise ProtocolError(
-                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, got "
-                    f"{len(one.inline)} bytes and number {number}"
+                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
+                    f"got {len(one.inline)} bytes and number {number}. Install the same "
+                    "release on both sides"
                 )
             chunks.append(Chunk(owner, 0, rows, nbytes, layout, one.inline))
             continue
         if number < 1:
-            raise ProtocolError(f"invalid chunk number {number}: expected 1 or more")
+            raise ProtocolError(
+                f"invalid chunk number {number}: expected 1 or more. "
+                "Install the same release on both sides"
+            )
         name = owner, number
         if name in names:
             raise ProtocolError(
                 f"expected each chunk once in the message, got chunk {number} of peer "
-                f"{owner.peer} twice"
+                f"{owner.peer} twice: install the same release on both sides"
             )
         names.add(name)
         found = known(name)
@@ -247,9 +255,9 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
             one.inline,
         ):
             raise ProtocolError(
-                f"chunk {number} of peer {owner.peer}: expected the stored description "
-                f"({found.rows} rows, {found.nbytes} bytes), got another one ({rows} rows, "
-                f"{nbytes} bytes)"
+                f"chunk {number} of peer {owner.peer} differs from the stored chunk: "
+                f"expected {found.rows} rows and {found.nbytes} bytes, got {rows} rows "
+                f"and {nbytes} bytes. Install the same release on all hosts"
             )
         chunks.append(found)
     return chunks
@@ -259,16 +267,23 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
     """The field that each column of a piece is."""
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
         raise ProtocolError(
-            f"invalid field {wrong[0]} of a piece: expected an index into the {len(fields)} fields "
-            "of the message, or -1"
+            f"invalid field {wrong[0]} of a piece: expected an index into the "
+            f"{len(fields)} fields of the message, or -1. Install the same release on "
+            "both sides"
         )
     names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
     used = [name for name in names if name != UNUSED]
     if not used:
-        raise ProtocolError("invalid piece: expected it to use a column of its chunk, got none")
+        raise ProtocolError(
+            "invalid piece: expected at least one column of its chunk, "
+            "got none. Install the same release on both sides"
+        )
     if len(set(used)) != len(used):
         twice = Counter(used).most_common(1)[0][0]
-        raise ProtocolError(f"invalid piece: expected one column for field {twice!r}, got two")
+        raise ProtocolError(
+            f"invalid piece: expected one column for field {twice!r}, got "
+            "two. Install the same release on both sides"
+        )
     return names
 
 
@@ -277,28 +292,37 @@ def _piece_in(
 ) -> MessagePlace:
     if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
-            f"invalid chunk {one.chunk} of a piece: expected an index into the {len(chunk_rows)} "
-            "chunks of the message"
+            f"invalid chunk {one.chunk} of a piece: expected an index into the "
+            f"{len(chunk_rows)} chunks of the message. Install the same release on both "
+            "sides"
         )
     if len(one.fields) > MAX_FIELDS:
         raise ProtocolError(
-            f"invalid piece: expected at most {MAX_FIELDS} columns, got {len(one.fields)}"
+            f"invalid piece: expected at most {MAX_FIELDS} columns, got "
+            f"{len(one.fields)}. Install the same release on both sides"
         )
     names = _columns_in(fields, tuple(one.fields))
     has, given = chunk_rows[one.chunk], in_bytes(one.given)
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
-            f"invalid rows of a piece: expected one or more of the {rows} rows of the message, got "
-            f"{many} from row {one.base} on"
+            f"invalid rows of a piece: expected one or more of the {rows} rows of the "
+            f"message, got {many} from row {one.base} on. Install the same release on "
+            "both sides"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
     last = max(at) if at is not None else one.first + many - 1
     if one.first < 0 or last >= has:
         raise ProtocolError(
-            f"invalid rows {one.first} to {last} of a piece: its chunk has only {has} rows"
+            (
+                f"invalid rows {one.first} to {last} of a piece, because its chunk has only "
+                f"{has} rows: install the same release on both sides"
+            )
             if at is None
-            else f"invalid row {last} of a piece: its chunk has only {has} rows"
+            else (
+                f"invalid row {last} of a piece, because its chunk has only {has} rows: "
+                "install the same release on both sides"
+            )
         )
     return MessagePlace(one.chunk, names, one.base, given, one.first, at)
 

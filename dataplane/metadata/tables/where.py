@@ -82,7 +82,10 @@ class Tag:
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
-            raise InvalidValue(f"the name of a tag must be a str, not {type(name).__name__}")
+            raise InvalidValue(
+                "the name of a tag must be a str, not "
+                f"{type(name).__name__} ({name!r:.40}): pass a str"
+            )
         self._name = _checked(str.__str__(name))
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
@@ -133,8 +136,8 @@ def _scalar(value: Any) -> Scalar:
         scalar: Scalar = _checked(value)
         return scalar
     raise InvalidValue(
-        "a tag can be compared with a bool, int, float, str or None, not with a "
-        f"{type(value).__name__} ({value!r:.40})"
+        f"cannot compare a tag with a {type(value).__name__} ({value!r:.40}): pass a "
+        "bool, int, float, str or None"
     )
 
 
@@ -142,7 +145,7 @@ def _checked(value: T) -> T:
     """InvalidValue for an int or a text that cannot travel."""
     reason = unencodable(value)
     if reason is not None:
-        raise InvalidValue(f"a tag cannot be compared with {value!r:.80}, {reason}")
+        raise InvalidValue(f"cannot compare a tag with {value!r:.80}, {reason}")
     return value
 
 
@@ -166,12 +169,15 @@ def checked(wire: Any) -> WireWhere:
 def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
         raise ProtocolError(
-            "invalid filter: expected a list that starts with the name of an operator"
+            "invalid filter: expected a list that starts with the name of an operator. "
+            "Install the same release on both sides"
         )
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(
-            f"a filter is nested deeper than the limit of {MAX_NESTING} levels", limit=MAX_NESTING
+            f"a filter is nested deeper than the limit of {MAX_NESTING} levels: use a "
+            "flatter filter",
+            limit=MAX_NESTING,
         )
     how, rest = wire[0], wire[1:]
     if (how in _JOINTS and rest) or (how == "not" and len(rest) == 1):
@@ -189,12 +195,14 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
         raise ProtocolError(_misused(how, rest))
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
-            f"invalid tag in a filter: expected a str of at most {MAX_NAME_BYTES} characters"
+            f"invalid tag {rest[0]!r:.80} in a filter: expected a str of at most "
+            f"{MAX_NAME_BYTES} characters"
         )
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise ProtocolError(
-                f"a filter can compare a tag only with a scalar, not with a {type(value).__name__}"
+                f"cannot compare a tag with a {type(value).__name__}: use a bool, int, "
+                "float, str or None"
             )
 
 
@@ -206,11 +214,14 @@ def _misused(how: str, rest: list[Any]) -> str:
         **dict.fromkeys(("in", *_COMPARISONS), "2 operands"),
     }
     if how not in takes:
-        return f"unknown filter operator {how!r:.40}"
+        return f"unknown filter operator {how!r:.40}: install the same release on both sides"
     if how == "in" and len(rest) == 2:
         kind = type(rest[1]).__name__
-        return f"filter operator 'in': the second operand must be a list, not {kind}"
-    return f"filter operator {how!r} takes {takes[how]}, got {len(rest)}"
+        return (
+            f"the second operand of filter operator 'in' must be a list, not {kind}: "
+            "pass a list of values"
+        )
+    return f"filter operator {how!r} takes {takes[how]}, got {len(rest)}: pass {takes[how]}"
 
 
 def tags_of(where: WireWhere, exists: bool = True) -> set[str]:
@@ -226,7 +237,8 @@ def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:
         raise ProtocolError(
-            f"a filter has more parts than the limit of {MAX_WHERE_NODES}", limit=MAX_WHERE_NODES
+            f"a filter has more parts than the limit of {MAX_WHERE_NODES}: use a simpler filter",
+            limit=MAX_WHERE_NODES,
         )
 
 

@@ -1,1 +1,1 @@
-"""Joining a plane, keeping its roster, leaving it."""
+"""Joining a run, keeping its roster, and leaving it."""

@@ -1,7 +1,7 @@
-"""The authority at work: hears of every member, and brings the rosters that follow into force.
+"""The roster keeper at work: it receives heartbeats of every member, and publishes new rosters.
 
-Open at one peer at a time: at the first seed, always, or with etcd at whoever has the authority's
-key there.
+One peer at a time is the keeper: always the first peer in the seed list, or with etcd the peer
+that owns the keeper's key there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class KeeperRole:
         return self._authority is not None
 
     async def open(self, roster: Roster, ask: bool) -> None:
-        """Go on from this roster. ask: or from what members know."""
+        """Become the keeper, starting from this roster. ask: first ask the members for their
+        rosters."""
         made = Authority(roster, self.host.incarnation, self._keeper.apart)
         told = [roster]
         if ask:
@@ -81,7 +82,9 @@ class KeeperRole:
         made.go_on(told)
         self._authority = made
         log.info(
-            "peer %r is now the roster keeper, with roster %s", self.host.name, made.roster.epoch
+            "peer %r: is now the roster keeper, with roster version %s",
+            self.host.name,
+            made.roster.epoch,
         )
         self._detector = self._new_detector()
         self._watching.follow(everybody=True)
@@ -101,8 +104,9 @@ class KeeperRole:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s: has roster version %s, which this roster keeper did not know at "
-                "startup; restarting the keeper to query all peers again",
+                "peer %s: has roster version %s, which this roster keeper did not know "
+                "at startup; restarting the keeper, which then asks all peers for their "
+                "version",
                 peer.peer,
                 epoch,
             )
@@ -113,7 +117,7 @@ class KeeperRole:
 
     @property
     def wanted(self) -> bool:
-        """Whether any member has said that it is."""
+        """Whether any member has reported that it is in use."""
         return any(self._wanted.get(member) for member in self.host.roster.members)
 
     def _heard(self, peer: Owner) -> None:
@@ -121,7 +125,8 @@ class KeeperRole:
             self._detector.heard(peer, self.host.now())
 
     def judge(self) -> None:
-        """Who is lost now, and which roster follows. Nothing where this is not the keeper."""
+        """Decide which members are lost, and publish the next roster. A no-op if this peer is
+        not the keeper."""
         if self._authority is None:
             return
         lost = self._detector.lost(self._authority.roster.owners, self.host.now())
@@ -163,7 +168,8 @@ class KeeperRole:
 
 
 class SeedKeeper:
-    """The first seed keeps the roster. A new life of it asks the members what they know."""
+    """The first peer in the seed list keeps the roster. After a restart it asks the members for
+    theirs."""
 
     commit: Commit | None = None
     """before a roster is in force: False where another authority made one"""
@@ -174,7 +180,7 @@ class SeedKeeper:
         """the peer that hosts no shards where there are three or more, or "" """
 
     def address(self) -> str:
-        """Of the peer that runs the authority. Unavailable where nobody is known to."""
+        """The address of the roster keeper. Raises Unavailable if none is known."""
         return self.apart
 
     async def run(self, role: KeeperRole) -> None:
@@ -187,25 +193,26 @@ class SeedKeeper:
         return True
 
     def gone(self, owner: Owner) -> None:
-        """That process is no member any more."""
+        """Handle a process that is no longer a member."""
 
     async def close(self) -> None:
-        """This peer ends."""
+        """Close, because this peer ends."""
 
 
 class EtcdKeeper(SeedKeeper):
-    """Whoever has the authority's key in etcd keeps it, under a lease. Every roster is put by
-    compare-and-swap, on the one before and on that key, so one that was deposed publishes nothing.
-    While etcd is away nobody is replaced, and all others go on.
+    """The peer that owns the keeper's key in etcd keeps the roster, under a lease.
 
-    The key goes with its lease, 2 s to 2.5 s after the authority's last word. Where the authority's
-    process is proven to have ended, whoever notices ends that lease at once.
+    Every roster is stored by compare-and-swap on the previous roster and on that key, so a
+    former keeper cannot publish. While etcd is unreachable no member is replaced, and all others
+    continue. The key expires 2 s to 2.5 s after the keeper's last renewal. If the keeper's
+    process is proven to have exited, another peer revokes the lease at once.
     """
 
     def __init__(
         self, host: Host, endpoints: Sequence[str], has_ended: Callable[[str], bool]
     ) -> None:
-        """has_ended: whether the process that is the member at an address is proven to have."""
+        """has_ended: returns whether the process of the member at an address is proven to have
+        exited."""
         super().__init__(host, "")
         self.commit = self._put
         self._has_ended = has_ended
@@ -223,7 +230,9 @@ class EtcdKeeper(SeedKeeper):
 
     def address(self) -> str:
         if not self._address:
-            raise Unavailable("no roster keeper is known: check that etcd is running")
+            raise Unavailable(
+                "no peer is the roster keeper now: check that etcd is running, then repeat the call"
+            )
         return self._address
 
     def sure(self) -> bool:
@@ -239,9 +248,13 @@ class EtcdKeeper(SeedKeeper):
                 else:
                     await self._look(role, began)
             except DataplaneError as exc:
-                log.warning("peer %r: %s", self.host.name, exc)
+                log.warning(
+                    "peer %r: could not read or renew the roster keeper's key in etcd: %s",
+                    self.host.name,
+                    exc,
+                )
             if role.is_open and not self.sure():
-                log.warning("peer %r: no longer the roster keeper", self.host.name)
+                log.warning("peer %r: is no longer the roster keeper", self.host.name)
                 role.close()
                 self._address = ""
             self._look_now.clear()
@@ -322,6 +335,6 @@ def _roster(raw: bytes) -> Roster:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
         raise RosterMismatch(
-            f"cannot read the roster in etcd ({exc}): install the release that wrote it, or use "
-            "another run name"
+            f"cannot read the roster in etcd ({exc}), because another release wrote it: "
+            "install that release, or use another run name"
         ) from exc

@@ -1,11 +1,11 @@
-"""A peer leaves a plane that goes on: what it has moves out first.
+"""How a peer leaves a running plane: it first moves everything that it has.
 
-The one that leaves ends its clients, lets its backup catch up, and says to the authority that it
-leaves. From then on its backup passes what it gets on to its own: whose shards move twice loses
-nothing either. When that one has all, with replicas=2 also copies of what lies at these two, and
-the peer that leaves is nobody's backup any more, it carries nothing more out, and its shards are
-given to its backup. Every member that stays then takes the values that its rows name there into its
-own arena, and tells the authority when there are none.
+The leaving peer ends its clients, lets its backup catch up, and reports to the roster keeper
+that it leaves. From then on its backup forwards operations to its own backup, so no row is lost
+even if shards move twice. With replicas=2, that second backup also gets replicas of values on
+these two peers. When it has everything, and the leaving peer is no longer a backup of any peer,
+the leaving peer stops applying changes, and its shards move to its backup. Every other member
+then copies the values that its rows reference there, and tells the keeper when none are left.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Leaving:
     # at the peer that leaves
 
     async def leave(self, told: asyncio.Event) -> None:
-        """When told to: until nothing is left here. Sooner where nobody can take it, or it takes
-        too long."""
+        """Leave once `told` is set, and return when nothing is left here. Return earlier if no
+        peer can take the rows, or if the drain takes too long."""
         await told.wait()
         if self.membership.keeps_the_roster and len(self.host.roster.members) > 1:
             await self._end_as_keeper()
@@ -69,7 +69,7 @@ class Leaving:
         if not self.membership.stays():
             log.info("peer %r: no other peer is left to take over its rows", self.host.name)
             return
-        await self._end_clients("is leaving the plane, and its rows are moving to other hosts")
+        await self._end_clients("is leaving, and its rows are moving to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
         try:
             with progress.bar("drain") as bar:
@@ -100,13 +100,12 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: shutting down; because it is the roster keeper, there is no failover until "
-            "it restarts",
+            "peer %r: shutting down. It is the roster keeper, so no other peer can take "
+            "over lost shards until it restarts",
             self.host.name,
         )
         await self._end_clients(
-            "is shutting down, and must be restarted at the same address because it is the "
-            "roster keeper"
+            "is shutting down, and as the roster keeper it must be restarted at the same address"
         )
         await self._calls_end()
         until = self.host.now() + QUIET_S
@@ -151,7 +150,7 @@ class Leaving:
                 until = None
             elif until is None:
                 until = self.host.now() + FATE_S
-                log.warning("roster keeper: unreachable, waiting up to %g s for it", FATE_S)
+                log.warning("roster keeper: unreachable, waiting for it for up to %g s", FATE_S)
                 self.mesh.spawn(self.membership.say_ending())
             elif self.host.now() >= until:
                 raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
@@ -217,8 +216,8 @@ class Leaving:
                         await self._copied_on(entry)
         except TimeoutError:
             log.warning(
-                "peer %r: some replicas are incomplete after %g s; the new primary will create "
-                "the missing ones",
+                "peer %r: some replicas are still missing after %g s; the new primary "
+                "will create them",
                 self.host.name,
                 COPY_S,
             )
@@ -228,8 +227,8 @@ class Leaving:
             await self.copying.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
-                "partition %r: could not complete its replicas before this peer leaves; the new "
-                "primary will create the missing ones: %r",
+                "partition %r: could not create all replicas before this peer leaves; "
+                "the new primary will create the missing ones: %r",
                 entry.name,
                 exc,
             )
@@ -244,7 +243,7 @@ class Leaving:
     # at every peer
 
     def turned(self, old: Roster, new: Roster) -> None:
-        """Called while the shards that are another peer's now are here still."""
+        """Apply a new roster while shards that move to another peer are still here."""
         here = self.host.address
         self.host.silent = False
         if here in new.leaving and len(old.shards_of(here)) and not len(new.shards_of(here)):
@@ -263,7 +262,7 @@ class Leaving:
                     self.host.lent.lend(owner, np.repeat(ranges, counts))
 
     def clear(self) -> list[str]:
-        """Members that leave, and at which no value of this peer's rows lies."""
+        """Return leaving members that hold no value of this peer's rows."""
         leaving = self.host.roster.leaving
         if not leaving or not self.host.progress.is_settled:
             return []

@@ -1,8 +1,8 @@
-"""Which roster is in force: life signs to the authority, and what follows from a new roster.
+"""Which roster is in force: heartbeats to the keeper, and the effects of a new roster.
 
-Every peer tells the authority, which is at one of them (see there), that it lives, and gets rosters
-back. While it is away nobody is promoted, and whoever has no backup in sync stops serving
-(`host.Serving`), because it cannot know that it was not replaced.
+Every peer sends heartbeats to the roster keeper, which is one of the peers, and receives rosters
+in reply. While the keeper is unreachable no backup is promoted. A peer without a backup in sync
+then stops serving (`host.Serving`), because it cannot know whether it was replaced.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Membership:
     # life signs
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         if self.keeper.apart:
             await self.keeper.run(self.role)
         else:
@@ -99,11 +99,12 @@ class Membership:
                     await self._beat_now.wait()
 
     async def admitted(self, timeout_s: float) -> None:
-        """Until this process is a member. Unavailable when the authority does not say so, or what
-        it refuses this peer for: RosterMismatch, PeerNameTaken, VersionMismatch, LimitExceeded.
+        """Wait until this process is a member.
 
-        A seed that was started again waits as well: the first roster, which it knows by itself, may
-        be long out of force, and under it others' shards and homes would seem to be its own.
+        Raise Unavailable if the keeper does not confirm that, or the reason of its refusal:
+        RosterMismatch, PeerNameTaken, VersionMismatch or LimitExceeded. A restarted seed waits
+        too: the first roster, which it derives itself, may be outdated, and would assign shards
+        of other peers to it.
         """
         waited_s, told_s = 0.0, 0.0  # turn by turn: while it is stopped, nobody is waited for
         while self.host.owner not in self.host.roster.owners:
@@ -166,16 +167,16 @@ class Membership:
         return np.packbits(host.spare).tobytes()
 
     def plane_is_wanted(self) -> bool:
-        """Whether any peer of the plane has a client or waits for one, as the authority says; not
-        where it has said nothing for long."""
+        """Whether any peer of the run has a client or waits for one, according to the keeper.
+        False if the keeper has not replied for long."""
         heard = self.host.serving.heard
         return heard is not None and self.host.now() - heard < WANTED_S and self._plane_wanted
 
     # leaving
 
     def stays(self) -> set[str]:
-        """Members to whom this peer's shards could be given, now or when the keeper of the roster
-        is back. Whoever has ended with the keeper, or is about to, is none of them."""
+        """Return members that could take this peer's shards, now or when the keeper is back.
+        Members that have exited with the keeper or are about to leave are not among them."""
         roster = self.host.roster
         if self.keeps_the_roster:
             return set()
@@ -189,20 +190,20 @@ class Membership:
 
     @property
     def keeps_the_roster(self) -> bool:
-        """As the first seed does, and nobody in its place."""
+        """Whether this peer is the roster keeper because it is the first seed."""
         return self.keeper.apart == self.host.address
 
     def keeper_is_away(self) -> bool:
-        """Whether the first seed, where that is the keeper, has answered nothing for a while."""
+        """Whether the first seed, if it is the keeper, has not replied for a while."""
         heard = self.host.serving.heard
         if not self.keeper.apart or self.keeps_the_roster or heard is None:
             return False
         return self.host.now() - heard > AWAY_S
 
     async def say_ending(self) -> None:
-        """Tell all members that this peer wants to leave, until the keeper, which would tell them,
-        is back. Members that want to leave as well are told too: they may wait for this peer only.
-        """
+        """Tell all members that this peer wants to leave, until the keeper, which would tell
+        them, is back. Members that want to leave as well are told too, because they may wait
+        only for this peer."""
         others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
         await asyncio.gather(*map(self._say_ending_to, others))
         self._unreached.clear()
@@ -222,7 +223,7 @@ class Membership:
             await asyncio.sleep(BEAT_S)
 
     def leave(self) -> None:
-        """From now on this peer says that it wants to, until it is `deposed`."""
+        """Report in heartbeats that this peer wants to leave, until it is `deposed`."""
         self._leaving = True
         self.beat_now()
 
@@ -250,7 +251,7 @@ class Membership:
             self.beat_now()
 
     def has_ended(self, address: str) -> bool:
-        """Whether the member's process at this address is proven to have ended."""
+        """Whether the process of the member at this address is proven to have exited."""
         owner = self.host.roster.owner_at(address)
         return owner is not None and self.watching.contacts.has_ended(owner)
 
@@ -277,8 +278,8 @@ class Membership:
     # rosters
 
     def rostered_here(self, caller: Caller, body: Rostered) -> Body:
-        """StaleEpoch for one of another plane: let its authority hear first how many there are of
-        this one."""
+        """Handle a roster from another peer. Raise StaleEpoch for one of another run: its keeper
+        must first learn how many peers this run has."""
         ours = self.host.roster
         new = Roster.from_table(body.table) if body.table is not None else ours
         if new.follows(ours.epoch):
@@ -286,26 +287,27 @@ class Membership:
         elif not ours.follows(new.epoch):
             self.beat_now()
             raise StaleEpoch(
-                f"the peer at {self.host.address} rejected roster version {new.epoch}, which does "
-                f"not follow its own, {ours.epoch}"
+                f"the peer at {self.host.address} rejected roster version {new.epoch}, "
+                f"because it does not follow its own version, {ours.epoch}: send the "
+                "latest roster"
             )
         return Done()
 
     def adopt(self, new: Roster) -> None:
-        """Bring a newer roster into force here."""
+        """Apply a newer roster."""
         old = self.host.roster
         if new.epoch[1] <= old.epoch[1]:
             return
         if not new.has(self.host.owner) or not new.follows(old.epoch):
             if self._admitted:
                 if not self._leaving or len(old.shards_of(self.host.address)):
-                    log.error("peer %s: declared lost by the roster keeper", self.host.address)
+                    log.error("peer %s: the roster keeper declared it lost", self.host.address)
                 self.deposed.set()
             return
         self._admitted |= self.host.owner in new.owners
         gone = [owner for owner in old.owners if not new.has(owner)]
         self.host.heirs.follow(old, new)
-        log.info("roster %s: %d members", new.epoch, len(new.members))
+        log.info("roster: now version %s, with %d members", new.epoch, len(new.members))
         self.host.turn(new)
         self.peer.turned(old, new)
         self.watching.follow(everybody=self.role.is_open)

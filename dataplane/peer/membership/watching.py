@@ -1,8 +1,9 @@
 """Watching the processes of other members, so that a death is proven and not guessed.
 
 The roster keeper watches every member. Every member watches the next few on a ring of addresses,
-and reports in its life signs which hosts it cannot reach: the keeper calls no host gone on its own
-word. What a look shows goes into `Contacts`; who is lost is decided in `failure_detector`.
+and reports in its heartbeats which hosts it cannot reach. The keeper never declares a host
+unreachable on its own observation alone. Observations go into `Contacts`; `failure_detector`
+decides who is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WATCHED = 3
 
 
 class Watching:
-    """on_evidence: called when something was seen of which somebody may be lost."""
+    """Watches processes of other members. on_evidence: called when a member may be lost."""
 
     def __init__(self, host: Host, mesh: Mesh, on_evidence: Callable[[], None]) -> None:
         self.host = host
@@ -42,7 +43,8 @@ class Watching:
         self._watches: dict[Owner, asyncio.Task[None]] = {}
 
     def follow(self, everybody: bool) -> None:
-        """Watch the members of the roster as it is now. everybody: as its keeper does."""
+        """Watch the members of the current roster. everybody: watch all of them, as the keeper
+        does."""
         roster, here = self.host.roster, self.host.address
         wanted = neighbours(roster, here, len(roster.members) if everybody else WATCHED)
         for owner in [owner for owner in self._watches if owner not in wanted]:

@@ -1,2 +1,1 @@
-"""Other peers: links and calls to them, and what they ask in turn; who can be reached, who is let
-in."""
+"""Other peers: links and calls to them, their requests, and which peers are admitted."""

@@ -1,14 +1,15 @@
-"""Greetings: how peers meet, over zmq, before they call each other over streams; and who is let in.
+"""Greetings: how peers meet over zmq, before they call each other over streams, and which are
+admitted.
 
-A peer that dials another greets it, once, and is answered; all else goes over a stream. The
-connection closes when it is answered, so libzmq's threads say nothing about who lives. Where it
-ends before that, zmq would connect again and lose the greeting: whoever dialled is told instead.
+A peer that connects to another sends one greeting and gets one reply. Everything else uses streams.
+The connection closes after the reply, so libzmq's threads say nothing about which peers live. If it
+closes earlier, zmq would reconnect and lose the greeting, so the dialling peer is notified instead.
 
-Where the plane has a cluster token it is encrypted. CURVE key pairs are derived from the token: one
-for the side that is dialled, one for the side that dials. libzmq would let any client key in, so a
-ZAP handler (ZeroMQ RFC 27) admits the plane's only. Whoever lacks the token can neither begin a
-handshake nor read what passes. Without a token whoever reaches the door may enter, but not by ZMTP
-1, which libzmq speaks with any noise where nobody is asked, and pays for with memory.
+If the run has a cluster token, greetings are encrypted. CURVE key pairs are derived from the
+token: one for each side. libzmq would admit any client key, so a ZAP handler (ZeroMQ RFC 27)
+admits only the run's keys. A process without the token can neither complete a handshake nor read
+the traffic. Without a token any process that reaches the port is admitted, except over ZMTP 1,
+which libzmq also accepts for arbitrary bytes, at the cost of memory.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ MAX_QUEUED_MESSAGES = 256
 
 
 class Gate:
-    """Of one plane. libzmq draws new keys for every connection by itself."""
+    """Admission to one run. libzmq draws new session keys for every connection."""
 
     def __init__(self, token: Token | None, plane: str) -> None:
-        """InvalidConfig where there is a token and libzmq was built without CURVE."""
+        """Raise InvalidConfig if there is a token and libzmq was built without CURVE."""
         self.refusals = Refusals(log, "peer door")
         self.encrypted = token is not None
         self._credentials = [b"NULL"]
@@ -81,7 +82,7 @@ class Gate:
         self._credentials = [b"CURVE", z85.decode(zmq.curve_public(self._dialling))]
 
     def secure_router(self, router: zmq.Socket[Any]) -> None:
-        """Before it is bound, and with the desk open."""
+        """Configure a router socket, before it is bound and while the ZAP handler runs."""
         if self.encrypted:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._dialled)
@@ -90,27 +91,27 @@ class Gate:
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_dealer(self, dealer: zmq.Socket[Any]) -> None:
-        """Before it connects."""
+        """Configure a dealer socket, before it connects."""
         if self.encrypted:
             dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._dialled))
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._dialling))
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._dialling)
 
     def answer(self, asked: list[bytes]) -> list[bytes]:
-        """What libzmq is told at the desk: whether to let somebody in."""
+        """Return the ZAP reply to libzmq: whether to admit a process."""
         # version, request id, domain, address, routing id, mechanism, credentials
         known = len(asked) > 5 and asked[0] == _ZAP_VERSION and asked[2] == DOMAIN.encode()
         request = asked[1] if len(asked) > 1 else b""
         if known and asked[5:] == self._credentials:
             return [_ZAP_VERSION, request, b"200", b"", b"member", b""]
-        self.refusals.count("the caller has a different token or run name")
+        self.refusals.count("another peer has a different token or run name")
         return [_ZAP_VERSION, request, b"400", b"not a member of this plane", b"", b""]
 
 
 def bindable(address: str) -> str:
-    """The address with its host as a number, which is all that libzmq binds to.
+    """Return the address with a numeric host, because libzmq binds only to those.
 
-    InvalidConfig for a name that does not lead to this host, or not from other machines.
+    Raise InvalidConfig for a name that does not resolve to this host, or only within this host.
     """
     host, port = parse_address(address)
     try:
@@ -131,7 +132,8 @@ def bindable(address: str) -> str:
 
 
 def tune(socket: zmq.Socket[Any], address: str) -> None:
-    """libzmq's defaults: no size limit, infinite linger, the kernel's keepalive, no IPv6."""
+    """Set socket options that differ from libzmq's defaults: size limit, linger, keepalive,
+    IPv6."""
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_HELLO_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
@@ -154,7 +156,7 @@ class Dialled:
         self._socket, self._monitor = socket, monitor
 
     def close(self) -> None:
-        """Nothing is told of it any more."""
+        """Close the connection without further notifications."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -162,7 +164,7 @@ class Dialled:
 
 
 class Greetings:
-    """Those of one peer, to it and from it."""
+    """The greetings of one peer, sent and received."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -170,8 +172,8 @@ class Greetings:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def bind(self, address: str) -> str:
-        """Where this peer is greeted from now on. AddressInUse when that belongs to somebody else,
-        InvalidConfig."""
+        """Accept greetings at this address from now on. Raise AddressInUse if another process
+        uses it, or InvalidConfig."""
         where = bindable(address)
         self._desk = self._context.socket(zmq.ROUTER)
         self._desk.bind(DESK)  # before the router is bound
@@ -189,7 +191,7 @@ class Greetings:
         return where
 
     async def serve(self, answer: Callable[[bytes], bytes]) -> None:
-        """Let in who may, and answer who greets; until it is cancelled."""
+        """Admit peers and answer greetings until cancelled."""
 
         def greeted(parts: list[bytes]) -> list[list[bytes]]:
             who, *frames = parts
@@ -208,9 +210,11 @@ class Greetings:
         take: Callable[[bytes], None],
         broke: Callable[[], None],
     ) -> Dialled:
-        """Greet whoever is there, as soon as somebody is. take: gets the answer. broke: told when
-        the connection ends; one that was never made does not. LinkBroken where no descriptor is
-        left for it: one may be free a moment later."""
+        """Greet the peer at an address as soon as one is there.
+
+        take: gets the reply. broke: called when the connection ends after it was made. Raises
+        LinkBroken if no file descriptor is left for it; one may be free a moment later.
+        """
         socket: zmq.asyncio.Socket | None = None
         try:
             socket = self._context.socket(zmq.DEALER)
@@ -232,7 +236,7 @@ class Greetings:
         return Dialled(socket, monitor)
 
     def close(self) -> None:
-        """Every socket closes; what they have not sent is lost."""
+        """Close every socket. Messages that are not sent yet are lost."""
         self._context.destroy(linger=0)
 
 

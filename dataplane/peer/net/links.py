@@ -1,9 +1,9 @@
-"""Other peers: who they are, and the link to each, from the first greeting until it breaks.
+"""Other peers: their identity, and the link to each, from the first greeting until it breaks.
 
-Strangers are refused. A link is two connections to a peer that was greeted (`greetings`): a call
-stream and a control stream. When either breaks its calls fail, and the next call makes a new link,
-which learns who is there now. A broken link says nothing about the peer: whether that is lost, and
-what becomes of its rows, only the roster says (`peer.membership.membership`).
+Unknown peers are refused. A link is two connections to a peer that was greeted (`greetings`): a
+call stream and a control stream. When either breaks, its calls fail, and the next call makes a
+new link, which learns which process is there now. A broken link says nothing about the peer.
+Only the roster decides whether the peer is lost (`peer.membership.membership`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ workers do; see `PeerHello`."""
 
 
 class Unreadable(LinkBroken):
-    """What came on it is no answer. The way may have damaged it: asked once more it shows."""
+    """A reply could not be decoded. The network may have damaged it; one retry shows."""
 
 
 class KnownPeers:
@@ -52,11 +52,11 @@ class KnownPeers:
         self._met: dict[str, PeerHello] = {}
 
     def name(self, address: str) -> str:
-        """What the peer there is called, as far as that is known."""
+        """The name of the peer at an address, as far as it is known."""
         return self._met[address].name if address in self._met else "?"
 
     def introduction(self) -> PeerHello:
-        """Who this peer is."""
+        """This peer's own identity."""
         bulk, fingerprint, device_bulk = self._bulk()
         return PeerHello(
             versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
@@ -72,21 +72,22 @@ class KnownPeers:
         )
 
     def meet(self, hello: PeerHello) -> None:
-        """A peer said who it is. VersionMismatch, RosterMismatch, PeerNameTaken for a stranger."""
+        """Check the identity of another peer. Raise VersionMismatch, RosterMismatch or
+        PeerNameTaken to refuse it."""
         self._check(hello)
         self._met[hello.address] = hello
 
     def incarnation(self, address: str) -> int | None:
-        """Of the peer that was met there last."""
+        """The incarnation of the peer that was last met at an address."""
         return self._met[address].incarnation if address in self._met else None
 
     def hello(self, owner: Owner) -> PeerHello | None:
-        """What this process said of itself, where it was met and no later one at its address."""
+        """The identity of this process if it was met and no later process at its address was."""
         hello = self._met.get(owner.peer)
         return hello if hello is not None and hello.incarnation == owner.incarnation else None
 
     def forget(self, address: str) -> None:
-        """It is no member any more: its name is free."""
+        """Forget a peer that is no longer a member, so that its name is free."""
         self._met.pop(address, None)
 
     def _check(self, hello: PeerHello) -> None:
@@ -115,7 +116,7 @@ class KnownPeers:
         renamed = same and self.name(hello.address) != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
-                f"two peers of plane {mine.plane!r} are named {hello.name!r}, at "
+                f"two peers of run {mine.plane!r} are named {hello.name!r}, at "
                 f"{taken.get(hello.name)} and at {hello.address}: give each its own --name",
                 name=hello.name,
             )
@@ -123,11 +124,11 @@ class KnownPeers:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The way to one remote peer, for calls once it has been greeted.
+    """The connection to one remote peer, usable for calls after the greeting.
 
-    broke: told when the connection breaks. bring: takes answers that bring operations of the peer
-    there, whose backup this one is, and has them `answered` afterwards. stale: told when the peer
-    there works under another roster. heard: told whose process an answer came from.
+    broke: called when the connection breaks. bring: takes replies that carry operations of the
+    remote peer, whose backup this peer is; it calls `answered` afterwards. stale: called when
+    the remote peer uses another roster. heard: called with the process that sent a reply.
     """
 
     address: str
@@ -150,9 +151,12 @@ class Link:
         meet: Callable[[PeerHello], None],
         dial: Dial,
     ) -> None:
-        """As soon as somebody is there: who it is, and the streams that it promises. meet: may
-        refuse it. LinkBroken where the connection ends before, or there is no descriptor left for
-        it: one may be free a moment later. To be closed where this fails."""
+        """Greet the peer as soon as it is there, and open its two streams.
+
+        meet: may refuse the peer. Raises LinkBroken if the connection ends before that, or if no
+        file descriptor is left for it; one may be free a moment later. Close the link if this
+        fails.
+        """
         answer = self._expect(rid)
         dialled = greetings.dial(self.address, greeting, self.received, lambda: self.broke(self))
         try:
@@ -161,8 +165,9 @@ class Link:
             dialled.close()
         if not isinstance(hello, PeerHello):
             raise ProtocolError(
-                f"unexpected reply to a greeting from the peer at {self.address}: expected "
-                f"PeerHello, got {type(hello).__name__}"
+                f"unexpected reply to a greeting from the peer at {self.address}: "
+                f"expected PeerHello, got {type(hello).__name__}. Install the same "
+                "release on both hosts"
             )
         meet(hello)
         self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
@@ -187,12 +192,12 @@ class Link:
         return self.control if OPERATIONS[kind].control else self.calls
 
     def takes_now(self, kind: type[Body]) -> bool:
-        """Whether a request of this kind can be sent."""
+        """Whether a request of this kind can be sent now."""
         way = self._way(kind)
         return self.ended is None and way is not None and not way.is_full
 
     async def takes(self, kind: type[Body]) -> None:
-        """As soon as one of this kind can be sent, or the link has ended."""
+        """Wait until a request of this kind can be sent, or the link has ended."""
         if (way := self._way(kind)) is not None:
             await way.drained()
 
@@ -204,8 +209,8 @@ class Link:
         until: float,
         late: Callable[[], Exception],
     ) -> asyncio.Future[Body]:
-        """Send a request that the link takes: the answer. It fails with its typed error, what the
-        link ended with, or as `late` says where it does not come in time (monotonic)."""
+        """Send a request and return a future of the reply. It fails with the remote error, with
+        the error that ended the link, or with that of `late` at `until` (monotonic)."""
         answer, way = self._expect(rid), self._way(kind)
         if self.ended is not None or way is None:
             closed = LinkBroken(
@@ -224,11 +229,15 @@ class Link:
         return answer
 
     def received(self, frame: bytes | memoryview) -> None:
-        """Hand an answer to who waits for it."""
+        """Give a reply to the call that waits for it."""
         try:
             reply = peering.decode_reply(frame)
             if not reply.rid:
-                raise ProtocolError(f"the peer could not decode the request: {reply.body}")
+                raise ProtocolError(
+                    f"the peer at {self.address} could not decode the "
+                    f"request: {reply.body}. Install the same release on "
+                    "both hosts"
+                )
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
@@ -248,7 +257,7 @@ class Link:
             self.bring(self, reply, reply.append)
 
     def answered(self, reply: PeerReply, failure: DataplaneError | None = None) -> None:
-        """Whoever waits for it has an answer, or cannot get it."""
+        """Complete a call with its reply, or with an error."""
         answer = self.answers.get(reply.rid)
         if answer is None or answer.done():
             return
@@ -263,7 +272,7 @@ class Link:
             fail(answer, failure)
 
     def close(self, why: Unavailable) -> None:
-        """End it; calls under way fail with `why`, unless it ended before."""
+        """Close the link. Pending calls fail with `why`, unless the link ended before."""
         self.ended = self.ended or why
         for stream in (self.calls, self.control):
             if stream is not None:

@@ -1,8 +1,9 @@
-"""Calls to other peers, over a link to each; what they ask comes in at `peer_door`.
+"""Calls to other peers, over one link to each. Their requests arrive at `peer_door`.
 
-Connections are made when first needed. Before its first request a peer shows who it is
-(`PeerHello`); planes, seeds, versions and names are compared and a stranger is refused. A call to
-this peer's own address is a plain function call, so that who asks need not know where shards are.
+Connections are made when first needed. Before its first request a peer identifies itself
+(`PeerHello`). Runs, seeds, versions and names are compared, and unknown peers are refused. A
+call to this peer's own address is a plain function call, so callers need not know where shards
+are.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ class Mesh:
 
     @property
     def refused(self) -> int:
-        """Messages and strangers turned away so far."""
+        """The number of messages and peers refused so far."""
         doors = self.door, self.door.streams, self.gate
         return sum(one.refusals.total for one in doors)
 
     async def listen(self) -> None:
-        """AddressInUse when the address belongs to somebody else."""
+        """Start to listen. Raise AddressInUse if another process uses the address."""
         where = self._greetings.bind(self.host.address)
         await self.door.streams.listen(where, self.host.address)  # before anybody is told where
         self.spawn(self._greetings.serve(self.door.greeted))
@@ -96,7 +97,12 @@ class Mesh:
         self.door.streams.close()  # what came from now on would be no task that ends here
         await self._tasks.close()
         for link in self._links.values():
-            link.close(Unavailable(f"peer {self.host.name!r} is shutting down"))
+            link.close(
+                Unavailable(
+                    f"peer {self.host.name!r} is shutting down: connect to "
+                    "another peer and repeat the call"
+                )
+            )
         self._greetings.close()
 
     # calling
@@ -111,11 +117,11 @@ class Mesh:
         to: int | None = None,
         epoch: tuple[int, int] | None = None,
     ) -> Any:
-        """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
-        and no later than the client's call has to end.
+        """Call a peer and return its reply. Raise its typed error, or Unavailable if it does not
+        reply in time, at the latest when the client's call must end.
 
-        to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
-        where it works under another one.
+        to: call only this incarnation of the peer. epoch: the version of the roster that chose
+        it; StaleEpoch if the peer uses another one.
         """
         who = caller or self.host.caller()
         if address == self.host.address:
@@ -124,8 +130,8 @@ class Mesh:
         return await self._asked(_Call(address, body, who, to, epoch), timeout_s)
 
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
-        """As `call` of another peer, for an operation that is not held: sent at once where a link
-        is there that takes it. Where that breaks, the answer is LinkBroken."""
+        """Call another peer, for an operation that is not held. Sent at once if a link is ready.
+        If the link breaks, the reply is LinkBroken."""
         asked = _Call(address, body, self.host.caller(), to)
         answer = self._ask_now(asked, self._until(timeout_s))
         return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
@@ -133,7 +139,7 @@ class Mesh:
     def here(
         self, who: Caller, body: Body, epoch: tuple[int, int] | None = None
     ) -> Body | Awaitable[Body]:
-        """What this peer itself answers, at once where it can."""
+        """Run a request on this peer itself, at once if possible."""
         self._check_epoch(self.host.address, epoch)
         if OPERATIONS[type(body)].sender is Sender.IN_STEP:
             self.host.speak()
@@ -236,8 +242,9 @@ class Mesh:
         )
 
     async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
-        """Tell a peer in this life of its process, again and again, unless it is no member any more
-        (None). Its next one numbers ranges alike."""
+        """Send a message to this incarnation of a peer, and resend it until the peer replies.
+        Return None if it is no longer a member. The peer's next incarnation numbers ranges the
+        same way, so it must not get the message."""
         while (roster := self.host.roster).has(owner):
             try:
                 reply: Body = await self.call(
@@ -247,12 +254,15 @@ class Mesh:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info(
-            "peer %s: no longer a member, dropped a pending %s", owner.peer, type(body).__name__
+            "peer %s: no longer a member, so its pending %s request was dropped",
+            owner.peer,
+            type(body).__name__,
         )
         return None
 
     async def hello(self, address: str) -> PeerHello:
-        """Who answers at an address. Unavailable when nobody does in time."""
+        """Return the identity of the peer at an address. Raise Unavailable if none replies in
+        time."""
         until = self._until(CALL_S)
         link = await self._in_time(address, "a greeting", until, self._link(address))
         assert link.hello is not None
@@ -265,7 +275,10 @@ class Mesh:
         if address in self._links:
             return self._links[address]
         if self._tasks.closed:
-            raise Unavailable(f"peer {self.host.name!r} is shutting down")
+            raise Unavailable(
+                f"peer {self.host.name!r} is shutting down: connect to "
+                "another peer and repeat the call"
+            )
         reaching = self._reaching.get(address)
         if reaching is None or reaching.done():
             reaching = self._reaching[address] = self.spawn(self._reach(address))
@@ -331,7 +344,7 @@ class Mesh:
         self.on_heard(peer)
 
     def is_linked(self, owner: Owner) -> bool:
-        """Whether a connection to this very process is there."""
+        """Whether a connection to this incarnation of the peer is open."""
         link = self._links.get(owner.peer)
         return (
             link is not None
@@ -346,7 +359,8 @@ class Mesh:
         )
 
     def part(self, address: str) -> None:
-        """The peer there is no member any more: who waits for its answers waits no longer."""
+        """Close the link to a peer that is no longer a member. Calls that wait for its replies
+        fail."""
         link = self._links.pop(address, None)
         if link is not None:
             link.close(link.ended or LinkBroken(self._went_away(address), address=address))
@@ -377,10 +391,14 @@ class Mesh:
     def _not_brought(self, link: Link, reply: PeerReply, exc: DataplaneError) -> None:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
-        log.warning("dropped reply from peer %s: %s", name, exc)
+        log.warning(
+            "peer %s: dropped a reply, because its replication log could not be applied: %s",
+            name,
+            exc,
+        )
         why = (
-            f"this peer is the backup of peer {name} at {link.address}, and could not apply its "
-            f"replication log: {exc}. The call may have taken effect"
+            f"this peer is the backup of peer {name} at {link.address}, and could not "
+            f"apply its replication log: {exc}. The call may have taken effect: repeat it"
         )
         link.answered(reply, LinkBroken(why, address=link.address))
 

@@ -1,14 +1,14 @@
-"""The peer door: greetings of other peers, over a zmq ROUTER, and their requests, over streams.
+"""The peer door: greetings of other peers over a zmq ROUTER, and their requests over streams.
 
-A request is answered under the roster that its sender works under, or not at all: one that is
-behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up. A
-message that is no request is answered and forgotten; the connection stays.
+A request runs only under the roster of its sender. A request under an older roster is refused
+(`StaleEpoch`). A request under a newer roster waits until this peer has caught up. An invalid
+message is answered with an error and forgotten; the connection stays open.
 
 Unanswered requests are bounded. A call stream with `STREAM_BYTES` of them is not read, and TCP
 makes its sender wait. While all streams together have `limits.MAX_BYTES_UNDER_WAY`, call streams
-that have their share of it or more are not read. Control streams are always read: two peers whose
-calls fill each other would wait for ever for what their backups confirm. A control stream holds at
-most `CONTROL_BYTES`; what comes beyond that is refused.
+at or above their share are not read. Control streams are always read: otherwise two peers whose
+calls fill each other would wait for ever for confirmations of their backups. A control stream
+holds at most `CONTROL_BYTES`. Requests beyond that are refused.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class PeerDoor:
         """told how far the backup is, as its requests say"""
 
     def greeted(self, frame: bytes) -> bytes:
-        """The answer to what came over zmq: all of it are greetings."""
+        """Return the reply to a message that arrived over zmq, where only greetings are valid."""
         try:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):
                 raise ProtocolError(
-                    f"expected PeerHello on the zmq socket, got {type(request.body).__name__}: "
-                    "send all other requests between peers over a stream"
+                    "expected PeerHello on the zmq socket, got "
+                    f"{type(request.body).__name__}: send all other requests between "
+                    "peers over a stream"
                 )
         except ProtocolError as exc:
             return self._refusal(exc)
@@ -90,7 +91,8 @@ class PeerDoor:
         return peering.encode(PeerReply(request.rid, self.host.incarnation, reply))  # type: ignore[arg-type]
 
     def welcome(self, hello: PeerHello) -> PeerHello:
-        """The answer to a greeting: with two streams for the requests of the peer that greets."""
+        """Return the reply to a greeting, with two streams for the requests of the greeting
+        peer."""
         return msgspec.structs.replace(
             hello,
             stream=self.streams.address,
@@ -109,7 +111,10 @@ class PeerDoor:
             request = peering.decode_request(frame)
             operation = OPERATIONS.get(type(request.body))
             if operation is None:
-                raise ProtocolError(f"peers may not send {type(request.body).__name__} messages")
+                raise ProtocolError(
+                    f"peers may not send {type(request.body).__name__} "
+                    "messages: install the same release on all hosts"
+                )
         except ProtocolError as exc:
             self.streams.answer(stream, self._refusal(exc))
             return
@@ -153,7 +158,8 @@ class PeerDoor:
                 one.resume()
 
     def check(self, stream: Stream, request: PeerRequest, operation: Operation) -> None:
-        """ProtocolError, Unavailable for a request that the control stream does not take."""
+        """Raise ProtocolError or Unavailable for a request that the control stream does not
+        accept."""
         if not operation.control:
             raise ProtocolError(
                 f"unexpected {type(request.body).__name__} on the control stream: send it over "
@@ -162,7 +168,8 @@ class PeerDoor:
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
                 f"peer {request.sender} has {stream.unanswered_bytes} bytes of unanswered "
-                f"requests, over the limit of {self.control_bytes}: repeat the request later"
+                f"requests, over the limit of {self.control_bytes}: repeat the request "
+                "later"
             )
 
 
@@ -176,7 +183,7 @@ class _Call(Call):
     append: Append | None = None
 
     def is_admitted(self) -> bool:
-        """Whether it can be seen at once that both sides work under one roster."""
+        """Whether both sides are known to use one roster, without a wait."""
         host, request = self.host, self.request
         if self.stream.is_control:
             self.door.check(self.stream, request, self.operation)
@@ -190,7 +197,7 @@ class _Call(Call):
         return not self.held or host.serving.is_sure()
 
     async def admission(self) -> None:
-        """Until both sides work under the same roster. StaleEpoch where they will not."""
+        """Wait until both sides use the same roster. Raise StaleEpoch if they do not in time."""
         if self.operation.bulky:
             await self.stream.drained()
         host, request, sender = self.host, self.request, self.sender
@@ -222,8 +229,8 @@ class _Call(Call):
         return self.door.handlers[type(self.request.body)](_caller(self.request), self.request.body)
 
     def may_leave(self, reply: Body) -> bool:
-        """Unless the backup has yet to get what it may tell of, or to confirm that this peer still
-        serves: another peer may serve the shard by now."""
+        """Whether the reply may leave: the backup has the operations behind it, and has
+        confirmed that this peer still serves. Another peer may serve the shard by now."""
         if type(reply) is Failed and reply.code == StaleEpoch.__name__:
             return True
         if self.held:

@@ -1,8 +1,7 @@
-"""Asking shards: the primary of a partition's bucket, wherever that is then.
+"""Requests to shards: sent to the primary of a partition's shard, wherever it is then.
 
-Who asks gets what the shard answers. Where the bucket has another primary meanwhile, or nobody
-could be reached, it is asked again, until the call's end: what is asked does no harm when it is
-carried out twice, or is numbered.
+The caller gets the shard's reply. If the shard has moved, or the primary was unreachable, the
+request is repeated until the call's deadline. Such a request is idempotent or has a number.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Router:
         self._telling: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
-        """What the shard answers, until the call's deadline."""
+        """Return the reply of the shard, repeating the request until the call's deadline."""
         end = min(self.host.now() + timeout_s, call_context.get().until)
         return await self.reach(lambda roster, left_s: self.at(roster, body, caller, left_s), end)
 
@@ -75,8 +74,9 @@ class Router:
         hear: Hear = lambda why: None,
         first: Awaitable[Any] | None = None,
     ) -> Any:
-        """What the shard answers to who waits there, for as long as the call says, in turns. What
-        the last one ended with when time is up. first: the first turn, where it has begun."""
+        """Return the reply of the shard to a waiting call, in turns, for as long as the call
+        says. At the deadline, raise the outcome of the last turn. first: the first turn, if it
+        has started."""
         began = self.host.now()
 
         def turn(roster: Roster, turn_s: float) -> Awaitable[Any]:
@@ -91,8 +91,8 @@ class Router:
         return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
 
     def begin_here(self, body: WaitingCall, caller: Caller) -> asyncio.Future[Any]:
-        """The first turn of such a call, where the shard is here: it is to be given to `wait`. It
-        may be there already."""
+        """Start the first turn of such a call if the shard is here, for `wait`. It may be done
+        already."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
             outcome = self.mesh.here(caller, _turn_of(body, _first_s(body)))
@@ -105,8 +105,8 @@ class Router:
         return answer
 
     def tell(self, body: Any) -> asyncio.Task[bool]:
-        """Ask until the shard has answered, whether anybody waits for that or not. False if the
-        partition or the lease had already ended."""
+        """Send a request until the shard has replied, whether or not a caller waits for that.
+        Return False if the partition or the lease had already ended."""
         telling = self.mesh.spawn(self._tell(body))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
@@ -114,7 +114,8 @@ class Router:
 
     @property
     def is_heard(self) -> bool:
-        """Whether shards know all that they were told, or that nobody waits for any more."""
+        """Whether shards have confirmed all such requests, except those that no caller needs any
+        more."""
         return not self._telling and not self._withdrawn
 
     async def _tell(self, body: Any) -> bool:
@@ -125,9 +126,11 @@ class Router:
         return True
 
     def withdraw(self, partition: str, generation: int, number: int) -> asyncio.Future[None]:
-        """Nobody waits for a call any more, or would use a permit: done when its shard knows. While
-        one message is on its way the others wait to go together: where a shard cannot be reached,
-        calls are given up again and again."""
+        """Withdraw a waiting call or a permit. Done when its shard confirms.
+
+        While one message is in flight, other numbers wait to be sent together, because callers
+        of an unreachable shard withdraw again and again.
+        """
         told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = partition, generation
         if key in self._withdrawn:
@@ -155,7 +158,7 @@ class Router:
     def at(
         self, roster: Roster, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S
     ) -> Awaitable[Any]:
-        """What the shard answers at its primary by this roster, asked once."""
+        """Return the shard's reply, from its primary in this roster, without a retry."""
         home, epoch = roster.home(body.partition), roster.epoch
         return self.mesh.call(home, body, caller=caller, timeout_s=timeout_s, epoch=epoch)
 
@@ -167,9 +170,10 @@ class Router:
         hear: Hear = lambda why: None,
         most_s: float = TURN_S,
     ) -> T:
-        """What comes of an attempt, by the roster as it is and within so many seconds, that reached
-        the shard; StaleEpoch, Unavailable where none did until the end (monotonic). Each turn is
-        twice as long as the one before, between TURN_S and most_s."""
+        """Return the outcome of the first attempt that reached the shard, each by the current
+        roster and with a time limit. Raise StaleEpoch or Unavailable if none did until `until`
+        (monotonic). Each turn lasts twice as long as the previous one, between TURN_S and
+        most_s."""
         while True:
             roster, left_s = self.host.roster, max(0.0, end - self.host.now())
             try:
@@ -203,7 +207,7 @@ def _turn_of(body: WaitingCall, turn_s: float, waited_ms: int = 0) -> WaitingCal
 
 
 def ends(timeout_ms: int, now: float) -> float:
-    """Until when such a call is asked for."""
+    """Return until when such a call is repeated."""
     if timeout_ms < 0:
         return math.inf
     return min(now + (timeout_ms / 1000 or AT_ONCE_S), call_context.get().until)

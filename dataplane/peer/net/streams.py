@@ -1,12 +1,12 @@
-"""Streams: what peers call each other on, TCP on the event loop itself.
+"""Streams: TCP connections on the event loop, over which peers call each other.
 
-A link greets over zmq. With the answer comes where the other side accepts streams, and the secrets
-of two of them. The *call stream* carries what clients ask, and is paused while too much of it is
-unanswered. The *control stream* carries what peers ask each other to keep the plane going, and is
-never paused. On its way through libzmq a message would wake two more threads on either side. With a
-token a secret, which only the encrypted greeting carried, has a fresh key for each direction, and
-every frame is sealed (AES-256-GCM, numbered by its place); anything out of place ends the
-connection.
+A link is greeted over zmq. The reply says where the other side accepts streams, and carries the
+secrets of two of them. The *call stream* carries requests of clients, and is paused while too
+many are unanswered. The *control stream* carries requests that keep the run going, and is never
+paused. Streams do not use libzmq, which would wake two more threads per message on each side.
+With a token, the secret, sent only in the encrypted greeting, yields a fresh key for each
+direction. Every frame is encrypted with AES-256-GCM and numbered by its position. A frame that
+is out of order ends the connection.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Dial = Callable[[str, bytes, Take, Ended], Awaitable["Stream"]]
 
 
 class Sealer:
-    """Seals, or opens, the frames of one direction in their order."""
+    """Encrypts or decrypts the frames of one direction, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
@@ -68,13 +68,14 @@ class Sealer:
         return self._cipher.encrypt(self._nonce(), frame, None)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
-        """InvalidTag for what was not sealed here, in this order."""
+        """Decrypt a frame. Raise InvalidTag if it was not encrypted with this key, in this
+        order."""
         return self._cipher.decrypt(self._nonce(), sealed, None)
 
 
 class Stream(asyncio.Protocol):
-    """One connection. take: gets each frame that comes. ended: told once, unless it was closed
-    here; why, for people."""
+    """One connection. take: gets each frame that arrives. ended: called once with the reason,
+    unless the stream was closed here."""
 
     def __init__(self, take: Take, ended: Ended) -> None:
         self.id = b""
@@ -106,7 +107,8 @@ class Stream(asyncio.Protocol):
         return f"<Stream {self.id.hex()[:8]} {state}, {self.waiting_bytes} bytes to send>"
 
     def use(self, secret: bytes, accepted: bool) -> None:
-        """Its name and, where frames are sealed, a key for each direction: the dialler's first."""
+        """Set the stream's name and, if frames are encrypted, a key for each direction, the
+        dialler's first."""
         self.id, self._is_accepted = secret[:ID_BYTES], accepted
         keys = secret[ID_BYTES:]
         if keys:
@@ -146,7 +148,7 @@ class Stream(asyncio.Protocol):
             self._end(exc.message)
 
     def pause(self) -> None:
-        """Take nothing more: TCP makes the sender wait."""
+        """Stop reading. TCP makes the sender wait."""
         self._paused = True
         self._look()
 
@@ -186,8 +188,8 @@ class Stream(asyncio.Protocol):
         return not self._room.is_set()
 
     def post(self, frame: bytes) -> None:
-        """Send it when this turn of the loop is over, with all else that is posted in it. Where the
-        stream has ended, or does before, it is lost."""
+        """Send a frame at the end of this turn of the loop, with all others posted in it. If the
+        stream ends before that, the frame is lost."""
         if not self._posted:
             self._loop.call_soon(self._send_posted, context=self._variables)
         self._posted.append(frame)
@@ -196,7 +198,7 @@ class Stream(asyncio.Protocol):
             self._is_now(full=True)
 
     async def drained(self) -> None:
-        """Until it is not full, or has ended."""
+        """Wait until the stream is not full, or has ended."""
         while not (self.closed or self._room.is_set()):
             await self._room.wait()
 
@@ -227,7 +229,7 @@ class Stream(asyncio.Protocol):
     # its end
 
     def close(self) -> None:
-        """At once: what has not been sent is lost, and nobody waits to send any more."""
+        """Close at once. Unsent frames are lost, and callers that wait to send are released."""
         self.closed = True
         self._room.set()
         if self._transport is not None:
@@ -277,8 +279,8 @@ class _Unknown(asyncio.Protocol):
 
 
 class Streams:
-    """Those of one peer. sealed: whether frames are; take: gets what comes on those that others
-    dialled."""
+    """The streams of one peer. sealed: whether frames are encrypted. take: gets the frames of
+    streams that other peers opened."""
 
     def __init__(self, sealed: bool, take: Take) -> None:
         self.refusals = Refusals(log, "stream door")
@@ -294,8 +296,8 @@ class Streams:
     # those that others dial
 
     async def listen(self, where: str, told: str) -> None:
-        """At a port of the system's choice. where: the peer's address (tcp://host:port) as it can
-        be bound, told: as others know it."""
+        """Listen on a port that the system chooses. where: the peer's address (tcp://host:port)
+        in numeric form. told: the address that other peers know."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Unknown(self), parse_address(where)[0], 0)
         port = self._server.sockets[0].getsockname()[1]
@@ -306,7 +308,8 @@ class Streams:
         return len(self._open)
 
     def promise(self, control: bool = False) -> bytes:
-        """The secret of a stream that will be dialled: its name, and a key for each direction."""
+        """Return the secret of a stream that another peer will open: its name, and a key for
+        each direction."""
         secret = secrets.token_bytes(ID_BYTES + (2 * KEY_BYTES if self._sealed else 0))
         self._expected[secret[:ID_BYTES]] = secret, control
         if len(self._expected) > MAX_EXPECTED:
@@ -314,10 +317,10 @@ class Streams:
         return secret
 
     def joined(self, name: bytes) -> Stream | None:
-        """The stream that has this name; None for a stranger."""
+        """Return the stream with this name, or None if the name is unknown."""
         expected = self._expected.pop(name, None)
         if expected is None:
-            self.refusals.count("the caller named an unknown stream")
+            self.refusals.count("another process opened a connection for an unknown stream")
             return None
         stream = Stream(self._take, self._ended)
         secret, stream.is_control = expected
@@ -330,9 +333,13 @@ class Streams:
         self._open.discard(stream)
 
     def answer(self, stream: Stream, frame: bytes) -> None:
-        """Post an answer. Whoever takes none is cut off: it will call again."""
+        """Send a reply. Close the stream of a peer that does not read its replies; that peer
+        will call again."""
         if stream.waiting_bytes > limits.MAX_BYTES_UNDER_WAY:
-            self.refusals.count(f"the peer has left {stream.waiting_bytes} bytes of replies unread")
+            self.refusals.count(
+                f"another peer did not read {stream.waiting_bytes} bytes "
+                "of replies, so its stream was closed"
+            )
             stream.close()
             self._open.discard(stream)
             return
@@ -350,7 +357,7 @@ class Streams:
 
     @staticmethod
     async def dial(address: str, secret: bytes, take: Take, ended: Ended) -> Stream:
-        """LinkBroken where nobody accepts it in time."""
+        """Open a stream. Raise LinkBroken if no peer accepts it in time."""
         host, port = parse_address(f"tcp://{address}")
         loop = asyncio.get_running_loop()
         try:

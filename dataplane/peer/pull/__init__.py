@@ -1,1 +1,2 @@
-"""Bytes of other hosts, brought here once: which transport, which way, and what is cached."""
+"""Copying bytes of other hosts to this host, once: which transport, by which path, and what is
+cached."""

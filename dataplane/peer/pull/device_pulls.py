@@ -1,9 +1,8 @@
-"""Values on devices of other peers, brought from device to device for clients that read a device in
-place.
+"""Copying values from devices of other peers to devices here, for clients that map a device.
 
-What it cannot bring (values in host memory, no room on the device, no way) is left to `Pulls`.
-What does not work is in the log and the stats. Copies on a device are a cache of that device: room
-for them is never waited for.
+`Pulls` copies what this module cannot: values in host memory, or if the device is full or no
+transport works. Failures are in the log and the stats. Copies on a device are a cache of that
+device, so nothing waits for space for them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NEIGHBOURS = -1
 
 
 class DevicePulls:
-    """Of one peer, which may have no devices."""
+    """The device pulls of one peer, which may have no devices."""
 
     def __init__(self, pulls: Pulls) -> None:
         self.host, self.mesh, self.pulls = pulls.host, pulls.mesh, pulls
@@ -48,11 +47,12 @@ class DevicePulls:
 
     @property
     def address(self) -> str:
-        """Where other peers ask for what is on the devices here; "": nowhere."""
+        """The address at which other peers request values on the devices here, or ""."""
         return self.engine.address if self.engine is not None else ""
 
     def stats(self) -> dict[str, Any]:
-        """What was asked for, what the worker runs, why not more, and by peer what is used."""
+        """The settings, the transports that the worker runs, why others do not run, and the
+        transport per peer."""
         return {
             "requested": str(self._choice),
             "runs": self.paths.runs,
@@ -61,17 +61,19 @@ class DevicePulls:
         }
 
     def check(self) -> None:
-        """TransportMissing where a transport is required that moves what this peer has not."""
+        """Raise TransportMissing if the settings require a transport for memory that this peer
+        does not have."""
         if self._choice.required in DEVICE_ONLY and not self.host.space.devices:
             raise TransportMissing(
-                f"--transport {self._choice} moves only device memory, but this peer has no "
-                "device arena: add one with --device-arena",
+                f"--transport {self._choice} moves only device memory, but this peer has "
+                "no device arena: add one with --device-arena, or choose another "
+                "--transport",
                 transport=self._choice.required,
             )
 
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
-        """Starts the worker, where there are devices, with what the choice allows of CUDA IPC, the
-        engine that moves host memory between hosts, and NCCL. TransportMissing."""
+        """Start the worker if there are devices, with those of CUDA IPC, the engine between
+        hosts and NCCL that the settings allow. Raises TransportMissing."""
         devices = self.host.space.devices
         if not devices:
             return
@@ -106,7 +108,9 @@ class DevicePulls:
         if self._choice.required in DEVICE_ONLY:
             why = self._missing[self._choice.required]
             raise TransportMissing(
-                f"--transport {self._choice}: {why}", transport=self._choice.required
+                f"--transport {self._choice} does not work for device values: {why}. "
+                "Install what is missing, or choose another --transport",
+                transport=self._choice.required,
             )
 
     async def close(self) -> None:
@@ -116,13 +120,14 @@ class DevicePulls:
     # reading from others
 
     def device_of(self, reader: int) -> int:
-        """The device here that values are brought to for this reader, 1 is the first; 0: none."""
+        """The number of the device here to which values for this reader are copied, from 1; 0 if
+        none."""
         return 0 if self.engine is None else self.host.space.first_read(reader)
 
     async def bring(
         self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """As `Pulls.bring`, on the holder's device what is on one there."""
+        """As `Pulls.bring`, but copy values on a device to the holder's device."""
         memory, number = self.host.space, self.device_of(holder)
         copies = memory.devices[number - 1].space.copies
         local, pins = copies.lookup(owner.incarnation, remote), list[int]()
@@ -164,7 +169,8 @@ class DevicePulls:
         return np.zeros(len(remote), RANGE)
 
     async def ways(self, owner: Owner) -> Path | None:
-        """The ways to the first device here, tried anew; None where one of the two has none."""
+        """Test the transports to the first device here again. None if one of the two peers has
+        no device."""
         source, staged = await self._remotes_of(owner)
         if source is None or self.engine is None:
             return None
@@ -202,7 +208,7 @@ class DevicePulls:
         return fresh
 
     def gone(self, owner: Owner) -> None:
-        """That process is no member any more."""
+        """Handle a process that is no longer a member."""
         self.paths.gone(owner)
         for arena in self.host.space.devices:
             arena.space.copies.drop_owner(owner.incarnation)

@@ -1,15 +1,14 @@
-"""Which transport brings values from each other peer, to the arena and to devices here, and why.
+"""Which transport copies values from each peer, to the arena and to devices here, and why.
 
-A transport is tried with every peer that is read from for the first time, against the plain way
-that is always there: TCP between arenas, and between devices the way through both of them. The
-plain way carries the values while that is not known, and where the other one is slower, fails, or
-later breaks off; each is logged and stands in the stats. Where a transport is required nothing else
-is used, and what does not work is an error.
+A peer tests a transport with every peer that it reads from for the first time, and compares it with
+the plain path, which always exists: TCP between arenas, and for devices a copy through both arenas.
+The plain path carries values until the result is known, and if the transport is slower or fails,
+now or later. Each outcome is logged and shown in the stats. If the settings require a transport, no
+other is used, and its failure is an error.
 
-It is tried on bytes that both know. The owner keeps some in its arena, or on its first device, as
-it keeps copies of others' values: they go when room is needed. The reader brings them into room of
-its own, there or on a device, as it brings values, and compares every byte. It keeps nothing of
-them.
+The test copies bytes that both peers know. The owner keeps some in its arena or on its first
+device, like cached copies, so they are evicted when space is needed. The reader copies them into
+space of its own, as it copies values, compares every byte, and frees them.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ KNOWN = 1 << 60
 
 @dataclass(slots=True)
 class Trial:
-    """What one transport did: the best of a few rounds. error: why it does not work."""
+    """The result of one transport: the best of a few rounds. error: why it does not work."""
 
     GBps: float = 0.0
     latency_us: float = float("inf")
@@ -77,7 +76,7 @@ class Trial:
     error: str = ""
 
     def note(self, latency_s: float, nbytes: int, seconds: float) -> None:
-        """A round whose bytes arrived as they were sent."""
+        """Note a round whose bytes arrived unchanged."""
         self.exact = True
         self.latency_us = min(self.latency_us, latency_s * 1e6)
         self.GBps = max(self.GBps, nbytes / seconds / 1e9)
@@ -91,7 +90,8 @@ class Trial:
 
 @dataclass(slots=True)
 class Path:
-    """From one peer to this one. settled: else it is tried again, at `again_s`."""
+    """The path from one peer to this one. settled: if False, the peer tests it again at
+    `again_s`."""
 
     transport: str
     why: str
@@ -105,10 +105,10 @@ class Path:
 
 
 class Paths:
-    """The ways into one kind of memory here."""
+    """The paths into one kind of memory here."""
 
     def __init__(self, sampling: Sampling, plain: str, moves: str) -> None:
-        """plain: the way that is always there. moves: what goes these ways, for the log."""
+        """plain: the path that always exists. moves: what is copied, for the log."""
         self.sampling, self.mesh, self.choice = sampling, sampling.mesh, sampling.choice
         self.engine: BulkEngine | None = None
         self.runs: list[str] = []
@@ -121,20 +121,22 @@ class Paths:
 
     @property
     def required(self) -> bool:
-        """Whether the plain way is none."""
+        """Whether the plain path may not be used."""
         name = self.choice.required
         return bool(name) and name != TCP and (name in DEVICE_ONLY) == (self.plain == STAGED)
 
     def use(self, engine: BulkEngine, runs: list[str]) -> None:
-        """What moves the bytes, from now on."""
+        """Set the engine that copies the bytes from now on."""
         self.engine, self.runs = engine, runs
 
     async def take(
         self, source: Remote, staged: Remote, number: int = ARENA, first_s: float = 0.0
     ) -> str:
-        """What brings values to the memory of this number. staged: the owner's worker for its host
-        arena. first_s: how long to wait for the way to be known. TransportMissing where the one
-        that is required does not work."""
+        """Return the transport that copies values to the memory of this number.
+
+        staged: the owner's worker for its host arena. first_s: how long to wait for the first
+        test. Raises TransportMissing if a required transport does not work.
+        """
         if not self.runs:
             return self.plain
         owner = source.owner
@@ -152,7 +154,7 @@ class Paths:
         if self.required and path.transport == self.plain:
             raise TransportMissing(
                 f"--transport {self.choice} cannot fetch {self._moves} from peer "
-                f"{owner.peer!r}: {path.why}",
+                f"{owner.peer!r}: {path.why}. Correct that, or choose another --transport",
                 transport=self.choice.required,
                 peer=owner.peer,
             )
@@ -169,8 +171,8 @@ class Paths:
     async def tried(
         self, source: Remote, staged: Remote, number: int = ARENA
     ) -> tuple[Path, Sampled]:
-        """The ways from a peer, tried anew: the first that works and is not slower than the plain
-        one, and what the peer says of itself."""
+        """Test the paths from a peer again. Return the first that works and is not slower than
+        the plain one, and what the peer reports about itself."""
         assert self.engine is not None and self.sampling.engine is not None
         sampled = await self.sampling.ask(source.owner.peer, number != ARENA)
         other = number == ARENA and sampled.transport not in self.runs
@@ -207,7 +209,7 @@ class Paths:
         tell(says, peer, owner.peer, self._moves, transport, path.why)
 
     def failed(self, owner: Owner, transport: str, error: DataplaneError) -> str:
-        """A read broke off: what to repeat it with."""
+        """Note that a read failed. Return the transport for its retry."""
         path = self._paths.get(owner)
         if transport == self.plain or path is None or self.required:
             return transport
@@ -217,14 +219,14 @@ class Paths:
         return self.plain
 
     def shown(self) -> dict[str, Any]:
-        """By peer, what is used and why."""
+        """The path of each peer, and why it is used."""
         return {owner.peer: path.shown() for owner, path in self._paths.items()}
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def gone(self, owner: Owner) -> None:
-        """That process is no member any more."""
+        """Handle a process that is no longer a member."""
         self._paths.pop(owner, None)
         remote = self._remotes.pop(owner, None)
         if remote is not None and self.engine is not None:
@@ -232,8 +234,8 @@ class Paths:
 
 
 def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path:
-    """The way that the trials speak for. What is required may be slower than the plain one; within
-    a host the GPUs copy themselves, and need be compared with nothing."""
+    """Return the path that the tests support. A required transport may be slower than the plain
+    path. GPUs of one host copy by themselves, so they are compared with nothing."""
     reasons = []
     for name, trial in trials.items():
         if name == plain:
@@ -253,12 +255,15 @@ def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path
 
 
 def candidates(choice: TransportChoice) -> list[str]:
-    """Transports to start bulk workers with, best first. TransportMissing, without starting any."""
+    """Transports to start bulk workers with, best first. Raises TransportMissing before any is
+    started."""
     if choice.required in registry.DEVICE_ONLY:
         return [TCP]
     if choice.required:
         if why := registry.missing(choice.required):
-            raise TransportMissing(f"--transport {choice}: {why}", transport=choice.required)
+            raise TransportMissing(
+                f"--transport {choice} is not available: {why}", transport=choice.required
+            )
         return [choice.required]
     names = [name for name in registry.names() if choice.allows(name)]
     return [*(name for name in names if not registry.missing(name)), TCP]
@@ -267,10 +272,8 @@ def candidates(choice: TransportChoice) -> list[str]:
 async def start_engine(
     choice: TransportChoice, made: Callable[..., BulkEngine], tls: bool = False
 ) -> BulkEngine:
-    """The first engine whose workers start; TCP where TLS is wanted, which the others have not.
-
-    TransportMissing, Unavailable.
-    """
+    """Return the first engine whose workers start, or TCP if TLS is wanted, which other engines
+    lack. Raises TransportMissing or Unavailable."""
     if tls:
         return await _encrypted(choice, made)
     for name in candidates(choice):
@@ -287,7 +290,7 @@ async def start_engine(
             why = engine.missing
             await engine.stop()
         if choice.required:
-            raise TransportMissing(f"--transport {choice}: {why}", transport=name)
+            raise TransportMissing(f"--transport {choice} is not available: {why}", transport=name)
         log.warning("transport %s: not used: %s", name, why)
     raise AssertionError("tcp is always a candidate")
 
@@ -303,7 +306,7 @@ async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -
 
 
 class Sampling:
-    """Memories go by number: 0 is the host arena, 1 the first device."""
+    """Tests of transports. Memories have numbers: 0 is the host arena, 1 the first device."""
 
     def __init__(self, host: Host, mesh: Mesh, room: Room, choice: TransportChoice) -> None:
         self.host = host
@@ -387,15 +390,15 @@ class Sampling:
     # the reader
 
     async def ask(self, address: str, device: bool) -> Sampled:
-        """What the peer there keeps, and what it runs."""
+        """Ask a peer for its test sample and the transports that it runs."""
         sampled: Sampled = await self.mesh.call(address, Sample(device), timeout_s=TRY_S)
         return sampled
 
     async def tried(
         self, sampled: Sampled, engine: BulkEngine, source: Remote, transport: str, number: int
     ) -> Trial | None:
-        """One transport, a few rounds, to the memory of this number; never beside another trial.
-        None where there is no room for it."""
+        """Test one transport for a few rounds, to the memory of this number, never during
+        another test. None if there is no space for it."""
         nbytes = min(sampled.nbytes, self._size_bytes(number))
         expected, found = pattern(sampled.seed, nbytes), np.empty(nbytes, np.uint8)
         trial = Trial()
@@ -406,7 +409,8 @@ class Sampling:
             dest = int(extents["offset"][0])
 
             async def timed(nbytes: int, times: int) -> float:
-                """Seconds that so many bytes of the sample take, read so many times at once."""
+                """Return the seconds that reading this many bytes of the sample takes, with
+                several reads at once."""
                 copies = np.zeros(times, COPY)
                 copies["range"], copies["generation"] = sampled.range, sampled.generation
                 copies["nbytes"], copies["dest"] = nbytes, dest
@@ -439,7 +443,7 @@ class Sampling:
 
 
 def pattern(seed: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a sample, see `Sampled`."""
+    """The bytes of a sample; see `Sampled`."""
     index = np.arange(nbytes, dtype=np.uint32)
     mixed = index * np.uint32(167) + np.uint32(seed)
     mixed ^= index >> np.uint32(8)

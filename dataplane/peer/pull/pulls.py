@@ -1,7 +1,7 @@
-"""Bytes of other hosts, and of the spill file, brought here once however many readers ask.
+"""Bytes of other hosts and of the spill file, copied here once for any number of readers.
 
-Chunks are pulled whole, and named by their ranges at their owner. A pulled chunk becomes a cached
-copy in the local arena: budgeted in the pull class, evicted when nobody pins it.
+Whole chunks are pulled, and their owner's ranges name them. A pulled chunk becomes a cached copy
+in the local arena. It counts towards the pull class, and is evicted when no pin holds it.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Pulls:
         """owners that will be asked which copies are dead"""
 
     def use(self, engine: BulkEngine) -> None:
-        """What moves the bytes, from now on."""
+        """Set the engine that copies the bytes from now on."""
         self.engine = self.sampling.engine = engine
         self.paths.use(engine, [engine.transport] if engine.transport != TCP else [])
 
     def stats(self) -> dict[str, Any]:
-        """What was asked for, what runs, why not more, and what is used with each peer."""
+        """The settings, the transports that run, why others do not, and the transport per peer."""
         engine = self.engine
         return {
             "requested": str(self.paths.choice),
@@ -116,7 +116,7 @@ class Pulls:
         }
 
     async def close(self, witnessed: bool = False) -> None:
-        """witnessed: others are to be told that this process has ended."""
+        """Close. witnessed: other peers are to be told that this process has exited."""
         if self.engine is not None:
             await self.engine.stop(witnessed)
 
@@ -125,9 +125,10 @@ class Pulls:
     async def bring(
         self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """Local RANGE for each remote one of so many bytes (u8).
+        """Return a local RANGE for each remote one of these sizes (u8).
 
-        They are pinned for `holder`; the caller lets go of the pins. RowsGone, RowsLost.
+        They are pinned for `holder`, and the caller releases the pins. Raises RowsGone or
+        RowsLost.
         """
         space = self.host.space
         local, pins = np.zeros(len(remote), RANGE), list[int]()
@@ -155,7 +156,7 @@ class Pulls:
             raise
 
     def left_s(self) -> float:
-        """How long this may take: the call that reads waits no longer."""
+        """The seconds that this may take. The call that reads waits no longer."""
         return max(0.0, min(PULL_S, call_context.get().until - self.host.now()))
 
     async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
@@ -163,9 +164,9 @@ class Pulls:
         ended, _ = await asyncio.wait(waits, timeout=limit_s)
         if not ended:
             raise DeadlineExceeded(
-                f"timed out after {duration(limit_s)} waiting for values from the peer at "
-                f"{owner.peer}, which another call on this host is already fetching: pass a longer "
-                "timeout=",
+                f"timed out after {duration(limit_s)}, because another call on this host "
+                f"is still fetching the same values from the peer at {owner.peer}: pass a "
+                "longer timeout=",
                 limit_s=limit_s,
             )
 
@@ -206,7 +207,8 @@ class Pulls:
             self.room.pump()
 
     async def dead(self, owner: Owner, ranges: Array) -> npt.NDArray[np.bool_]:
-        """Which of these ranges their owner has freed, as far as it says so; of many the first."""
+        """Return a mask of the ranges that their owner has freed, as far as it replies; of many,
+        only of the first."""
         dead = np.zeros(len(ranges), np.bool_)
         asked = ranges[:MOST_LOOKED_AT]
         try:
@@ -218,7 +220,7 @@ class Pulls:
         return dead
 
     def gone(self, owner: Owner) -> None:
-        """That process is no member any more."""
+        """Handle a process that is no longer a member."""
         self._turns.pop(owner.incarnation, None)
         self.paths.gone(owner)
         if self.host.space.copies.drop_owner(owner.incarnation):
@@ -264,8 +266,8 @@ class Pulls:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:
                 raise ProtocolError(
-                    f"invalid reply from the peer at {owner.peer}: expected {nbytes} bytes, got "
-                    f"{len(reply.data)}"
+                    f"invalid reply from the peer at {owner.peer}: expected {nbytes} "
+                    f"bytes, got {len(reply.data)}. Install the same release on both hosts"
                 )
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
@@ -276,7 +278,7 @@ class Pulls:
         return await self._fill(sizes, write)
 
     def note(self, owner: Owner, way: str, nbytes: int, began: float) -> None:
-        """Bytes of another peer are here, which were asked for then."""
+        """Note that bytes of another peer have arrived, with the time of their request."""
         stage = call_context.get().stage
         self.brought[way].add(stage, nbytes)
         record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
@@ -292,8 +294,8 @@ class Pulls:
         )
         if reply.gone and len(reply.gone) != len(remote):
             raise ProtocolError(
-                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} ranges, got "
-                f"{len(reply.gone)}"
+                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} "
+                f"ranges, got {len(reply.gone)}. Install the same release on both hosts"
             )
         return reply
 
@@ -331,8 +333,8 @@ class Pulls:
     async def at_hand(
         self, ranges: Array, holder: int, reader: int = PULLER
     ) -> tuple[Array, list[int]]:
-        """As `bring`, for different ranges of this peer: copies of those that are away from this
-        reader, a client that reads devices in place or none."""
+        """As `bring`, for different ranges of this peer: copy those that the reader cannot map.
+        The reader maps devices, or does not."""
         space = self.host.space
         local, out = ranges.copy(), space.away(ranges, reader)
         pins = [space.pin(holder, ranges[~out])]
@@ -350,8 +352,9 @@ class Pulls:
     async def take_over(
         self, owner: Owner, remote: Array, lengths: Array, extents: Array, refs: Array
     ) -> Array:
-        """Values of another peer as this one's own, in room that was reserved for new rows. Of
-        generation 0 where one has been freed there: the others are here all the same."""
+        """Copy values of another peer into space that was reserved for new rows, so that this
+        peer owns them. A range that was freed there has generation 0; the others are copied all
+        the same."""
         try:
             source = await self._remote(owner)
         except BaseException:
@@ -365,12 +368,12 @@ class Pulls:
 
     @property
     def carried_bytes(self) -> int:
-        """Of other hosts' values that came on control links."""
+        """Bytes of other hosts' values that came on control links."""
         return sum(self.brought[CONTROL].sums.values())
 
     @property
     def pulled_bytes(self) -> int:
-        """... and of those that came in bulk."""
+        """Bytes of other hosts' values that came over bulk transfer."""
         everything = sum(sum(by_stage.sums.values()) for by_stage in self.brought.values())
         return everything - self.carried_bytes
 
@@ -426,8 +429,8 @@ class Pulls:
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise ProtocolError(
-                f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} bytes per "
-                "request"
+                f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} "
+                "bytes per request. Install the same release on both hosts"
             )
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
@@ -444,7 +447,8 @@ class Pulls:
         if any(map(gt, wanted, lengths)):
             most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
             raise ProtocolError(
-                f"invalid pull: expected at most {most} bytes of a range, got {size}"
+                f"invalid pull of {size} bytes: expected at most {most}, the size of the "
+                "range. Install the same release on both hosts"
             )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
@@ -453,7 +457,8 @@ class Pulls:
         return (~self.host.space.alive(ranges)).tobytes()
 
     def pin(self, ranges: Array) -> tuple[int, Array] | Awaitable[tuple[int, Array]]:
-        """For a transfer that reads here: hold what lives, say where it is."""
+        """For a transfer that reads from here: pin the ranges that live, and return their
+        positions."""
         return self._of_what_is_here(ranges, self._pin)
 
     def _pin(self, ranges: Array) -> tuple[int, Array]:
@@ -487,7 +492,8 @@ class Pulls:
 def pinned(
     space: Space, holder: int, ranges: Array, there: npt.NDArray[np.bool_]
 ) -> tuple[int, Array]:
-    """A pin on those of these ranges that are there, and where each is, or that it is gone."""
+    """Pin the existing ones of these ranges. Return the pin and each position, or that the range
+    is gone."""
     places = np.zeros(len(ranges), EXTENT)
     places["offset"] = GONE
     if there.any():

@@ -1,2 +1,1 @@
-"""What a client asks of its peer, from its request to its answer: bytes are committed here, the
-shard is asked, wherever it is."""
+"""Handlers of clients' requests: they commit bytes here and ask the shard, wherever it is."""

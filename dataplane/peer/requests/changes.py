@@ -1,5 +1,5 @@
-"""Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups, the
-seal, resetting a stage, the trainer's next version."""
+"""Changes that move no bytes: tags, drops of rows and partitions, closing groups, sealing,
+resetting a stage, and the trainer's next version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Changes:
     async def change(
         self, session: Session, request: Request, body: Tag | Drop | Close | Seal | Reset | Advance
     ) -> Body:
-        """At the partition's shard: once, also where another peer has it when it is asked again."""
+        """Apply a change at the partition's shard, once, even if a retry reaches another peer."""
         done: Body = await self.references.change(body, self.host.caller(session.id))
         if isinstance(done, Dropped):
             self.dropped_rows += done.rows

@@ -1,7 +1,8 @@
-"""A checkpoint at the peer: what there is, groups as they stand, and rows that come back.
+"""Checkpoints at the peer: which partitions exist, a snapshot of groups, and restored rows.
 
-The client writes and reads the files. Restored rows come as if that client had put them: into the
-shard of their partition, their bytes at its host; so any number of peers will do.
+The client writes and reads the files. Restored rows are handled as if that client had put them:
+rows into the shard of their partition, bytes into this host's arena. A restore therefore works
+with any number of peers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Checkpoints:
     # out
 
     async def census(self, session: Session, request: Request, body: Census) -> Body:
-        """All under one roster: once more where it changed on the way, or one of them went away."""
+        """List partitions under one roster. Repeat if the roster changes meanwhile or a peer
+        leaves."""
 
         async def all_by(roster: Roster, left_s: float) -> CensusDone:
             asked = (
@@ -67,7 +69,8 @@ class Checkpoints:
         return checkpoint.survey(entry.store, body.cursor)
 
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
-        """RowsGone where values went before they were read: asked again, their rows are gone."""
+        """Return a page of a snapshot. Raises RowsGone if values were freed before they were
+        read; a retry then omits their rows."""
         found: SaveDone = await self.router.ask(body)
         where = self.reading.resolved(found.table, session.id, in_place=False)
         found.table, found.pin = await where

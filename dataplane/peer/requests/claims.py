@@ -1,9 +1,9 @@
-"""Claims of this host's clients: asked of their partition's shard, brought here, handed out.
+"""Claims of this host's clients: sent to their partition's shard, copied here, and handed out.
 
-A claim is one request to the shard's primary, which answers when it has rows for it. Who asks has
-all the patience: it asks again, in turns, where a link broke and where the shard moved, under the
-claim's number and at its age, and tells the shard, until that has answered, when nobody waits for
-it any more.
+A claim is one request to the shard's primary, which replies when it has rows for it. The
+requesting peer keeps the patience: it repeats the request after a link breaks or the shard
+moves, under the claim's number and with its age. When no caller waits any more, it sends a
+withdrawal until the shard confirms.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _Claiming(msgspec.Struct, eq=False):
     op: int
 
     def left_s(self, now: float) -> float | None:
-        """Of its wait, and where it does not wait, of the time to ask. None: for ever."""
+        """The seconds left of the claim's wait, or of the time to ask if it does not wait. None:
+        no limit."""
         until = ends(self.body.timeout_ms, self.began)
         return None if until == math.inf else max(0.0, until - now)
 
@@ -98,7 +99,8 @@ class Claims:
     # asked
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
-        """At once where the shard is here, and has enough that lies here."""
+        """Claim rows. Reply at once if the shard is here and has enough rows whose values are
+        here."""
         one = _Claiming(next(self.host.numbers), session, body, self.host.now(), request.op)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
@@ -130,13 +132,13 @@ class Claims:
                 left_s, gone = one.left_s(self.host.now()), gone + 1
                 if left_s == 0:
                     raise ClaimTimeout(
-                        f"{one} failed: the claimed rows were dropped before their values arrived; "
-                        "claim again"
+                        f"{one} failed, because the claimed rows were dropped before "
+                        "their values arrived: claim again"
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
-                        "%s: granted rows were freed before their values arrived, %d times so "
-                        "far: %s",
+                        "%s: the granted rows were freed before their values arrived, %d "
+                        "times so far: %s",
                         one,
                         gone,
                         exc,
@@ -156,8 +158,8 @@ class Claims:
                 _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
                 if late:
                     raise ClaimTimeout(
-                        f"{one} failed: this rank's part of the previous plan is still being "
-                        "released; call part.plan(…) again"
+                        f"{one} failed, because this rank's part of the previous plan is "
+                        "still being released: call part.plan(…) again"
                     )
             while True:
                 asked, first, answer = self._asked(one), answer, None
@@ -165,8 +167,8 @@ class Claims:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_context.get().until:  # who asked has gone by now
                         raise ClaimTimeout(
-                            f"{one} timed out: this peer was stopped or busy when the rows became "
-                            "ready; claim again"
+                            f"{one} timed out, because this peer was stopped or busy when "
+                            "the rows became ready: claim again"
                         )
                     settled = True
                     return granted
@@ -245,8 +247,9 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
-                    f"rows of partition {one.body.partition!r} were leased, but their values did "
-                    f"not arrive in time, so the rows were returned to the stage: {exc.message}"
+                    f"rows of partition {one.body.partition!r} were leased, but their "
+                    "values did not arrive in time, so the rows were returned to the "
+                    f"stage: {exc.message}. Claim again, with a longer timeout="
                 ) from exc
             raise
         finally:
@@ -269,7 +272,8 @@ class Claims:
             one.session.waiting -= 1
 
     def answered(self, asked: Claim, claimed: Claimed) -> None:
-        """The client gets its rows now. A hard limit begins: no wait before this counts."""
+        """Note that the client gets its rows now. A lease= limit starts here, so no earlier wait
+        counts."""
         if asked.lease_ms:
             now = self.host.now()
             self.leases.look(now)

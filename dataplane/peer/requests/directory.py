@@ -1,7 +1,7 @@
-"""Who the clients of a plane are, and where partitions of a name are: for messages to people.
+"""The names of the run's clients and partitions, for messages.
 
-Nothing here decides anything, and nothing is kept up to date: what a message needs is asked of the
-peer that knows it, when somebody waits, and kept for a few seconds.
+Nothing here decides anything, and nothing is kept up to date. When a call waits, this peer asks
+the peer that knows, and keeps the answer for a few seconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Directory:
     # asked for by clients of this host
 
     async def define(self, session: Session, request: Request, body: Define) -> Body:
-        """Declare a partition, or attach to it. PartitionUndefined says what there is instead."""
+        """Declare a partition, or attach to it. PartitionUndefined says what exists instead."""
         name, parts, wait_s = body.partition, self.partitions, request.deadline_ms / 1000
         session.partitions.add(name)
         if body.generation:
@@ -98,8 +98,8 @@ class Directory:
     def facts(
         self, unit: str, told: Mapping[str, Any], partition: str, since_s: float = 0.0
     ) -> Facts:
-        """What a shard told of a wait so many seconds ago, with names in place of numbers, as far
-        as they are known here."""
+        """Return what a shard reported about a wait that many seconds ago, with names instead of
+        numbers as far as they are known here."""
         facts = Facts(unit, **told)
         facts.leases = [(who, of, rows, age + since_s) for who, of, rows, age in facts.leases]
         facts.producers = [
@@ -130,8 +130,8 @@ class Directory:
         return next((one for one in owners if one.has_session(session)), None)
 
     async def learn(self, sessions: Iterable[int]) -> None:
-        """Ask the peers of these clients who they are, where that is not known here. A peer that
-        does not answer leaves them unnamed."""
+        """Ask the peers of these clients for names that are not known here. Without a reply they
+        stay unnamed."""
         now, asked = self.host.now(), dict[Owner, list[int]]()
         for session in sessions:
             known, owner = self._clients.get(session), self._owner(session)
@@ -160,7 +160,7 @@ class Directory:
         if len(body.sessions) > MAX_IDENTIFIED:
             raise ProtocolError(
                 f"the request lists {len(body.sessions)} sessions, over the limit of "
-                f"{MAX_IDENTIFIED}"
+                f"{MAX_IDENTIFIED}: install the same release on all hosts"
             )
         told: list[tuple[str, int]] = []
         for session in body.sessions:
@@ -174,7 +174,7 @@ class Directory:
     # partitions
 
     def names(self) -> list[str]:
-        """Partitions of this run that this peer has heard of."""
+        """Partitions of this run that this peer knows."""
         return sorted({*self.host.entries, *self.partitions.declared, *self._elsewhere})
 
     def declared(self) -> list[str]:
@@ -182,7 +182,7 @@ class Directory:
         return list(self.partitions.declared)
 
     async def learn_names(self, after_s: float = 0.0) -> None:
-        """Ask the other peers of the plane which partitions they have."""
+        """Ask the other peers of the run which partitions they have."""
         await asyncio.sleep(after_s)
         others = [one for one in self.host.roster.hosts if one != self.host.address]
         asked = (self.mesh.call(one, Census(), timeout_s=ASK_S) for one in others)
@@ -194,8 +194,8 @@ class Directory:
         run = f"run {self.host.plane!r}"
         if partition in self._elsewhere or partition in self.host.entries:
             return (
-                f"a peer of {run} has it, but the peer that serves it now does not have it yet: "
-                "repeat the call"
+                f"a peer of {run} has it, but the peer that serves it now has not "
+                "received it yet: repeat the call"
             )
         again = f"with plane.partition({partition!r}, stages={{…}})"
         if partition in self.partitions.declared:
@@ -212,12 +212,12 @@ class Directory:
         return said
 
     def similar(self, partition: str) -> list[str]:
-        """Those of them of which this name may be a misspelling."""
+        """Return partitions of which this name may be a misspelling."""
         near = nearest(partition, self.names())
         return [near] if near else []
 
     def other_runs(self, partition: str) -> list[str]:
-        """Other runs of this host's user that have a partition of this name. Reads a few files."""
+        """Other runs of this user on this host with a partition of this name. Reads a few files."""
         found = []
         there = self.runs is not None and self.runs.is_dir()
         for run in rundir.living_runs(self.runs) if there else ():

@@ -1,9 +1,9 @@
-"""The leases of this host's clients: who holds which rows of which partition, and until when; and
-their end: ack, release, drop, with what was added, as one operation at the shard.
+"""The leases of this host's clients: who holds which rows of which partition, and until when. Also
+their end: ack, release or drop, with added fields, as one operation at the shard.
 
-A lease goes by the number under which the partition's shard knows it, and when it is finished or
-its session has ended: that releases all it held, which the shard is told until it has answered. A
-claim that a client repeats is answered again until the client has used its lease.
+A lease has the number by which the partition's shard knows it. It ends when it is finished or
+its session ends. This peer then releases what it held, and resends that to the shard until it
+confirms. A repeated claim gets the same reply until the client has used its lease.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Leases:
     def __init__(
         self, unpin: Callable[[int, list[int]], None] = lambda session, pins: None
     ) -> None:
-        """unpin: lets go of pins of a session."""
+        """unpin: releases pins of a session."""
         self._unpin = unpin
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -81,7 +81,8 @@ class Leases:
         lease.session.leases.add(lease.number)
 
     def limit(self, number: int, deadline: float) -> None:
-        """Its hard limit, which begins when its holder has the rows; one that ended has none."""
+        """Set a lease's hard limit, which starts when its holder has the rows. A lease that has
+        ended gets none."""
         lease = self._leases.get(number)
         if lease is not None:
             lease.deadline = deadline
@@ -124,7 +125,7 @@ class Leases:
         return lease
 
     def close(self, lease: Lease) -> None:
-        """The lease is over."""
+        """End a lease."""
         lease.session.leases.discard(lease.number)
         if lease.kept:
             self._unpin(lease.session.id, lease.kept)
@@ -133,12 +134,12 @@ class Leases:
         self._leases.pop(lease.number, None)
 
     def rows_of(self, session: Session) -> int:
-        """How many rows a session has leased and not finished."""
+        """The number of rows that a session has leased and not finished."""
         held = [self._leases[number] for number in session.leases if number in self._leases]
         return sum([lease.rows - len(lease.finished) for lease in held])
 
     def leave(self, session: Session, number: int) -> Lease | None:
-        """The session holds it no more. The lease, where it did."""
+        """Remove the lease from its session. Return it, or None if the session does not hold it."""
         lease = self._leases[number] if number in session.leases else None
         if lease is not None:
             self.close(lease)
@@ -147,12 +148,13 @@ class Leases:
     # plans
 
     def leaves(self, told: asyncio.Future[Any], part: Part) -> None:
-        """Its shard is being told that this process takes part no more."""
+        """Note that its shard is being told that this process leaves the plan."""
         self._leaving[told] = part
         told.add_done_callback(self._leaving.pop)
 
     def leaving(self, part: Part) -> list[asyncio.Future[Any]]:
-        """What a shard has yet to hear before this process may take part again."""
+        """Return messages that the shard must confirm before this process may join the plan
+        again."""
         return [told for told, one in self._leaving.items() if one == part]
 
     @staticmethod
@@ -261,7 +263,8 @@ class Finishing:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(
-                f"partition {body.partition!r} no longer exists, so its leases have ended"
+                f"partition {body.partition!r} no longer exists, so its leases have "
+                "ended: do not ack, and claim from another partition"
             )
         return entry
 
@@ -274,7 +277,7 @@ class Finishing:
         return self.writing.apply(self._entry_of(body), caller, body, self._finish_at)
 
     def release_all(self, session: Session) -> None:
-        """The session ended: its rows go back to their stages, as they were claimed."""
+        """Return the rows of a session that ended to their stages, as they were claimed."""
         for number in list(session.leases):
             if (lease := self.leases.leave(session, number)) is not None:
                 self._tell(lease, "abandon").add_done_callback(partial(self._given_back, lease))
@@ -306,8 +309,8 @@ class Finishing:
         )
 
     def release(self, session: Session, lease_id: int, heard: bool = True) -> None:
-        """A lease that nobody holds any more; unknown ones have ended already. Of a part in a plan
-        of which its holder never heard, the plan goes on without."""
+        """Release a lease that no client holds any more. Unknown ones have ended already. If the
+        holder never heard of its part in a plan, the plan continues without it."""
         lease = self.leases.leave(session, lease_id)
         if lease is not None:
             self._tell(lease, "release" if heard or not lease.plan else "leave")
@@ -322,7 +325,7 @@ class Finishing:
         return told
 
     def expire(self, now: float) -> int:
-        """Leases over a hard limit that this peer keeps. Returns how many there were."""
+        """End leases over a hard limit that this peer keeps. Return how many there were."""
         passed = self.leases.overdue(now)
         for lease in passed:
             self.leases.leave(lease.session, lease.number)

@@ -1,9 +1,10 @@
-"""put: room for clients to write into, what they wrote becoming ranges, and rows that enter at the
-shard of their partition, here or at another peer.
+"""Handles put: reserves space for clients to write into, turns written bytes into ranges, and
+stores rows at the shard of their partition, here or at another peer.
 
-Space is reserved before bytes are written. A message that names what was written commits it, as
-ranges of this host: once the message is answered, well or not, those extents are the peer's. Then
-come the rows. What a shard refuses is released again, so that a failure leaves nothing behind.
+A client reserves space before it writes bytes. A message that names the written bytes commits
+them as ranges of this host. Once it is answered, successfully or not, those extents belong to
+the peer. Then the rows are stored. Ranges that a shard rejects are released, so a failure leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 class Committed(msgspec.Struct, eq=False):
-    """Values whose chunks, but for inline ones, are these ranges of this peer, held once each."""
+    """Values whose chunks, except inline ones, are these ranges of this peer, with one reference
+    each."""
 
     values: Values
     ranges: Array
@@ -74,7 +76,8 @@ class Grants:
     # asked for by clients
 
     def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
-        """Room for a put's next units. At once where there is some and nobody waits for it."""
+        """Reserve space for a put's next units. Reply at once if there is space and no other
+        call waits for it."""
         if not body.device and self.host.serves(body.partition):
             self.host.shard(body.partition, body.generation)
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
@@ -96,7 +99,8 @@ class Grants:
         places = np.zeros(0, EXTENT)
         if body.device and body.digests:
             raise ProtocolError(
-                "dedup= supports only values in host memory, got values on a device"
+                "dedup= supports only values in host memory, got values on a device: "
+                "copy them to the host, or leave out dedup="
             )
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
@@ -138,8 +142,8 @@ class Grants:
         shared: bytes,
         kind: Admission,
     ) -> Committed:
-        """Ranges for the chunks that a client wrote, and holds on those that it shares; all or
-        nothing."""
+        """Commit ranges for the chunks that a client wrote, and references to those that it
+        shares: all or none."""
         space, me = self.host.space, self.host.owner
         if not written and not shared:
             _check_chunks(values, me, [])
@@ -147,8 +151,10 @@ class Grants:
         extents, known = column(written, EXTENT), column(shared, RANGE)
         if len(extents) + len(known) > len(values.chunks):
             raise ProtocolError(
-                f"expected one chunk per range, got {counted(len(values.chunks), 'chunk')} for "
-                f"{counted(len(extents) + len(known), 'range')}"
+                "expected one chunk per range, got "
+                f"{counted(len(values.chunks), 'chunk')} for "
+                f"{counted(len(extents) + len(known), 'range')}: install the same release "
+                "on both sides"
             )
         space.hold(known)
         try:
@@ -165,18 +171,20 @@ class Grants:
     # for the messages that name what was written
 
     def refused(self, session: Session, written: bytes) -> None:
-        """What a refused message wrote comes back: once answered, its extents are the peer's."""
+        """Take back what a rejected message wrote. Once answered, its extents belong to the
+        peer."""
         with contextlib.suppress(ProtocolError):
             self.host.space.give_back(session.id, column(written, EXTENT))
             self.room.pump()
 
     def not_taken(self, session: Session, committed: Committed) -> None:
-        """The message that named these values failed, and no shard has them: they are free."""
+        """Free the values of a message that failed and that no shard has."""
         if len(committed.ranges):
             self.room.release(committed.ranges)
 
     def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
-        """The next extents, of the host arena unless somebody waits for room there."""
+        """Return the next reservation, in the host arena, unless another call waits for space
+        there."""
         granted = b""
         if want_bytes and not len(self.room):
             nbytes = min(want_bytes, MAX_AHEAD_BYTES)
@@ -188,8 +196,9 @@ class Grants:
     def keep_where_full(
         self, session: Session, committed: Committed, failure: BaseException
     ) -> None:
-        """Where a shard has no room for a message's inline chunks, its others stay for the one
-        that comes without such: a refusal takes back what was written."""
+        """If a shard has no space for a message's inline chunks, keep its other chunks for the
+        next message, which has no inline chunks. Otherwise a rejection would free what was
+        written."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
             ranges = committed.ranges
             pin = self.host.space.keep(session.id, ranges)
@@ -207,7 +216,7 @@ class Writing:
     settle: Callable[[Entry], None]
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
-        """At once where the shard is here, and has room, and no second copies are made."""
+        """Put rows. Reply at once if the shard is here and has space, and no replicas are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         try:
             _check_digests(body)
@@ -249,9 +258,9 @@ class Writing:
         committed: Committed,
         keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
-        """To the partition's shard, wherever that is then; again, as another change, while the
-        shard has no room: a put that waits for room must not hold up the acks that make some. keep:
-        holds the values of a call that failed, where its caller names them again."""
+        """Send the message to the partition's shard, wherever it is. Repeat it as another change
+        while the shard is full: a waiting put must not block the acks that free space. keep:
+        keeps the values of a call that failed, because its caller will name them again."""
         caller = self.host.caller(session.id)
 
         def attempt() -> Awaitable[PutDone]:
@@ -289,8 +298,8 @@ class Writing:
     def apply(
         self, entry: Entry, caller: Caller, body: Carried, work: Work
     ) -> Body | Awaitable[Body]:
-        """Carry out a change that names values: once, whoever asks again. At once, unless second
-        copies of the values are made first."""
+        """Apply a change that names values, once, whoever repeats it. Applied at once unless
+        replicas of the values must be made first."""
         if entry.copies is None or not body.values.chunks or entry.store.knows(body.change):
             return self._once(entry, caller, body, work)
         return self._with_copies(entry, caller, body, work)
@@ -329,34 +338,37 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
         raise ProtocolError(
             f"expected only chunks of the client's own peer {me.peer} (incarnation "
             f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
-            f"{others[0].incarnation})"
+            f"{others[0].incarnation}): install the same release on both sides"
         )
     inline = [owner == INLINE for owner in owners]
     named = set[int]()
     for chunk in values.chunks:
         if not 0 <= chunk.owner < len(inline):
             raise ProtocolError(
-                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into the "
-                f"{len(owners)} owners of the message"
+                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index "
+                f"into the {len(owners)} owners of the message. Install the same release "
+                "on both sides"
             )
         if inline[chunk.owner]:
             continue
         number = chunk.number
         if not 0 < number <= len(rooms) or number in named:
             raise ProtocolError(
-                f"invalid range {number} of a chunk: expected one of the {len(rooms)} ranges of "
-                "the message, which no other chunk uses"
+                f"invalid range {number} of a chunk: expected one of the {len(rooms)} "
+                "ranges of the message, and no other chunk with that range. Install the "
+                "same release on both sides"
             )
         if chunk.nbytes < 0 or room(chunk.nbytes) != rooms[number - 1]:
             raise ProtocolError(
-                f"chunk {number} and its range differ in size: expected {chunk.nbytes} bytes, but "
-                f"the range has {rooms[number - 1]}"
+                f"chunk {number} and its range differ in size: expected {chunk.nbytes} "
+                f"bytes, but the range has {rooms[number - 1]}. Install the same release "
+                "on both sides"
             )
         named.add(number)
     if len(named) != len(rooms):
         raise ProtocolError(
             f"expected one chunk per range, got {counted(len(named), 'chunk')} for "
-            f"{counted(len(rooms), 'range')}"
+            f"{counted(len(rooms), 'range')}: install the same release on both sides"
         )
 
 
@@ -380,5 +392,6 @@ def _check_digests(body: Put) -> None:
     many = len(column(body.ranges, EXTENT))
     if len(at) and int(at.max()) >= many:
         raise ProtocolError(
-            f"a digest refers to range {int(at.max())}, but the client wrote only {many} ranges"
+            f"a digest refers to range {int(at.max())}, but the client wrote only {many} "
+            "ranges: install the same release on both sides"
         )

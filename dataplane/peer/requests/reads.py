@@ -1,7 +1,8 @@
-"""From the chunks that a shard names to places where a client can read them.
+"""From the chunks that a shard names to positions where a client can read them.
 
-`resolve` gives every chunk of a table its place in the arenas of this host and pins it; chunks of
-other hosts are pulled first. `Read` and `Fetch` are answered here. Nobody here looks into a chunk.
+`resolve` gives every chunk of a table its position in the arenas of this host and pins it.
+Chunks of other hosts are pulled first. `Read` and `Fetch` are answered here. This module never
+looks into a chunk.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Reading:
     def resolve(
         self, table: Table, holder: int, *, in_place: bool = True
     ) -> Resolved | Awaitable[Resolved]:
-        """At once where all chunks are here, else after pulling them. in_place: on devices too,
-        where the holder reads those."""
+        """Resolve a table, at once if all chunks are here, else after pulling them. in_place:
+        also on devices, if the holder maps those."""
         named = _Named(table.values)
         if not named.at:
             return _with_places(table, bytes(EXTENT.itemsize * len(table.values.chunks))), 0
@@ -68,7 +69,7 @@ class Reading:
         return self._pull(table, named, holder, reader)
 
     async def resolved(self, table: Table, holder: int, *, in_place: bool = True) -> Resolved:
-        """As `resolve`."""
+        """As `resolve`, but always wait."""
         found = self.resolve(table, holder, in_place=in_place)
         return found if isinstance(found, tuple) else await found
 
@@ -80,8 +81,9 @@ class Reading:
         for at, (offset, room), nbytes in found:
             if room < nbytes:
                 raise ProtocolError(
-                    "the shard and the owner disagree on the size of a chunk: expected "
-                    f"{nbytes} bytes, but the range has {room}"
+                    "the shard and the owner of a chunk disagree on its size: expected "
+                    f"{nbytes} bytes, but the range has {room}. Install the same release "
+                    "on all hosts"
                 )
             places[2 * at], places[2 * at + 1] = offset, nbytes
         return _with_places(table, places.tobytes()), space.pin(holder, local)
@@ -114,7 +116,7 @@ class Reading:
     # reads
 
     async def read(self, session: Session, request: Request, body: Read) -> Body:
-        """Rows without a lease, wherever they are; one page of them where there are many."""
+        """Read rows without a lease, wherever they are; one page of them if there are many."""
         done: ReadDone = await self._found(body, session, "read")
         return done
 
@@ -132,15 +134,18 @@ class Reading:
                 await self.went(exc, failed, body.partition, call)
 
     async def went(self, exc: RowsGone | RowsLost, failed: int, partition: str, call: str) -> None:
-        """Values that a shard named went before they were here, so often by now. Where it goes on,
-        those of a lost peer are other ones, or none, as soon as the shard hears of that: a moment
-        is left for it, no longer than the call lives."""
+        """Handle values that were freed or lost after a shard named them, `failed` times so far.
+
+        If the read continues, leave the shard a moment to learn of a lost peer, no longer than
+        the call lives. The shard then names other values, or none.
+        """
         if failed == ATTEMPTS and isinstance(exc, RowsGone):
             raise exc
         if failed == ATTEMPTS:
             raise Unavailable(
-                f"a peer that holds values of partition {partition!r} was lost, and the shard has "
-                f"not detected this yet ({exc}): {call} again",
+                f"a peer that holds values of partition {partition!r} was lost, and the "
+                f"peer that serves the partition has not noticed that yet ({exc}): {call} "
+                "again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):
@@ -181,7 +186,9 @@ class Reading:
     def fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
-            raise LeaseExpired("the partition of this lease no longer exists")
+            raise LeaseExpired(
+                "the partition of this lease no longer exists: claim from another partition"
+            )
         if body.index is None:
             return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))
         rows, index = rows_out.leased_at(entry.store, body.lease, body.index)
@@ -196,13 +203,15 @@ class _Named:
         for chunk in values.chunks:
             if not 0 <= chunk.owner < len(owners):
                 raise ProtocolError(
-                    f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into "
-                    f"the {len(owners)} owners of the message"
+                    f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an "
+                    f"index into the {len(owners)} owners of the message. Install the "
+                    "same release on both sides"
                 )
             if chunk.number < 0 or chunk.nbytes < 0:
                 raise ProtocolError(
-                    f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and "
-                    "a size of 0 or more"
+                    f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a "
+                    "number and a size of 0 or more. Install the same release on both "
+                    "sides"
                 )
         inline = [owner == INLINE for owner in owners]
         self.at = [n for n, one in enumerate(values.chunks) if not inline[one.owner]]

@@ -1,8 +1,8 @@
-"""Calls that wait at a partition's shard: for rows to be ready or to go, for a place to begin
-groups in, and, in `claims`, for rows of their own.
+"""Calls that wait at a partition's shard: for rows to become ready or to leave, for permits to open
+groups, and, in `claims`, for rows of their own.
 
-They ask in turns, and each turn's end says what they wait for: that is what their process says in
-its log, and in the end the message of their ClaimTimeout.
+They ask in turns. The end of each turn reports the reason for the wait, which goes into the log
+of the waiting process, and finally into the message of its ClaimTimeout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request,
 
 MAX_PERMITS = 65_536
 """that one client has at a time"""
-UNSAID = "its shard has not reported the reason yet"
+UNSAID = "the peer that serves the partition has not reported the reason yet"
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +51,8 @@ class Waits:
         body: Claim | Wait | Admit,
         first: Awaitable[Body] | None = None,
     ) -> Any:
-        """What the shard answers. ClaimTimeout, with the reason, when the call's time is up; its
-        cause is what the last turn ended with. first: that turn, where it has begun."""
+        """Return the reply of the shard. At the deadline, raise ClaimTimeout with the reason;
+        its cause is the outcome of the last turn. first: that turn, if it has started."""
         own, subject = not isinstance(body, Wait) and body.own, _subject(body)
         told: DataplaneError | None = None
         """what the last turn ended with that says why"""
@@ -114,21 +114,23 @@ class Waits:
     # asked for by clients of this host
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
-        """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
+        """Wait until the shard confirms the condition. Raises ClaimTimeout, StreamEnd or
+        PartitionGone."""
         of = f"stage {body.stage!r}" if body.key is None else f"row {body.key!r}"
         what = f"wait for {of} of partition {body.partition!r}"
         done: Body = await self.until_met(session, what, body)
         return done
 
     async def admit(self, session: Session, request: Request, body: Admit) -> Body:
-        """ClaimTimeout, PartitionGone, PartitionSealed, PartitionConflict, InvalidCall."""
+        """Return a permit to open groups. Raises ClaimTimeout, PartitionGone, PartitionSealed,
+        PartitionConflict or InvalidCall."""
         for number, held in session.permits.items():
             if request.op and held.op == request.op:  # asked again: it did not hear
                 return Admitted(number, held.version)
         if len(session.permits) >= MAX_PERMITS:
             raise LimitExceeded(
-                f"this client already has {MAX_PERMITS} `with part.admit(…)` blocks open, the "
-                "maximum: leave some first",
+                f"this client already has {MAX_PERMITS} `with part.admit(…)` blocks open, "
+                "the maximum: leave some of them first",
                 limit=MAX_PERMITS,
             )
         number = next(self.host.numbers)
@@ -147,20 +149,23 @@ class Waits:
         return admitted
 
     async def withdraw(self, session: Session, request: Request, body: Withdraw) -> Body:
-        """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
+        """Return permits, resending until the shard confirms, even if the client no longer
+        waits. Raises Unavailable."""
         if told := self.give_back(session, body.numbers):
             left_s = waits_s(-1)
             await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
             if not all(one.done() for one in told):
                 raise Unavailable(
-                    f"the shard of partition {body.partition!r} does not respond; this peer "
-                    "returns the permits once it does, so do not repeat the call",
+                    f"the peer that serves partition {body.partition!r} does not respond. "
+                    "This peer returns the permits once it does, so do not repeat the "
+                    "call",
                     partition=body.partition,
                 )
         return Done()
 
     def give_back(self, session: Session, permits: list[int]) -> list[asyncio.Future[None]]:
-        """Nobody is there any more who would use them: until their shards know."""
+        """Return permits that no client will use. The futures are done when their shards
+        confirm."""
         told = list[asyncio.Future[None]]()
         for number in permits:
             held = session.permits.pop(number, None)

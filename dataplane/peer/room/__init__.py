@@ -1,1 +1,1 @@
-"""Room in the arenas: who gets it, who waits, what is spilled, and when waiting is a deadlock."""
+"""Space in the arenas: who gets it, who waits, what is spilled, and when a wait is a deadlock."""

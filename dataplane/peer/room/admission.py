@@ -1,9 +1,9 @@
-"""Who gets room in the arena, and who waits for it.
+"""Which calls get space in the arena, and which wait for it.
 
-Reservations wait in one line per admission class, first come first served; they are looked at again
-whenever space came back. A wait that nothing can end is recognised and raised at once; every other
-ends at its deadline, with the figures of who holds the bytes. Claims that pull wait beside them,
-each for all that it brings.
+Reservations wait in one queue per admission class, first come, first served. The peer looks at
+them again whenever space is freed. A wait that nothing can end raises an error at once. Any
+other wait ends at its deadline, with the figures of who holds the bytes. Claims that pull values
+wait separately, each for all the space that it needs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Waiter:
 
 
 class Room:
-    """In the host arena. Nobody waits for room on a device."""
+    """Admission to the host arena. Calls never wait for space on a device."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -85,7 +85,7 @@ class Room:
 
     @property
     def producers(self) -> int:
-        """Puts and adds that wait for room."""
+        """The number of puts and adds that wait for space."""
         return len(self) - len(self._lines[Admission.PULL])
 
     def waiting(self, admission: Admission) -> int:
@@ -93,22 +93,23 @@ class Room:
         return len(self._lines[admission])
 
     def at_once(self, holder: int, admission: Admission, units: Units) -> tuple[int, Array] | None:
-        """As `reserve`; None where it would wait."""
+        """As `reserve`, but return None instead of waiting."""
         if self._lines[admission]:
             return None
         count, extents = self.space.reserve(holder, admission, units)
         return (count, extents) if count else None
 
     def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[Array, Array] | None:
-        """As `Space.for_copies`; None also where somebody waits for room for pulls."""
+        """As `Space.for_copies`. Also None if a call waits for space for pulls."""
         return None if self._lines[Admission.PULL] else self.space.for_copies(sizes)
 
     async def reserve(
         self, holder: int, admission: Admission, units: Units, timeout_s: float
     ) -> tuple[int, Array]:
-        """The first units that fit, whole, with their extents; at least one.
+        """Reserve the first units that fit, whole, with their extents; at least one.
 
-        ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
+        Raise ValueTooLarge at once for a unit that never fits, and BackPressure if no space is
+        freed in time.
         """
         space = self.space
         line = self._lines[admission]
@@ -156,9 +157,12 @@ class Room:
         refs: Array,
         kind: Admission,
     ) -> Array:
-        """Bytes into room that the peer itself reserved, here or on a device: their RANGE records.
-        Nothing is kept of what failed. write: says which have gone before they came, where that may
-        be; those are of generation 0."""
+        """Write bytes into space that the peer itself reserved, here or on a device. Return their
+        RANGE records.
+
+        Nothing is kept if it fails. write: returns a mask of values that were freed before they
+        arrived, or None. Those get generation 0.
+        """
         space = self.space
         try:
             offsets, left = placed(sizes.tolist(), extents.tolist())
@@ -178,17 +182,18 @@ class Room:
         return fresh
 
     def release(self, ranges: Array, counts: Array | int = 1) -> None:
-        """Fewer references; who waits gets what came free."""
+        """Release references. Waiting calls get what is freed."""
         if self.space.release(ranges, counts):
             self.pump()
 
     def unpin(self, holder: int, pins: list[int]) -> None:
-        """Copies that nobody reads any more are room as well, though no byte got free."""
+        """Release pins. Copies that no reader pins can be evicted, although no byte is free yet."""
         self.space.unpin(holder, pins)
         self.pump()
 
     def pump(self) -> None:
-        """Space came back, or a waiter left: grant in order, the highest class first."""
+        """Grant waiting reservations in order, the highest class first, after space was freed or
+        a caller left."""
         for line in self._by_rank:
             while line:
                 waiter = line[0]
@@ -207,7 +212,8 @@ class Room:
             told()
 
     def end_in_vain(self) -> None:
-        """Nobody is left who could free space: BackPressure for all producers that wait."""
+        """Raise BackPressure in all waiting producers, because no client is left that could free
+        space."""
         writers = [w for a in (Admission.OPEN, Admission.CONTINUE) for w in self._lines[a]]
         for waiter in writers:
             if not waiter.granted.done():
@@ -230,7 +236,9 @@ class Room:
         holders = self._holders()
         remarks, free = [], stats["free_bytes"]
         if room < needed <= free:
-            remarks.append(f"{sized(free)} of the arena are free, but reserved for other uses")
+            remarks.append(
+                f"{sized(free)} of the arena are free, but reserved for other kinds of calls"
+            )
         longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
         if needed <= room and longest > stretch:
             remarks.append(
@@ -279,7 +287,8 @@ class Room:
         self._host.events.waited(record, began)
 
     def going_on(self) -> list[Record]:
-        """Of each call that waits for room here, since when, as of the end of a wait."""
+        """Return a record of each call that waits for space: its reason and start time, as for a
+        wait that ends now."""
         now, by, found = self._host.now(), self._most_by() if len(self) else "", list[Record]()
         for line in self._by_rank:
             for one in line:
@@ -332,17 +341,17 @@ class Room:
 
     @property
     def starved(self) -> int:
-        """Claims that wait for room."""
+        """The number of claims that wait for space."""
         return len(self._claims)
 
     def credit_bytes(self) -> int:
-        """What claims may still bring here from other hosts."""
+        """The bytes that claims may still pull from other hosts."""
         return max(0, self.space.pullable_bytes - self._promised_bytes)
 
     def promise(self, claim: int, nbytes: int) -> bool:
-        """Whether so many bytes may come for this claim; then they count until they are given
-        `back`, all of them or none: a claim that waits for room holds its rows and no room, so
-        that no two wait for each other."""
+        """Whether this claim may pull this many bytes, all of them or none. They count until
+        `back` is called. A claim that waits for space holds its rows but no space, so no two
+        claims wait for each other."""
         if nbytes > self.credit_bytes():
             return False
         self._promised_bytes += nbytes - self._promised.get(claim, 0)
@@ -350,7 +359,7 @@ class Room:
         return True
 
     def back(self, claim: int) -> None:
-        """The claim's bytes are here, or will not come."""
+        """Note that the claim's bytes are here, or will not come."""
         if nbytes := self._promised.pop(claim, 0):
             self._promised_bytes -= nbytes
             self._look_at_claims()
@@ -362,7 +371,8 @@ class Room:
                 turn.set_result(None)
 
     async def promised(self, claim: int, holder: int, nbytes: int, timeout_s: float | None) -> bool:
-        """Until it is; False when the time is up. To be given `back` either way."""
+        """Wait until the claim may pull its bytes. False at the deadline. Call `back` in both
+        cases."""
         turn = asyncio.get_running_loop().create_future()
         self._claims[claim] = nbytes, turn
         began, by = self._host.now(), self._most_by()
@@ -375,7 +385,7 @@ class Room:
             self._waited(Reason.PULL, holder, began, by, call_context.get().stage)
 
     def why(self, needed_bytes: int) -> Why:
-        """What a claim waits for that waits for room, and the figures."""
+        """Why a claim waits for space, and the figures."""
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]
         return (
@@ -392,7 +402,7 @@ class Room:
         )
 
     def needed(self, table: Table) -> int:
-        """What a granted table brings to this host."""
+        """The bytes that a granted table pulls to this host."""
         owners, here = table.values.owners, self._host.address
         if all([not one.peer or one.peer == here for one in owners]):
             return 0

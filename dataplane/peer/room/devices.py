@@ -1,7 +1,7 @@
-"""Device arenas at the peer: room in them for clients, and copies in the host arena for whoever
-cannot read a device: clients that have not opened it, other hosts, checkpoints.
+"""Device arenas at the peer: reservations there for clients, and copies in the host arena for
+readers that cannot map a device: other clients, other hosts, checkpoints.
 
-Such a copy is kept like one of a spilled value, while there is room.
+Such a copy is cached like one of a spilled value, as long as there is space.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Read = Callable[[Array, Array], Awaitable[None]]
 
 
 def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
-    """The books of a peer's memory, which has an arena of so much and these devices."""
+    """Return the bookkeeping of a peer's memory: an arena of this size and these devices."""
     return HostMemory(arena_bytes) if devices else Space(arena_bytes)
 
 
 def devices_of(memory: DeviceMemory) -> list[Device]:
-    """The devices that give the memory. DeviceMissing where there is none, or no library for it."""
+    """Return the devices for this memory. Raises DeviceMissing if there is none, or no library
+    for it."""
     kind = registry.load(memory.kind)
     numbers = memory.numbers or range(min(kind.count(), MAX_DEVICES))
     if not numbers:
@@ -44,7 +45,7 @@ def devices_of(memory: DeviceMemory) -> list[Device]:
 
 
 class Devices:
-    """Of one peer, which may have none."""
+    """The devices of one peer, which may have none."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class Devices:
         room: Room,
         from_disk: Read | None,
     ) -> None:
-        """wanted: of each device. from_disk: reads what is in the spill file, where there is one.
-        DeviceMissing where a device does not have so much."""
+        """wanted: the memory of each device. from_disk: reads from the spill file, if there is
+        one. Raises DeviceMissing if a device does not have that much memory."""
         self._host = host
         self._room = room
         for device in devices:
@@ -66,11 +67,15 @@ class Devices:
     def at_once(
         self, number: int, holder: int, admission: Admission, units: Units
     ) -> tuple[int, Array] | None:
-        """As `Room.at_once`, on the device of this number, 1 is the first; None where that has no
-        room now, or never."""
+        """As `Room.at_once`, on the device of this number, from 1. None if it is full now, or
+        too small."""
         arenas = self._host.space.devices
         if not 0 < number <= len(arenas):
-            raise ProtocolError(f"invalid device arena {number}: this peer has {len(arenas)}")
+            raise ProtocolError(
+                f"invalid device arena {number}: this peer has "
+                f"{len(arenas)} device arenas. Install the same release "
+                "on all hosts"
+            )
         try:
             count, extents = arenas[number - 1].space.reserve(holder, admission, units)
         except ValueTooLarge:
@@ -78,7 +83,8 @@ class Devices:
         return (count, extents) if count else None
 
     async def read(self, ranges: Array, dest: Array) -> None:
-        """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
+        """Copy all bytes of these ranges to these offsets of the host arena. Raises RowsGone or
+        DeviceMissing."""
         memory = self._host.space
         if not memory.devices:
             await self._from_disk(ranges, dest)

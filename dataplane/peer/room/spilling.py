@@ -1,8 +1,8 @@
-"""A full arena spills: while somebody waits for room, the oldest values that nobody reads go to a
-file, and those who read them get copies in the arena.
+"""Spilling: while a call waits for space, the oldest values that no client reads move to a file.
+Later readers get copies in the arena.
 
-The file's bytes move in threads. One task writes and clears, so that no stretch of the file is
-cleared while it is written again. A disk that is full or fails leaves everything as it was.
+Threads move the file's bytes. One task writes and clears, so no part of the file is cleared
+while it is written again. A disk that is full or fails leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Spilling:
         room.beyond = self._beyond
 
     def wake(self) -> None:
-        """Somebody waits for room, or something in the file was freed."""
+        """Note that a call waits for space, or that something in the file was freed."""
         if self._work is None or self._work.done():
             self.exhausted = False
             self._work = self.mesh.spawn(self._while_needed())
 
     async def read(self, ranges: Array, dest: Array) -> None:
-        """All bytes of these spilled ranges, to these places of the arena. RowsGone."""
+        """Copy all bytes of these spilled ranges to these offsets of the arena. Raises RowsGone."""
         space = self.host.space
         space.hold(ranges)
         try:

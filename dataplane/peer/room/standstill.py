@@ -1,8 +1,10 @@
-"""Whether everybody waits for everybody: a put that waits for room must be told so, not kept.
+"""Deadlock detection: whether all clients wait for each other, so that a put that waits for space
+must fail.
 
-Every peer says who of its clients could still free something; whoever has producers waiting asks.
-It must be found a few times in a row with nothing done in between: a claim that is just being met
-looks the same. A peer that does not answer may be busy, so its silence ends no wait.
+Every peer reports which of its clients could still free space. A peer with waiting producers
+asks them all. A deadlock must be found several times in a row with no change in between, because
+a claim that is just being granted looks the same. A peer that does not answer may be busy, so
+its silence ends no wait.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ ASK_S = 2.0
 
 
 def is_alive(answers: Iterable[Activity]) -> bool:
-    """Whether some of these hosts, so far as they answered, can free rows without being freed."""
+    """Whether some of these hosts, as far as they answered, can free rows by themselves."""
     filled, busy = set[str](), set[str]()
     for answer in answers:
         filled |= set(answer.filled)
@@ -37,10 +39,11 @@ def is_alive(answers: Iterable[Activity]) -> bool:
 
 
 def is_standstill(answers: list[Activity]) -> bool:
-    """Whether nobody is left at all these hosts who could free space.
+    """Whether no client of these hosts is left that could free space.
 
-    Nothing is leased, no claim can be met (those that wait could not, and rows that are ready have
-    nobody else to claim them), and every client of partitions with rows waits in a call.
+    That is so if nothing is leased, no claim can be granted, and every client of partitions with
+    rows waits in a call. A claim cannot be granted if it waits, and ready rows have no other
+    claim.
     """
     if is_alive(answers) or not any(answer.filled for answer in answers):
         return False
@@ -60,12 +63,12 @@ class Standstill:
 
     @property
     def can_spill(self) -> bool:
-        """Whether bytes, but no rows, still find room where nobody frees any."""
+        """Whether values, though not rows, can still be spilled when no client frees any."""
         return self.peer.spilling is not None and not self.peer.spilling.exhausted
 
     def lasts(self, for_bytes: bool, for_rows: bool) -> bool:
-        """Called by the clock: was it found often enough by now? for_bytes, for_rows: what
-        producers of this host wait for room for."""
+        """Called periodically: whether the deadlock was found often enough by now. for_bytes,
+        for_rows: whether producers of this host wait for bytes, for rows."""
         waits = for_rows or for_bytes and not self.can_spill
         if not waits or is_alive([self._here()]):
             self._looks = 0
@@ -100,7 +103,8 @@ class Standstill:
         self._done = done
 
     def can_free(self, caller: Caller, body: CanFree) -> Activity:
-        """Producers wait for room: no claim that waits here keeps rows from those who take some."""
+        """Note that producers wait for space: waiting claims give up their priority over
+        claims that take rows."""
         self.peer.calls.producers_wait()
         return self._here()
 

@@ -1,1 +1,1 @@
-"""What a peer says of itself, and what it does by the clock."""
+"""A peer's stats, metrics and events, and its periodic work."""

@@ -1,6 +1,5 @@
-"""What happens by the clock: lease limits, warm pages ahead of use, records of how full the arena
-is, the end of puts that wait in a standstill, and that of an embedded peer that nobody wants, with
-nothing that anybody can want.
+"""Periodic work: lease limits, prefaulting pages, records of arena usage, ending puts in a
+deadlock, and stopping an embedded peer that no client uses.
 
 One loop, a few times a second. It decides nothing that a message decides.
 """
@@ -52,7 +51,8 @@ class Janitor:
         """when the use of the arena was recorded, and how many bytes it was"""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
+        """Run until `stop` is set, by another part or by this loop when the peer has lingered
+        long enough."""
         peer, lingers = self.peer, self._linger_s is not None
         peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
         self._began = True
@@ -84,8 +84,8 @@ class Janitor:
                 pass
 
     def is_wanted(self) -> bool:
-        """Whether somebody uses this peer, or did so a short while ago. While one of a plane's
-        peers is wanted, all that came with their clients stay."""
+        """Whether a client uses this peer, or did a short while ago. While one peer of a run is
+        in use, all peers that were started with their clients stay."""
         sessions = self.peer.sessions
         if not self._began:
             return True
@@ -102,9 +102,9 @@ class Janitor:
         return self.host.now() - sessions.last_seen <= linger_s
 
     def is_over(self) -> bool:
-        """Whether the run has no name, had clients of which none is left, and nobody can come: the
-        process that it is called by has ended, or nothing can come of its partitions. It stays so:
-        nobody is let in any more."""
+        """Whether an unnamed run has had clients, has none left, and cannot get any: the process
+        that it is named after has exited, or its partitions cannot lead to anything. This is
+        final, because the peer then admits no client."""
         if self._unnamed and not self._over and self.peer.sessions.came:
             entries = self.host.entries.values()
             finished = self._brief and bool(entries)
@@ -145,8 +145,8 @@ class Janitor:
 
 
 async def prefaulted(arena: Arena, start: int, length: int) -> None:
-    """Wait for the process that allocates pages; it ends with the wait. OSError where it cannot be
-    started."""
+    """Wait for the process that allocates pages, which ends with this call. Raises OSError if it
+    cannot start."""
     child, loop, ended = arena.prefault(start, length), asyncio.get_running_loop(), asyncio.Event()
     try:
         pidfd = os.pidfd_open(child.pid)

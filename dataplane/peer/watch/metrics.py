@@ -1,10 +1,11 @@
-"""A peer's metrics, for Prometheus, and whether it is well, for whoever restarts it.
+"""A peer's metrics for Prometheus, and its health for a supervisor.
 
-One table of their names, and what they are now, read in one go on the peer's own loop: one that
-stands still answers nothing. Added up over partitions: a partition's name is never a label, or a
-long run would make a series for every step. What it costs grows with partitions, clients and pins,
-never with rows. Over HTTP: `/metrics`, `/healthz` (its loop answers), `/readyz` (it serves
-clients). Anybody who reaches the address may ask, so requests are few at a time and short.
+One table has their names. Their values are read together on the peer's own loop, so a stalled
+peer does not answer. Figures are summed over partitions: a partition's name is never a label,
+because a long run would create a series per step. The cost grows with partitions, clients and
+pins, never with rows. Over HTTP: `/metrics`, `/healthz` (the loop answers), `/readyz` (the peer
+serves clients). Any process that reaches the address may ask, so requests are short, and few run
+at the same time.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ GROUPS = {
     },
     "peer": {
         "info{plane,peer,address,version}": "Identity of the peer; always 1.",
-        "ready": "1 while the peer answers client calls.",
+        "ready": "1 if the peer answers client calls, else 0.",
         "clients": "Attached client processes.",
         "connections": "Client connections.",
         "client_held_bytes{client,how}": "Bytes reserved or pinned by each of the top 20 clients.",
-        "refused_total{door}": "Connections and frames that were refused.",
+        "refused_total{door}": "Connections and frames that the peer refused.",
     },
     "arena": {
         "arena_size_bytes": "Size of the arena.",
@@ -101,10 +102,12 @@ GROUPS = {
         "arena_largest_free_bytes": "Bytes of the largest free range.",
         "arena_touched_bytes": "Resident memory of the arena.",
         "arena_pinned_bytes": "Bytes in client views, or being read by other peers.",
-        "arena_quarantined_bytes": "Bytes still mapped by processes that lost their connection.",
+        "arena_quarantined_bytes": (
+            "Bytes still mapped by client processes that disconnected without exiting."
+        ),
         "arena_room_bytes{class}": "Bytes that an admission class can still reserve.",
         "cached_bytes": "Bytes of cached copies of other hosts' values.",
-        "second_copies": "Replicas of other peers' values stored here (replicas=2).",
+        "second_copies": ("Bytes of other peers' values stored here as replicas (replicas=2)."),
     },
     "spill": {
         "spill_bytes": "Bytes of rows in the spill file.",
@@ -126,12 +129,14 @@ GROUPS = {
         "backpressure_waits_total{class}": "Calls that had to wait for space.",
         "backpressure_wait_seconds_total{class}": "Total seconds of finished waits for space.",
         "backpressure_refused_total{class}": "Waits for space that ended in BackPressure.",
-        "starved_claims": "Claims waiting for space to pull into.",
+        "starved_claims": "Claims waiting for arena space to pull values into.",
     },
     "leases and stages": {
         "leases": "Leases held by clients of this host.",
-        "leases_abandoned_total": "Leases that ended with their client; the rows were returned.",
-        "leases_expired_total": "Leases that exceeded lease=; the rows were returned.",
+        "leases_abandoned_total": (
+            "Leases whose client closed or exited; their rows were returned."
+        ),
+        "leases_expired_total": "Leases that exceeded lease=; their rows were returned.",
         "rows_by_stage{stage,state}": "Rows of this peer's shards, by their state for a stage.",
         "stage_released_rows_total{stage}": "Rows that returned to a stage without an ack.",
         "stage_redelivered_rows_total{stage}": "Returned rows that were claimed again.",
@@ -145,27 +150,35 @@ GROUPS = {
         "metadata_bytes": "Memory used by metadata of rows.",
         "inline_bytes": "Bytes of small values stored in this peer's shards.",
         "tombstones": "Remembered names of dropped or freed rows and groups.",
-        "admission_version": "Version set by the last advance(), maximum over all partitions.",
-        "admission_lag": "How many versions the slowest group or permit is behind.",
+        "admission_version": (
+            "Version set by the last advance(); the maximum over all partitions."
+        ),
+        "admission_lag": "How many versions the slowest open group or permit is behind.",
     },
     "roster and backup": {
         "roster_epoch": "Epoch of the current roster.",
         "roster_members": "Members of the roster.",
-        "roster_leaving": "Members that are draining.",
+        "roster_leaving": "Members that are leaving the run.",
         "roster_unprotected": "Members whose shards have no backup in sync.",
         "backup_in_sync": "1 if another peer can take over this peer's shards.",
         "backup_behind": "Operations that the backup has not confirmed.",
     },
     "between hosts": {
-        "pulled_bytes_total": "Bytes pulled in bulk from other hosts.",
-        "pull_hits_total": "Chunks found in the cache of pulled copies.",
+        "pulled_bytes_total": "Bytes of values pulled from other hosts.",
+        "pull_hits_total": ("Chunks found in the cache of pulled copies, so they needed no pull."),
         "stage_remote_bytes_total{stage}": "Bytes of claimed rows from other hosts.",
-        "stage_transport_bytes_total{stage,transport}": "Bytes pulled for claims.",
+        "stage_transport_bytes_total{stage,transport}": (
+            "Bytes pulled for claims, by the transport that moved them."
+        ),
         "transport_bytes_total{transport,direction}": "Bytes moved between arenas.",
-        "transport_jobs_total{transport,outcome}": "Transfers into this arena.",
+        "transport_jobs_total{transport,outcome}": ("Transfers into this arena, by outcome."),
         "transport_restarts_total{transport}": "Restarts of bulk workers.",
-        "transport_peers{requested,transport}": "Peers read over a transport.",
-        "device_transport_peers{requested,transport}": "Peers with devices read over a transport.",
+        "transport_peers{requested,transport}": (
+            "Peers whose values this peer reads, by transport."
+        ),
+        "device_transport_peers{requested,transport}": (
+            "Peers whose device values this peer reads, by transport."
+        ),
     },
 }
 """By subject. Names are without the prefix `dataplane_`, with their labels. A name that ends in
@@ -180,8 +193,8 @@ Values = Mapping[Any, float]
 
 
 class Meters:
-    """What is counted of the calls of a host's clients, where metrics are shown at all: `observe`
-    is told of each that was answered, and takes a few microseconds."""
+    """Counters of clients' calls, if metrics are enabled. `observe` is called for each answered
+    call, and takes a few microseconds."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -205,7 +218,7 @@ class Meters:
         """by stage; of claims in microseconds"""
 
     def observe(self, request: m.Body, answer: m.Body, began: float) -> None:
-        """began: when the request came in (monotonic)."""
+        """Count an answered call. began: when the request arrived (monotonic)."""
         call = self.calls.get(type(request))
         if call is None:
             return
@@ -234,7 +247,7 @@ def _bytes_of_rows(values: tables.Values) -> int:
 
 
 def page() -> str:
-    """The table as docs/observe.md has it, in Markdown."""
+    """The table of docs/observe.md, in Markdown."""
     lines = ["| about | metrics |", "|---|---|"]
     for about, group in GROUPS.items():
         names = ["call_seconds{call}", *group] if about == "calls" else list(group)
@@ -243,12 +256,12 @@ def page() -> str:
 
 
 def serves(peer: Peer) -> bool:
-    """Whether calls of clients are answered here now: what `/readyz` says."""
+    """Whether this peer answers client calls now, as `/readyz` reports."""
     return peer.door.is_open and peer.host.serving.is_sure()
 
 
 def families_of(peer: Peer, meters: Meters) -> list[Metric]:
-    """On the peer's loop."""
+    """Return the current metrics. Call it on the peer's loop."""
     now = dict[str, float | Values]()
     for part in (_calls(meters), _memory(peer), _shards(peer), _roster(peer), _moved(peer)):
         now |= part
@@ -412,7 +425,7 @@ def _used(ways: dict[str, Any]) -> Values:
 
 
 class Metrics:
-    """Listens from the start, also while the peer waits to be let in."""
+    """Serves metrics from the start, also while the peer waits to join."""
 
     def __init__(self) -> None:
         self._meters = Meters()
@@ -421,7 +434,7 @@ class Metrics:
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> None:
-        """InvalidConfig, AddressInUse."""
+        """Start to listen. Raises InvalidConfig or AddressInUse."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
@@ -442,12 +455,13 @@ class Metrics:
         log.info("metrics: serving at http://%s:%d/metrics", host, port)
 
     def show(self, peer: Peer) -> None:
-        """From now on these are the peer's. What calls added up to stays, it is the process's."""
+        """Show the metrics of this peer. Counters of calls belong to the process and continue."""
         peer.door.observe = self._meters.observe
         self._peer = peer
 
     def hide(self) -> None:
-        """The peer ends. The address stays taken: another life may follow."""
+        """Stop showing the peer's metrics, because it ends. The address stays in use for its
+        successor."""
         self._peer = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,6 @@
-"""What a peer says of itself: `plane.stats()`, `part.stats()`, `dataplane status`.
+"""A peer's own figures, for `plane.stats()`, `part.stats()` and `dataplane status`.
 
-Plain nested dicts. A peer's figures are its own; a partition's are at its shard.
+Plain nested dicts. A peer reports its own figures; those of a partition come from its shard.
 """
 
 from __future__ import annotations

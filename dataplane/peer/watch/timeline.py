@@ -1,9 +1,9 @@
-"""What happened at this peer, and at the others for a client of this host, with the offset of their
+"""The events of this peer and of other peers, for a client of this host, with the offset of their
 clocks.
 
-A client asks the peer of its host for one peer's records after another, page by page, so no answer
-is larger than a page. An offset comes from the quickest of a few exchanges with that peer: it is
-wrong by half of the round trip at most.
+A client asks its peer for the records of one peer after another, page by page, so no reply is
+larger than a page. An offset comes from the quickest of a few exchanges with that peer. Its
+error is at most half of the round trip.
 """
 
 from __future__ import annotations
@@ -51,12 +51,16 @@ class Timeline:
         """by address, with the incarnation"""
 
     async def events(self, session: Session, request: Request, body: Events) -> EventsDone:
-        """A page of one peer's records. InvalidCall for a stranger, Unavailable."""
+        """Return a page of one peer's records. Raises InvalidCall for an unknown peer, or
+        Unavailable."""
         address = body.address or self.host.address
         if address == self.host.address:
             return self.events_here(self.host.caller(), body)
         if address not in self.host.roster.members:
-            raise InvalidCall(f"no peer of this plane has the address {address!r}")
+            raise InvalidCall(
+                f"no peer of this run has the address {address!r}: choose "
+                "one that dataplane status lists"
+            )
         known = self._clocks.get(address)
         if known is None or self.host.now() - known[1].asked > FRESH_S:
             for _ in range(EXCHANGES):

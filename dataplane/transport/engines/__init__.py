@@ -1,1 +1,1 @@
-"""Transports over libraries for RDMA and GPUs. A bulk worker imports the one that it runs."""
+"""Transports over libraries for RDMA and GPUs. A bulk worker imports only the one that it runs."""

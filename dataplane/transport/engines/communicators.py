@@ -1,9 +1,8 @@
-"""Two ranks that send memory to each other in order: what `nccl` needs of a library.
+"""Pairs of ranks that send memory to each other in order: the part of a library that `nccl` needs.
 
-`NcclRanks` are those of NCCL, by way of cupy. A rank does not tell one transfer from another: what
-one rank asks for first meets what the other asks for first, in pieces of the same lengths. A rank
-that waits for one that does not come can only be aborted. A new pair takes the place of an aborted
-one.
+`NcclRanks` uses NCCL through cupy. A rank cannot tell one transfer from another: the first
+request of one rank meets the first of the other, in pieces of the same lengths. A rank that
+waits for a peer that never comes can only be aborted. A new pair replaces an aborted one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _unique_ids = msgspec.msgpack.Decoder(bytes | tuple[int, ...])
 
 
 class Communicator(ABC):
-    """One of two ranks. Work is done in a thread of its own, in the order in which it is asked for;
-    one transfer is under way at a time."""
+    """One of two ranks. Work runs in a thread of its own, in the order of requests, one transfer
+    at a time."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -50,16 +49,16 @@ class Communicator(ABC):
         self._thread.start()
 
     def send(self, pieces: Pieces) -> None:
-        """Asks for these bytes to be sent; `done` tells when they were."""
+        """Request that these bytes be sent. `done` says when they were."""
         self._ask(lambda: self._move(pieces, sends=True))
 
     def receive(self, pieces: Pieces) -> None:
-        """Asks for these bytes to be received; `done` tells when they were."""
+        """Request that these bytes be received. `done` says when they were."""
         self._ask(lambda: self._move(pieces, sends=False))
 
     def done(self, timeout_s: float) -> bool:
-        """Whether all that was asked for is done, waiting for so long. TransferFailed where the
-        pair is broken."""
+        """Whether all requested work is done, after waiting this long. Raises TransferFailed if
+        the pair is broken."""
         done = self._idle.wait(timeout_s)
         if self._failure is not None or self.aborted:
             raise TransferFailed(
@@ -68,7 +67,7 @@ class Communicator(ABC):
         return done
 
     def abort(self) -> None:
-        """Ends both ranks' work; when it returns nothing of this one reads or writes memory."""
+        """Abort both ranks' work. When it returns, this rank neither reads nor writes memory."""
         self.aborted = True
         self._break()
         self._asked.put(None)
@@ -98,18 +97,18 @@ class Communicator(ABC):
 
 
 class Ranks(Protocol):
-    """What pairs are made of."""
+    """A factory of pairs."""
 
     def unique_id(self) -> bytes:
-        """Names a pair that two ranks will join, one of them in this process, as rank 0."""
+        """A name for a pair that two ranks will join, one of them in this process, as rank 0."""
         ...
 
     def join(self, unique_id: bytes, rank: int) -> Communicator:
-        """Blocks until the other rank joins too. TransferFailed."""
+        """Join a pair. Blocks until the other rank joins too. Raises TransferFailed."""
         ...
 
     def forget(self, unique_id: bytes) -> None:
-        """Nobody needs this pair: a join may end. Any thread, for any name."""
+        """Give up a pair, so that a join may end. Any thread may call this, for any name."""
         ...
 
 
@@ -117,7 +116,7 @@ _joins = threading.BoundedSemaphore(JOINS)
 
 
 def joined(ranks: Ranks, unique_id: bytes, rank: int, check: Callable[[], None]) -> Communicator:
-    """`Ranks.join` as long as `check` does not raise: what comes of it later is aborted."""
+    """`Ranks.join` as long as `check` does not raise. A pair that forms later is aborted."""
     while not _joins.acquire(timeout=CHECK_S):
         check()
     attempt = _Attempt(ranks, unique_id, rank)
@@ -173,7 +172,7 @@ class _Attempt:
 
 
 def wait(communicator: Communicator, check: Callable[[], None]) -> None:
-    """Until all that was asked of it is done. What `check` raises, or TransferFailed."""
+    """Wait until all requested work is done. Raises the error of `check`, or TransferFailed."""
     looked = time.monotonic()
     while not communicator.done(CHECK_S):
         if time.monotonic() - looked >= CHECK_S:
@@ -182,16 +181,16 @@ def wait(communicator: Communicator, check: Callable[[], None]) -> None:
 
 
 def shares_gpus() -> bool:
-    """Whether two ranks may be on one GPU. TransportMissing without NCCL."""
+    """Whether two ranks may use one GPU. Raises TransportMissing without NCCL."""
     allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return int(_nccl().get_version()) >= SHARING_VERSION and allowed
 
 
 class NcclRanks:
-    """Ranks on one GPU, which work with it, and with the memory of others that this one reaches.
-    TransportMissing without NCCL.
+    """Ranks of NCCL on one GPU, which also use the memory of other GPUs that this one can access.
+    Raises TransportMissing without NCCL.
 
-    NCCL refuses two ranks on one GPU before 2.30, and from there takes them where
+    NCCL before 2.30 refuses two ranks on one GPU. Later versions accept them if
     NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
     """
 
@@ -206,12 +205,14 @@ class NcclRanks:
         try:
             pair = _unique_ids.decode(unique_id)
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"received an invalid NCCL unique id: {exc}") from exc
+            raise ProtocolError(
+                f"received an invalid NCCL unique id: {exc}. Install the same release on both hosts"
+            ) from exc
         self._device.bind()
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
 
     def forget(self, unique_id: bytes) -> None:
-        """A join that nobody needs ends when the other rank's process does, see `JOINS`."""
+        """Give up a pair. The join ends when the other rank's process does, see `JOINS`."""
 
 
 RANKS: dict[str, Callable[[Device], Ranks]] = {CUDA: NcclRanks}
@@ -219,7 +220,8 @@ RANKS: dict[str, Callable[[Device], Ranks]] = {CUDA: NcclRanks}
 
 
 def ranks_on(device: Device) -> Ranks:
-    """Ranks that work with this device. TransportMissing where there are none for its kind."""
+    """Return ranks that work with this device. Raises TransportMissing if none exist for its
+    kind."""
     if device.kind not in RANKS:
         raise TransportMissing(
             f"transport nccl cannot use devices of kind {device.kind!r} (it supports: "
@@ -287,7 +289,8 @@ def _nccl() -> Any:
         ) from exc
     if not nccl.available:
         raise TransportMissing(
-            "cupy found no NCCL library for transport nccl: pip install 'dataplane-rl[nccl]'",
+            "transport nccl needs an NCCL library, but cupy found none: pip install "
+            "'dataplane-rl[nccl]'",
             transport="nccl",
         )
     return nccl

@@ -1,10 +1,9 @@
-"""Device memory of another peer of this host, copied by the GPU itself: CUDA IPC.
+"""CUDA IPC: device memory of another peer of this host, which the GPU itself copies.
 
-Runs in a bulk worker of its own, whose region is the device arenas of its peer. The card names the
-pools by their IPC handles; a reader opens its own pools and the owner's when it first needs them,
-and its device copies from pool to pool, also from one GPU to another where these have access to
-each other. Nothing here knows CUDA: a device of another kind that can open pools is read the same
-way.
+Runs in a bulk worker of its own, whose region is the device arenas of its peer. The card names
+the pools by their IPC handles. A reader opens its own pools and the owner's when it first needs
+them, and its device copies from pool to pool, also between GPUs that can access each other.
+Nothing here is specific to CUDA: any kind of device that can open pools is read the same way.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ Opened = tuple[PlacedPool, Pool]
 
 
 class Card(msgspec.Struct, array_like=True):
-    """host: where these handles mean anything. pools: where each begins in the region."""
+    """The card of a region. host: where these handles are valid. pools: where each starts in the
+    region."""
 
     host: str
     pools: list[tuple[int, PoolHandle]]
@@ -121,7 +121,8 @@ class CudaIpcTransport(Transport):
             if placed.holds(dest, nbytes):
                 return device, pool.address + dest - placed.start
         raise ProtocolError(
-            f"{nbytes} bytes at offset {dest} are outside the device arenas of this peer"
+            f"{nbytes} bytes at offset {dest} are outside the device arenas of this peer: "
+            "install the same release on both sides"
         )
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
@@ -131,7 +132,8 @@ class CudaIpcTransport(Transport):
                 pool = self._open(theirs, handle, device)
                 return pool.address + source - start
         raise ProtocolError(
-            f"{nbytes} bytes at offset {source} are outside the device arenas of the owner"
+            f"{nbytes} bytes at offset {source} are outside the device arenas of the "
+            "owner: install the same release on both sides"
         )
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
@@ -165,7 +167,8 @@ class CudaIpcTransport(Transport):
 
 
 def this_host() -> str:
-    """The same for processes that can open each other's handles: one kernel, one PID namespace."""
+    """The same text for processes that can open each other's handles: one kernel, one PID
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -175,7 +178,8 @@ def _card(key: RegionKey) -> Card:
         card = msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
         raise TransferFailed(
-            f"received an invalid {NAME} card from the owner of the values: {exc}"
+            f"received an invalid {NAME} card from the owner of the values: {exc}. "
+            "Install the same release on both peers"
         ) from exc
     if card.host != this_host():
         raise TransportMissing(

@@ -1,8 +1,8 @@
 """UCX's C library, as far as one-sided reads need it: ctypes over the handles of ucxx or ucx-py.
 
-Neither binds registered memory, remote keys and `get` the same way (ucxx not at all), and neither
-closes an end point by force unless it knows that it failed. Runs in a bulk worker. All calls of one
-`UcpWorker` come from one thread. Names and layouts are those of ucp.h 1.11 and later.
+Neither binds registered memory, remote keys and `get` (ucxx binds none of them), and neither
+closes an endpoint by force unless it knows that it failed. Runs in a bulk worker. All calls of
+one `UcpWorker` come from one thread. Names and layouts are those of ucp.h 1.11 and later.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SETTINGS = {
 
 
 def settle(environ: MutableMapping[str, str] = os.environ) -> None:
-    """To be called before UCX is loaded: it reads its variables once."""
+    """Set UCX's variables. Call this before UCX is loaded, because it reads them once."""
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
 
@@ -161,9 +161,9 @@ def _library() -> ctypes.CDLL:
 
 
 class UcpWorker:
-    """A UCP worker, the region registered with its context, and what it does with both.
+    """A UCP worker, the region registered with its context, and the operations on both.
 
-    context, worker: `ucp_context_h` and `ucp_worker_h`, owned by the caller and kept alive by it.
+    context, worker: `ucp_context_h` and `ucp_worker_h`, owned and kept alive by the caller.
     """
 
     def __init__(self, context: int, worker: int) -> None:
@@ -183,7 +183,7 @@ class UcpWorker:
         """Readable when there is something to `progress`, once `arm` has said so."""
 
     def address(self) -> bytes:
-        """What another worker needs to `connect`."""
+        """The address that another worker needs to `connect`."""
         address, length = c_void_p(), c_size_t()
         status = self._library.ucp_worker_get_address(self._worker, byref(address), byref(length))
         self._checked(status, "get_address")
@@ -193,7 +193,7 @@ class UcpWorker:
             self._library.ucp_worker_release_address(self._worker, address)
 
     def register(self, address: int, nbytes: int, on_gpu: bool = False) -> bytes:
-        """Registers memory, once, for reads from elsewhere and into it: its packed remote key."""
+        """Register memory, once, for reads from and into it. Return its packed remote key."""
         params = _MapParams(
             field_mask=19 if on_gpu else 3,
             address=address,
@@ -213,10 +213,9 @@ class UcpWorker:
             self._library.ucp_rkey_buffer_release(packed)
 
     def connect(self, address: bytes, packed_key: bytes, into: int = 0) -> UcpLine:
-        """A new end point, with error handling on, for reads of what the key is of, into what was
-        registered here first, or as number `into` behind that.
-
-        Unavailable where no lane leads there."""
+        """Open an endpoint, with error handling, to read the memory of the key into the memory
+        that was registered here first, or as number `into` after it. Raises Unavailable if no
+        lane leads there."""
         params = _EndpointParams(
             field_mask=7, address=address, err_mode=_PEER_ERRORS, on_error=self._on_error
         )
@@ -235,18 +234,18 @@ class UcpWorker:
         return UcpLine(self, self._library, endpoint.value or 0, key, self._memory[into])
 
     def progress(self) -> bool:
-        """Does a little of what is to do; False where there was nothing."""
+        """Make some progress. Return False if there was nothing to do."""
         return bool(self._progress(self._worker))
 
     def arm(self) -> bool:
-        """True: `event_fd` will tell. False: there is something to progress first."""
+        """Return True if `event_fd` will signal, or False if there is work to progress first."""
         status = self._library.ucp_worker_arm(self._worker)
         if status != _BUSY:
             self._checked(status, "arm")
         return bool(status == 0)
 
     def status(self, request: int) -> int:
-        """PENDING, or how it ended: 0 for well. What has ended is freed."""
+        """PENDING, or the final status: 0 for success. A finished request is freed."""
         status: int = self._check_status(request)
         if status != PENDING:
             self._library.ucp_request_free(request)
@@ -257,7 +256,8 @@ class UcpWorker:
         return told.decode()
 
     def close_endpoint(self, endpoint: int) -> None:
-        """By force: every request on it ends within the next `progress`, and writes no more."""
+        """Close an endpoint by force: every request on it ends within the next `progress`, and
+        writes no more."""
         params = _RequestParams(op_attr_mask=16, flags=_FORCE)
         request = self._library.ucp_ep_close_nbx(endpoint, byref(params))
         if request > 0 or request < _LAST_ERROR:
@@ -267,11 +267,15 @@ class UcpWorker:
 
     def _checked(self, status: int, what: str) -> None:
         if status:
-            raise TransferFailed(f"UCX cannot {what}: {self.text(status)}", status=status)
+            raise TransferFailed(
+                f"UCX cannot {what}: {self.text(status)}. Check UCX_TLS "
+                "and the peer's log, then repeat the call",
+                status=status,
+            )
 
 
 class UcpLine:
-    """An end point to another worker, and the key of the region there."""
+    """An endpoint to another worker, and the key of the region there."""
 
     def __init__(
         self,
@@ -294,13 +298,14 @@ class UcpLine:
         self._by = byref(self._params)
 
     def get(self, address: int, nbytes: int, remote_address: int) -> int:
-        """Starts reading into registered memory: a request, 0 if it is done. TransferFailed."""
+        """Start to read into registered memory. Return the request, 0 if it is done. Raises
+        TransferFailed."""
         request: int = self._get(
             self._endpoint, address, nbytes, remote_address, self._key, self._by
         )
         if _LAST_ERROR <= request < 0:
             told = self._worker.text(request)
-            raise TransferFailed(f"a UCX read failed: {told}; repeat the call", status=request)
+            raise TransferFailed(f"a UCX read failed: {told}. Repeat the call", status=request)
         return request
 
     def _lanes(self) -> tuple[str, ...]:
@@ -316,6 +321,6 @@ class UcpLine:
         )
 
     def close(self) -> None:
-        """By force, see `UcpWorker.close_endpoint`."""
+        """Close by force, see `UcpWorker.close_endpoint`."""
         self._library.ucp_rkey_destroy(self._key)
         self._worker.close_endpoint(self._endpoint)

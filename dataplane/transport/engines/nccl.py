@@ -1,10 +1,10 @@
 """NCCL as a transport: device memory between hosts, sent by the owner's worker to the reader's.
 
 Runs in a bulk worker that has opened its device arenas. The two workers are the two ranks of a
-pair, which is made when it is first needed; its unique id travels in the card of the hold, over our
-authenticated connection. NCCL cannot tell transfers apart, so a reader takes them in turn, one at a
-time from each owner. A transfer that fails on either side ends its pair: the reader names another
-one with its next hold. Only `communicators` knows NCCL.
+pair, which is made when first needed. Its unique id travels in the card of the hold, over an
+authenticated connection. NCCL cannot tell transfers apart, so a reader runs them one at a time
+per owner. A transfer that fails on either side ends its pair, and the reader names another one
+with its next hold. Only `communicators` uses NCCL.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ PAIRS = 64
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """host, gpu: where a rank is. The rest a reader says with each hold: who it is, in which life
-    of its worker, and which pair it will take; joined: it is in that pair already."""
+    """The card of a rank. host, gpu: where it is. The rest comes with each hold: the reader, the
+    incarnation of its worker, and the pair that it will use. joined: it has joined that pair
+    already."""
 
     host: str
     gpu: str
@@ -99,8 +100,8 @@ class NcclTransport(Transport):
         self._opened: tuple[OpenRegion, Ranks] | None = None
 
     def register(self, region: Region) -> RegionKey:
-        """Looks for NCCL; the device is opened when there is something to move, as that takes some
-        of its memory."""
+        """Look for NCCL. The device is opened when there is something to move, because that uses
+        device memory."""
         first = region.pools[0].handle
         self._region = region
         self._shares = first.kind == CUDA and shares_gpus()
@@ -243,4 +244,6 @@ def _card(key: RegionKey) -> Card:
     try:
         return msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"received an invalid {NAME} card: {exc}") from exc
+        raise ProtocolError(
+            f"received an invalid {NAME} card: {exc}. Install the same release on both hosts"
+        ) from exc

@@ -1,14 +1,14 @@
 """NIXL as a transport: one-sided reads of the owner's memory by lists of addresses.
 
-Runs in a bulk worker. NIXL tells nothing of its own accord, so somebody must poll, and an agent is
-then never used from two threads: one makes all of its calls. Large reads go in pieces, in turn, so
-that a small one does not wait for them. A piece that was posted is polled to its end, whatever
-becomes of the read: NIXL cannot promise that a piece given up writes nothing any more. Between
-peers of one host the reader's processor copies the bytes: there a second thread, with an agent of
-its own, takes half of the pieces of a large read.
+Runs in a bulk worker. NIXL has no notifications, so one thread polls it, and makes all calls of an
+agent. Large reads are cut into pieces that take turns, so that a small read does not wait for them.
+A posted piece is polled to its end, even if the read was cancelled, because NIXL cannot promise
+that an abandoned piece writes nothing any more. Between peers of one host the reader's processor
+copies the bytes: a second thread, with an agent of its own, then copies half of the pieces of a
+large read.
 
-The region is the arena, or device arenas that this process opened by their handles. Which of them
-a driver lets a network card register, only trying it tells.
+The region is the arena, or device arenas that this process opened by their handles. Only an
+attempt shows which of them a driver can register with a network card.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ logger = logging.getLogger(__name__)
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """metadata: of the owner's NIXL agent. on_gpu: whether NIXL knows the stretches as memory of a
-    GPU. host: of processes that may read each other's memory, see `this_host`; "": not told."""
+    """The card of a region. metadata: of the owner's NIXL agent. on_gpu: whether NIXL treats the
+    memory as GPU memory. host: of processes that may read each other's memory, see `this_host`;
+    "" if unknown."""
 
     metadata: bytes
     stretches: list[Stretch]
@@ -95,7 +96,7 @@ _cards = msgspec.msgpack.Decoder(Card)
 
 
 class NixlTransport(Transport):
-    """See the module."""
+    """The transport of this module."""
 
     capabilities = Capabilities(
         name="nixl",
@@ -120,7 +121,9 @@ class NixlTransport(Transport):
         try:
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot describe this peer's memory: {exc!r}") from exc
+            raise TransportMissing(
+                f"nixl cannot describe this peer's memory: {exc!r}. Choose another --transport"
+            ) from exc
         self._reads = NixlReads(self._bound, self._memory)
         self._reads.start()
         host = "" if region.pools else self._host  # only host memory is copied by processors
@@ -184,7 +187,9 @@ class NixlTransport(Transport):
         try:
             agent.register_memory(memory, self._memory, [BACKEND])
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot register this peer's memory: {exc!r}") from exc
+            raise TransportMissing(
+                f"nixl cannot register this peer's memory: {exc!r}. Choose another --transport"
+            ) from exc
 
 
 def _host() -> str:
@@ -216,7 +221,9 @@ def _card(key: RegionKey) -> Card:
     try:
         return _cards.decode(key.card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"received an invalid nixl card: {exc}") from exc
+        raise ProtocolError(
+            f"received an invalid nixl card: {exc}. Install the same release on both hosts"
+        ) from exc
 
 
 def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:
@@ -249,7 +256,9 @@ def _agent(name: str) -> Any:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
         agent = nixl.nixl_agent(name, config)
     except Exception as exc:
-        raise TransportMissing(f"nixl failed to start: {exc!r}; see the peer's log") from exc
+        raise TransportMissing(
+            f"nixl failed to start: {exc!r}. See the peer's log, or choose another --transport"
+        ) from exc
     if BACKEND not in agent.backends:
         raise TransportMissing(f"the installed nixl has no {BACKEND} plugin: reinstall its wheel")
     return agent
@@ -273,9 +282,9 @@ def _imported() -> Any:
 
 
 class NixlRead:
-    """A read on its way: the pieces that are left, and the one that is posted.
+    """A read in flight: the pieces that are left, and the one that is posted.
 
-    generation, metadata, memory: of the owner's region, its agent, and what NIXL takes it for.
+    generation, metadata, memory: the owner's region, its agent, and its kind of memory for NIXL.
     check: as `Held.check`.
     """
 
@@ -300,7 +309,8 @@ class NixlRead:
         self._checked = time.monotonic()
 
     def check(self) -> None:
-        """Notes that nobody needs the bytes any more; seldom, as it asks the kernel."""
+        """Note whether the bytes are no longer needed. Called seldom, because it asks the
+        kernel."""
         if self.error is None and time.monotonic() - self._checked > CHECK_S:
             self._checked = time.monotonic()
             try:
@@ -310,10 +320,11 @@ class NixlRead:
 
 
 class NixlReads(threading.Thread):
-    """The thread that makes all of an agent's calls.
+    """The thread that makes all calls of an agent.
 
-    opened: called in this thread, gives an agent that has the region registered. memory: what NIXL
-    takes the region for. Where there is no agent `ready` stays False and nothing is read.
+    opened: called in this thread, returns an agent that has the region registered. memory: the
+    kind of memory of the region for NIXL. Without an agent `ready` stays False and nothing is
+    read.
     """
 
     def __init__(self, opened: Callable[[], Any], memory: str, name: str = "nixl") -> None:

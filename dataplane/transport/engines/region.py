@@ -1,8 +1,8 @@
-"""A region as engines register it: stretches of addresses, the arena or each device arena.
+"""A region as engines register it: address ranges, the arena or each device arena.
 
-Runs in a bulk worker. Device arenas are opened by their handles, which keeps them mapped for as
-long as the region is. Offsets are those of the region, in which device arenas follow each other; no
-piece of a transfer may cross from one stretch into the next.
+Runs in a bulk worker. Device arenas are opened by their handles, and stay mapped as long as the
+region exists. Offsets are those of the region, in which device arenas follow each other. No
+piece of a transfer may cross from one address range into the next.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Numbers = npt.NDArray[np.intp]
 
 
 class Stretch(msgspec.Struct, array_like=True, frozen=True):
-    """`nbytes` from `start` in the region are at `address` in its process. device: the number of
-    its GPU there; 0 for host memory too."""
+    """An address range: `nbytes` from `start` in the region are at `address` in its process.
+    device: the number of its GPU there; also 0 for host memory."""
 
     start: int
     address: int
@@ -33,11 +33,14 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Stretches:
-    """Of one region, ours or another's. ProtocolError where there are none."""
+    """The address ranges of a region, local or remote. Raises ProtocolError if there are none."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         if not stretches:
-            raise ProtocolError("the region is empty: expected at least one memory range")
+            raise ProtocolError(
+                "the region is empty: expected at least one memory "
+                "range. Install the same release on both hosts"
+            )
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
@@ -48,7 +51,8 @@ class Stretches:
         return np.maximum(found, 0)
 
     def descriptors(self, offsets: Offsets, nbytes: Offsets) -> npt.NDArray[np.uint64]:
-        """A row of address, length, device for each piece. ProtocolError for one outside."""
+        """A row of address, length and device for each piece. Raises ProtocolError for one
+        outside."""
         at = self.which(offsets)
         inside = offsets - self._starts[at]
         sizes = self._sizes[at]
@@ -56,15 +60,17 @@ class Stretches:
         outside |= nbytes > sizes - np.minimum(inside, sizes)
         if outside.any():
             raise ProtocolError(
-                f"{int(outside.sum())} pieces of this transfer are outside the region's memory"
+                f"{int(outside.sum())} pieces of this transfer are outside the region's "
+                "memory: install the same release on both hosts"
             )
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
 
 
 class OpenRegion:
-    """The region of this worker. TransportMissing where its device arenas cannot be opened here.
+    """The region of this worker. Raises TransportMissing if its device arenas cannot be opened
+    here.
 
-    by_one: the first device reaches the memory of all, and none of the others is asked.
+    by_one: the first device can access the memory of all, so the others are not opened.
     """
 
     def __init__(self, region: Region, by_one: bool = False) -> None:
@@ -76,7 +82,9 @@ class OpenRegion:
         try:
             stretches = [self._opened(placed.start, placed.handle) for placed in region.pools]
         except DeviceMissing as exc:
-            raise TransportMissing(f"the device arena cannot be opened: {exc.message}") from exc
+            raise TransportMissing(
+                f"cannot open the device arena: {exc.message}. Choose another --transport"
+            ) from exc
         if not region.pools:
             stretches = [Stretch(0, region.address, region.nbytes)]
         self.stretches = Stretches(stretches)
@@ -94,6 +102,6 @@ class OpenRegion:
         return Stretch(start, pool.address, pool.nbytes, device.number)
 
     def bind(self) -> None:
-        """This thread may call an engine that finds the devices' contexts by itself."""
+        """Prepare this thread for an engine that finds the devices' contexts by itself."""
         for device in reversed(self.devices):
             device.bind()

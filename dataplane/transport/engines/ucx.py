@@ -1,10 +1,10 @@
 """UCX as a transport: one-sided reads of registered arenas, through ucxx (or ucx-py's `ucp`).
 
-Runs in a bulk worker. One thread makes all of UCX's calls, in its blocking progress mode; the
-threads that read wait for it. A read is cut into pieces, so that a small one never waits for a
-large one to end, and has an end point of its own while it lasts: closed by force, it stops at once
-and surely, whether the owner is stopped, dead or well; one that ended well is kept for the next.
-Worker addresses and keys travel in the region's card, over our own authenticated connections.
+Runs in a bulk worker. One thread makes all of UCX's calls, in its blocking progress mode;
+reading threads wait for it. A read is cut into pieces, so that a small one never waits for a
+large one. Each read has an endpoint of its own: closing it by force stops the read at once,
+whether the owner is stopped, dead or well. An endpoint whose read succeeded is kept for the next
+read. Worker addresses and keys travel in the region's card, over authenticated connections.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Column = npt.NDArray[np.uint64]
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """What a reader needs of an owner's region. keys: the remote key of each stretch."""
+    """The card of a region. keys: the remote key of each address range."""
 
     worker: bytes
     stretches: list[Stretch]
@@ -73,7 +73,7 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UcxTransport(Transport):
-    """Both sides; the owner's has nothing to do but to progress."""
+    """Both sides of the transport. The owner's side only makes progress."""
 
     capabilities = Capabilities("ucx", frozenset({"host", "cuda"}), one_sided=True)
 
@@ -87,9 +87,15 @@ class UcxTransport(Transport):
         self._reads = UcxReads(self._opened)
         self._reads.start()
         if not self._reads.opened.wait(START_S):
-            raise TransportMissing(f"UCX did not start within {START_S:g} s: see the peer's log")
+            raise TransportMissing(
+                f"UCX did not start within {START_S:g} s: see the "
+                "peer's log, or choose another --transport"
+            )
         if self._reads.failure is not None:
-            raise TransportMissing(f"UCX failed to start: {self._reads.failure}")
+            raise TransportMissing(
+                f"UCX failed to start: {self._reads.failure}. See the "
+                "peer's log, or choose another --transport"
+            )
         return RegionKey(secrets.randbits(48), self._card)
 
     def read(self, request: ReadRequest) -> None:
@@ -153,11 +159,13 @@ def _card(raw: bytes) -> Card:
     try:
         card = msgspec.msgpack.decode(raw, type=Card)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"received an invalid ucx card: {exc}") from exc
+        raise ProtocolError(
+            f"received an invalid ucx card: {exc}. Install the same release on both hosts"
+        ) from exc
     if len(card.keys) != len(card.stretches):
         raise ProtocolError(
-            f"invalid ucx card: expected one key per part of memory, got {len(card.keys)} keys "
-            f"for {len(card.stretches)} parts"
+            f"invalid ucx card: expected one key per part of memory, got {len(card.keys)} "
+            f"keys for {len(card.stretches)} parts. Install the same release on both hosts"
         )
     return card
 
@@ -182,8 +190,8 @@ def _binding() -> Any:
 
 
 class Target(NamedTuple):
-    """generation: of the owner's region. worker, key: its UCX worker's address, the remote key of
-    the stretch that is read. into: the number of the stretch here."""
+    """The remote side of a read. generation: of the owner's region. worker, key: its UCX
+    worker's address and the remote key. into: the number of the local address range."""
 
     generation: int
     worker: bytes
@@ -192,7 +200,8 @@ class Target(NamedTuple):
 
 
 class Fetch:
-    """One read. `done` is set when it has ended, `error` says how; then nothing writes any more."""
+    """One read. `done` is set when it has ended, and `error` says how. Nothing writes after
+    that."""
 
     def __init__(
         self, owner: Owner, target: Target, dests: Column, sources: Column, sizes: Column
@@ -210,16 +219,17 @@ class Fetch:
 
     @property
     def follows(self) -> bool:
-        """Through shared memory reads of one owner follow each other: side by side they gain
-        nothing, and took a third longer."""
+        """Whether reads of one owner run one after another: through shared memory, parallel
+        reads gain nothing, and took a third longer."""
         return self.in_memory and bool(self.left)
 
 
 class UcxReads(threading.Thread):
-    """The thread that makes all of UCX's calls: it reads what others submit. A failure in it ends
-    the bulk worker: nobody else could say what UCX still writes.
+    """The thread that makes all of UCX's calls. It runs the reads that other threads submit. A
+    failure in it ends the bulk worker, because nothing else could tell what UCX still writes.
 
-    open_worker: called in this thread; what it raises is in `failure` when `opened` is set."""
+    open_worker: called in this thread; its error is in `failure` when `opened` is set.
+    """
 
     def __init__(self, open_worker: Callable[[], UcpWorker]) -> None:
         super().__init__(name="ucx", daemon=True)
@@ -241,11 +251,11 @@ class UcxReads(threading.Thread):
         self._ask(lambda ucp: self._begin(ucp, fetch))
 
     def stop(self, fetch: Fetch) -> None:
-        """It ends soon, with an error unless it has ended."""
+        """End a read soon, with an error unless it has ended."""
         self._ask(lambda ucp: self._stop(ucp, fetch))
 
     def forget(self, owner: Owner) -> None:
-        """Closes what is kept for an owner."""
+        """Close what is kept for an owner."""
         self._ask(lambda _: self._forget(owner))
 
     def _ask(self, what: Callable[[UcpWorker], None]) -> None:
@@ -303,7 +313,13 @@ class UcxReads(threading.Thread):
 
     def _stop(self, ucp: UcpWorker, fetch: Fetch) -> None:
         if fetch in self._live:
-            self._end(ucp, fetch, TransferFailed("the read was cancelled"))
+            self._end(
+                ucp,
+                fetch,
+                TransferFailed(
+                    "the caller cancelled the read: repeat it if its values are still needed"
+                ),
+            )
 
     def _forget(self, owner: Owner) -> None:
         for _, line in self._idle.pop(owner, []):

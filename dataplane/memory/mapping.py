@@ -8,6 +8,7 @@ extents is ever opened for writing, and no view comes from there.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -68,14 +69,21 @@ def _no_arena() -> PeerLost:
 class Pin:
     """What the peer holds for one reply. It goes when the last view of that reply is gone.
 
-    Watch it with `weakref.finalize`. It is no buffer, so numpy refuses to make views writable.
+    It is no buffer, so numpy refuses to make views writable.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "number")
+    __slots__ = ("__weakref__", "_gone", "_mapping", "number")
 
-    def __init__(self, mapping: _Mapping | None, number: int) -> None:
+    def __init__(
+        self, mapping: _Mapping | None, number: int, gone: Callable[[], object] | None
+    ) -> None:
         self.number = number
         self._mapping = mapping
+        self._gone = gone
+
+    def __del__(self) -> None:
+        if self._gone is not None and not sys.is_finalizing():
+            self._gone()
 
     def __repr__(self) -> str:
         return f"<Pin {self.number}>"
@@ -97,9 +105,10 @@ class ReadMap:
     def __repr__(self) -> str:
         return f"<ReadMap {self.size_bytes} B>"
 
-    def pin(self, number: int) -> Pin:
-        """The pin of a reply; 0 where the peer pinned nothing."""
-        return Pin(self._mapping, number)
+    def pin(self, number: int, gone: Callable[[], object] | None = None) -> Pin:
+        """The pin of a reply; 0 where the peer pinned nothing. gone: called once the last view of
+        the reply is gone, from any thread and by the collector, but not when the process exits."""
+        return Pin(self._mapping, number, gone)
 
     def close(self) -> None:
         """Let go of the arena: it stays mapped for as long as there are views."""

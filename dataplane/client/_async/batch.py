@@ -172,7 +172,7 @@ class LeasedRows(Converting):
         self.lease = Lease(handle, stage, claimed)
         self._of: LeasedRows | None = None
         """the rows that these rows are a part of"""
-        self._where: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self._where: npt.NDArray[np.intp] | None = None
         """positions of these rows in `_of`"""
         self._at: npt.NDArray[np.intp] | None = None
         self._outcome = ""
@@ -333,7 +333,7 @@ class Batch(LeasedRows):
                     "values were added to the batch, and the ack stores them. Ack the batch first",
                     fields=sorted(added),
                 )
-            if self._of is not None:  # for all of them at once
+            if self._of is not None and self._where is not None:  # for all of them at once
                 missing = [name for name in fields if name not in self._of]
                 if missing:
                     await self._of._more(missing, timeout)

@@ -130,7 +130,7 @@ class Lease:
         self.id = claimed.lease
         self.n = len(claimed.table.rows.keys) // KEY.itemsize
         self.state = "leased"
-        self._groups = column(claimed.table.rows.group_index, U4)
+        self._groups = claimed.table.rows.group_index
         self._open: npt.NDArray[np.bool_] | None = None
         """per row: whether it is neither finished nor dropped; None: all rows are open"""
         self._added: list[Added] = []
@@ -209,9 +209,9 @@ class Lease:
 
     def _groups_of(self, rows: int) -> list[int] | None:
         """The group of each of these rows, in their order."""
-        if not len(self._groups):
+        if not self._groups:
             return None
-        groups: list[int] = self._groups.tolist()
+        groups: list[int] = column(self._groups, U4, self.n).tolist()
         return groups if rows == all_of(self.n) else [groups[row] for row in rows_of(rows)]
 
     def _give_up_refused(self, at: int) -> None:

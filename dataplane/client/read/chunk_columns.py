@@ -34,7 +34,14 @@ class ChunkColumn:
         self.spec = spec
         self.rows = rows
         self.lengths = lengths
-        self.bounds = _bounds(spec, rows, lengths)
+        counts, width = lengths, spec.width
+        if width > 1:
+            counts = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
+        elif spec.kind == "object":
+            counts = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
+        self.bounds: Sequence[int] = (
+            list(accumulate(counts, initial=0)) if width else range(rows + 1)
+        )
         self.memory = memory
         self.start = start
         self._flat: Array | None = None
@@ -48,11 +55,6 @@ class ChunkColumn:
     @property
     def is_array(self) -> bool:
         return self.spec.kind == "array"
-
-    @property
-    def end(self) -> int:
-        """Where in the memory of the chunk the last row ends."""
-        return self.start + self.bounds[-1] * self.spec.unit_bytes
 
     def shape_of(self, row: int) -> tuple[int, ...]:
         """The shape of a row, which is an array."""
@@ -135,26 +137,13 @@ def columns_of(
         mine = numbers if len(specs) == 1 else numbers[begin : begin + spec.width * rows]
         begin += len(mine)
         column = ChunkColumn(spec, rows, mine, memory, aligned(end))
-        end = column.end
+        end = column.start + column.bounds[-1] * spec.unit_bytes
         found.append(column)
     if end != len(memory):
         raise ProtocolError(
             f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}"
         )
     return found
-
-
-def _bounds(spec: ColumnSpec, rows: int, lengths: list[int]) -> Sequence[int]:
-    width = spec.width
-    if not width:
-        return range(rows + 1)
-    if width > 1:
-        counts = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
-    elif spec.kind == "object":
-        counts = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
-    else:
-        counts = lengths
-    return list(accumulate(counts, initial=0))
 
 
 def _closed(shape: tuple[int, ...], lengths: list[int]) -> tuple[int, ...]:

@@ -46,12 +46,11 @@ class DeviceTableReader(TableReader):
         super().__init__(table, pin)
         self._devices = devices
 
-    def _view(
-        self, field: str, runs: list[Run], name_of: Callable[[int], object] | None
-    ) -> ColumnView:
-        if any([isinstance(run.column, DeviceChunkColumn) for run in runs]):
-            return DeviceColumn(field, runs, name_of)
-        return ColumnView(field, runs, name_of)
+    def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
+        view = super().view(field, name_of)
+        if any([isinstance(run.column, DeviceChunkColumn) for run in view.runs]):
+            return DeviceColumn(field, view.runs, name_of)
+        return view
 
     def _memory(self, offset: int, nbytes: int) -> Memory:
         if offset < self._devices.arena_bytes:

@@ -7,7 +7,7 @@ not fit its chunk or the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import pairwise
 from operator import itemgetter
@@ -19,7 +19,7 @@ from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, Run, cut, stretches
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.bits import in_bytes, rows_of
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.wire import layouts
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, U8, column
@@ -28,7 +28,6 @@ from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
 
-_NO_CHUNK = Chunk(0, 0, 0, 0, 0)
 _Stretch = tuple[int, int, int]
 """A row of the table, and from which to which row of the chunk its value and the following are."""
 
@@ -74,11 +73,6 @@ class TableReader:
             runs = self._runs[field] = self._find(field)
         if self._rows is not None:
             runs = cut(runs, self._chosen)
-        return self._view(field, runs, name_of)
-
-    def _view(
-        self, field: str, runs: list[Run], name_of: Callable[[int], object] | None
-    ) -> ColumnView:
         return ColumnView(field, runs, name_of)
 
     def _find(self, field: str) -> list[Run]:
@@ -176,19 +170,20 @@ def _uses(values: Values) -> dict[str, list[tuple[int, int]]]:
     return dict(zip(values.fields, uses, strict=True))
 
 
-def _check_rows(piece: Piece, given: int, count: int) -> None:
+def _rows_of(piece: Piece, count: int) -> Sequence[int]:
+    """The rows of the table that a piece has, counted from its base. count: rows of the table."""
+    given = int.from_bytes(piece.given, "little")
     if not given or piece.base < 0 or piece.base + given.bit_length() > count:
         raise ProtocolError(
             f"invalid rows of a piece: expected one or more of the {count} rows of the table, got "
             f"{given.bit_count()} from row {piece.base} on"
         )
+    return rows_of(given)
 
 
 def _stretches(piece: Piece, chunk_rows: int, count: int) -> list[_Stretch]:
     """Where the rows of a piece are in its chunk."""
-    given, base = in_bytes(piece.given), piece.base
-    _check_rows(piece, given, count)
-    rows, first = rows_of(given), piece.first
+    rows, base, first = _rows_of(piece, count), piece.base, piece.first
     at = column(piece.at, U4, len(rows)).tolist() if piece.at else None
     end = first + len(rows) if at is None else max(at) + 1
     if first < 0 or end > chunk_rows:
@@ -216,15 +211,16 @@ def _check_page(table: Table) -> None:
                 f"chunk {number} has layout {chunk.layout} of {len(values.layouts)}"
             )
     for piece in values.pieces:
-        _check_rows(piece, in_bytes(piece.given), count)
+        _rows_of(piece, count)
 
 
 def volume(values: Values) -> int:
     """About the bytes of these values: of each chunk, the share of its rows that pieces use."""
     total, chunks = 0, values.chunks
     for piece in values.pieces:
-        chunk = chunks[piece.chunk] if 0 <= piece.chunk < len(chunks) else _NO_CHUNK
-        total += chunk.nbytes * in_bytes(piece.given).bit_count() // max(1, chunk.rows)
+        if 0 <= piece.chunk < len(chunks) and (chunk := chunks[piece.chunk]).rows > 0:
+            given = int.from_bytes(piece.given, "little")
+            total += chunk.nbytes * given.bit_count() // chunk.rows
     return total
 
 

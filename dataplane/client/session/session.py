@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -205,15 +205,13 @@ class Session:
     def pinned(self, *pins: int) -> Pin:
         """One object for the pins of an answer: when its last view dies, they are released."""
         held = [p for p in pins if p]
-        pin = self.reads.pin(held[0] if held else 0)
-        if held:
-            with self._lock:
-                self._pins += len(held)
-            devices = self.devices if self.devices is not None and self.devices.in_place else None
-            end = weakref.finalize(pin, _let_go, self._unpinned, self.bell, held, devices)
-            end.atexit = False
-            self.tend()
-        return pin
+        if not held:
+            return self.reads.pin(0)
+        with self._lock:
+            self._pins += len(held)
+        self.tend()
+        devices = self.devices if self.devices is not None and self.devices.in_place else None
+        return self.reads.pin(held[0], partial(_let_go, self._unpinned, self.bell, held, devices))
 
     def keep(self, stretches: Sequence[Stretch]) -> None:
         """Granted space that is not written: for the next write, or back to the peer. What was

@@ -1,2 +1,2 @@
-"""Who the members are and which serves which partitions: the table, the authority that makes the
-next one, and who counts as lost. No I/O."""
+"""Which peers are members, and which serves which partitions: the table, the keeper that makes
+the next one, and which members count as lost. No I/O."""

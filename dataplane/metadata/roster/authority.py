@@ -1,8 +1,9 @@
-"""The authority: makes the next roster when peers join, leave, get in sync, or are lost.
+"""The roster keeper's decisions: makes the next roster when peers join, leave, get in sync, or are
+lost.
 
-Sans-I/O: what peers say of themselves in, rosters out. Runs at one peer at a time: the first seed,
-or whoever a consensus store lets. A shard moves learner -> in sync -> swap, and only an in-sync
-copy is ever promoted; where there is none, the shard starts empty and its rows are lost.
+Sans-I/O: reports of peers in, rosters out. Runs at one peer at a time: the first seed, or the
+peer that a consensus store chooses. A backup first learns, then is in sync, and only then can be
+promoted. If a shard has no backup in sync, it starts empty and its rows are lost.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ MAX_GONE = 10_000
 
 
 class Authority:
-    """`incarnation`: of the process that runs this. `roster` is the one in force. keeper: the peer
-    that hosts no shards where there are others, because nobody could take them over."""
+    """The roster keeper. `incarnation`: of the process that runs this. `roster`: the one in
+    force. keeper: the peer that hosts no shards if there are others, because no other peer could
+    take them over."""
 
     def __init__(self, roster: Roster, incarnation: int, keeper: str = "") -> None:
         self.roster = roster
@@ -60,15 +62,15 @@ class Authority:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the plane went on from a roster that nobody could tell this keeper when it asked:
-        what it makes now would undo that. It has to ask again."""
+        """Whether the run continued from a roster that no member could report when this keeper
+        asked. Its next roster would undo that one, so it must ask again."""
         return bool(self._keeper) and 0 < len(self._strays) >= len(self._followers)
 
     # events
 
     def go_on(self, told: Sequence[Roster]) -> None:
-        """From what members know of authorities before this one: from that of which most come,
-        where there are two planes, and then from the newest."""
+        """Continue from the rosters that members know: from the line with the most members, and
+        then from its newest roster."""
         self._told = {one.epoch: one for one in told if one.epoch[1] > FIRST}
         if not self._told:
             return
@@ -84,7 +86,8 @@ class Authority:
             self._publish(dataclasses.replace(before, ancestors=ancestors))
 
     def beat(self, peer: Owner, epoch: tuple[int, int], said: Beat) -> None:
-        """A peer lives, and works under the roster of `epoch`. LimitExceeded for one too many."""
+        """Note a heartbeat of a peer, under the roster of `epoch`. Raises LimitExceeded for one
+        peer too many."""
         if self._is_astray(peer, epoch):
             return
         if not self.roster.has(peer):
@@ -129,7 +132,7 @@ class Authority:
         return True
 
     def lost(self, peer: Owner, ended: bool = False) -> None:
-        """The process is dead, or cut off: it is no member any more. ended: that is proven."""
+        """Remove a process that is dead or cut off. ended: that is proven."""
         if self.roster.has(peer):
             self._gone[peer] = None
             if len(self._gone) > MAX_GONE:
@@ -337,8 +340,8 @@ class Authority:
 
 
 def hosts_of(roster: Roster, keeper: str) -> list[int]:
-    """Members that may serve shards: not those that leave, nor the keeper among three or more,
-    unless it has shards from the time when there were fewer."""
+    """Members that may serve shards: not leaving ones. With three or more members, not the
+    keeper either, unless it has shards from the time when there were fewer."""
     stay = [i for i, m in enumerate(roster.members) if m not in roster.leaving]
     apart = roster.members.index(keeper) if keeper in roster.members else -1
     if len(stay) < 3 or (roster.primaries == apart).any():
@@ -347,13 +350,13 @@ def hosts_of(roster: Roster, keeper: str) -> list[int]:
 
 
 def newcomers(roster: Roster, keeper: str) -> list[int]:
-    """Members that may serve shards, were seen, and have none yet."""
+    """Members that may serve shards, have been seen, and have none yet."""
     serving = set(np.unique(roster.primaries).tolist())
     return [h for h in hosts_of(roster, keeper) if h not in serving and roster.incarnations[h]]
 
 
 def moved(roster: Roster, keeper: str, spare: Flags) -> U2Column:
-    """The primaries once those of these shards that are newcomers' by right are theirs."""
+    """Return the primaries after these shards move to the newcomers that should have them."""
     hosts = hosts_of(roster, keeper)
     by_right = proposed(roster.members, hosts, roster.shards)
     theirs = spare & np.isin(by_right, newcomers(roster, keeper))

@@ -58,7 +58,7 @@ class _Streak:
 
 
 class Contacts:
-    """What one peer finds out itself about the processes that it watches."""
+    """What one peer has observed about the processes that it watches."""
 
     def __init__(self) -> None:
         self._ended: set[Owner] = set()
@@ -68,21 +68,22 @@ class Contacts:
     # evidence
 
     def ended(self, peer: Owner) -> None:
-        """Its own host says that the process has ended."""
+        """Note that the process's own host reports its exit."""
         self._ended.add(peer)
 
     def answered(self, peer: Owner) -> None:
-        """Its kernel answered, and something listens at one of its ports."""
+        """Note that the kernel of its host answered, and that a process listens on one of its
+        ports."""
         self._refused.pop(peer, None)
         self._unreached.pop(peer, None)
 
     def refused(self, peer: Owner, now: float) -> None:
-        """Every port of the process was refused just now."""
+        """Note that every port of the process was just refused."""
         self._unreached.pop(peer, None)
         self._refused.setdefault(peer, _Streak(now, now)).go_on(now, now)
 
     def unanswered(self, peer: Owner, since: float, now: float) -> None:
-        """Its kernel answered nothing from `since` until now."""
+        """Note that the kernel of its host has answered nothing since `since`."""
         self._refused.pop(peer, None)
         streak = self._unreached.setdefault(peer, _Streak(since, now))
         streak.since = min(streak.since, since)
@@ -103,17 +104,17 @@ class Contacts:
         return streak is not None and streak.last - streak.since >= REFUSED_S
 
     def is_unreached(self, peer: Owner) -> bool:
-        """Whether its kernel has answered nothing for UNREACHED_S."""
+        """Whether the kernel of its host has answered nothing for UNREACHED_S."""
         streak = self._unreached.get(peer)
         return streak is not None and streak.last - streak.since >= UNREACHED_S
 
     def unreached(self) -> list[Owner]:
-        """All of those, as a member reports them to the keeper."""
+        """All unreached processes, as a member reports them to the keeper."""
         return [peer for peer in self._unreached if self.is_unreached(peer)]
 
 
 class FailureDetector:
-    """me: address of the keeper. contacts: its own."""
+    """Decides which members are lost. me: address of the keeper. contacts: its own observations."""
 
     def __init__(self, me: str, contacts: Contacts, lost_after_s: float) -> None:
         self._me = me
@@ -136,7 +137,7 @@ class FailureDetector:
     # evidence
 
     def heard(self, peer: Owner, now: float) -> None:
-        """A message of this process arrived."""
+        """Note a message of this process."""
         self._run(now)
         deaf_s = now - self._any_heard_at
         self._excused_s.pop(peer, None)
@@ -145,14 +146,14 @@ class FailureDetector:
             self._excuse(deaf_s, [one for one in self._heard if one != peer], now)
 
     def reported(self, by: Owner, unreached: Iterable[Owner]) -> None:
-        """Whose kernels a member cannot reach now; replaces what it reported before."""
+        """Note which hosts a member cannot reach now. Replaces its previous report."""
         self._reports[by] = frozenset(unreached)
 
     # what follows from it
 
     def lost(self, members: Sequence[Owner], now: float) -> list[Owner]:
-        """The members that are lost, which are forgotten here. members: the processes that were
-        seen; one that was not heard yet counts as heard now."""
+        """Return the members that are lost, and forget them. members: the processes that were
+        seen; one without a message so far counts as heard now."""
         self._run(now)
         others = [owner for owner in members if owner.peer != self._me]
         for one in others:

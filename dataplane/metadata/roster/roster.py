@@ -1,9 +1,9 @@
-"""The numbered membership of a plane and the table shard -> primary, backup, in_sync.
+"""The members of a run, and the table shard -> primary, backup, in_sync.
 
-Sans-I/O. The first roster is a pure function of the ordered seeds, so that all peers compute the
-same table; from then on the authority (`metadata.roster.authority`) makes the next ones. A roster
-never changes, its epoch tells two apart. What a peer keeps of those before is who took over from
-whom (`Heirs`).
+Sans-I/O. The first roster is a pure function of the ordered seeds, so all peers compute the same
+table. After that, the roster keeper (`metadata.roster.authority`) makes the next ones. A roster
+never changes, and its epoch identifies it. Of earlier rosters, a peer keeps only which peer took
+over from which (`Heirs`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ U8Column = npt.NDArray[np.uint64]
 
 
 def canonical(seed: str) -> str:
-    """One spelling per address, so that equal seeds give equal rosters."""
+    """Normalise an address, so that equal seeds give equal rosters."""
     return seed.strip().rstrip("/").lower().replace("://localhost:", "://127.0.0.1:")
 
 
@@ -55,12 +55,15 @@ def _hash(text: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Roster:
-    """members: addresses in order, the first keeps the roster. incarnations: the process of each
-    member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
-    backup has all that the primary answered for. leaving: those that hand over what they have.
-    takeovers: the last MAX_TAKEOVERS. lost: how often each shard began empty, because both copies
-    of what it held were lost, modulo 256. ancestors: of each of the last MAX_ANCESTORS authorities
-    before, the epoch of the roster from which the next one went on."""
+    """The members and the shard table.
+
+    members: addresses in order; the first keeps the roster. incarnations: the process of each
+    member, 0 if none was seen yet. primaries, backups: index of a member per shard. in_sync: the
+    backup has every operation that the primary has confirmed. leaving: members that move their
+    shards to others. takeovers: the last MAX_TAKEOVERS. lost: how often each shard started empty
+    because both copies were lost, modulo 256. ancestors: for each of the last MAX_ANCESTORS
+    keepers, the epoch of the roster from which the next one continued.
+    """
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -77,11 +80,11 @@ class Roster:
     def from_seeds(
         seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True, launch: str = ""
     ) -> Roster:
-        """The first roster. Without seeds: one member, "", which is this peer alone.
+        """The first roster. Without seeds it has one member, "", which is this peer alone.
 
-        keeps: with three or more members the first, which keeps the roster, hosts no shards.
-        launch: which began a run of this name anew; its roster is of another plane than those of
-        launches before.
+        keeps: with three or more members, the first one keeps the roster and hosts no shards.
+        launch: the launch that started this run name again. Its roster belongs to another run
+        than those of earlier launches.
         """
         members = tuple(canonical(seed) for seed in seeds) or ("",)
         if len(set(members)) != len(members):
@@ -103,7 +106,7 @@ class Roster:
 
     @staticmethod
     def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
-        """A roster that a peer sent. RosterMismatch unless it fits together."""
+        """Return the roster that a peer sent. Raises RosterMismatch if it is inconsistent."""
         members, lost = tuple(table.members), table.lost or bytes(shards)
         sizes = (len(table.primaries), len(table.backups), len(table.in_sync), len(lost))
         if (
@@ -134,7 +137,7 @@ class Roster:
 
     @property
     def table(self) -> RosterTable:
-        """The roster as it travels."""
+        """The roster in wire form."""
         return RosterTable(
             list(self.members),
             list(self.incarnations),
@@ -157,25 +160,26 @@ class Roster:
 
     @cached_property
     def hosts(self) -> list[str]:
-        """The members that host shards, in order: those that may hold rows."""
+        """The members that host shards, in order. Only these may have rows."""
         return [self.members[index] for index in np.unique(self.primaries)]
 
     @cached_property
     def others(self) -> list[str]:
-        """The members that host none, in order: who only keeps the roster, and who leaves."""
+        """The members that host no shards, in order: the keeper, and leaving members."""
         hosts = set(self.hosts)
         return [member for member in self.members if member not in hosts]
 
     def address(self, shard: int) -> str:
-        """Where this shard is served."""
+        """The address of the peer that serves this shard."""
         return self.members[self.primaries.item(shard)]
 
     def bucket(self, partition: str) -> int:
-        """The shard in which a partition lives."""
+        """The shard of a partition."""
         return _hash(partition) % self.shards
 
     def home(self, partition: str) -> str:
-        """Where a partition is served: its rows, its claims, its definition and its phase."""
+        """The address of the peer that serves a partition: its rows, claims, definition and
+        phase."""
         return self.address(self.bucket(partition))
 
     def shards_of(self, address: str) -> U2Column:
@@ -183,8 +187,8 @@ class Roster:
         return np.flatnonzero(self.primaries == self._index(address)).astype(np.uint16)
 
     def backup_of(self, address: str) -> tuple[str | None, bool]:
-        """(who backs up this member's shards, whether it has everything). All go to one peer, so
-        that their operations are shipped as one sequence."""
+        """Return the backup of this member's shards, and whether it is in sync. All shards of a
+        member have one backup, so their operations are shipped as one sequence."""
         known = self._backups.get(address)
         if known is None:
             known = self._backups[address] = self._backup_of(self.shards_of(address))
@@ -201,26 +205,27 @@ class Roster:
         return self.members[int(self.backups[shards[0]])], bool(self.in_sync[shards].all())
 
     def may_be_backed_up(self, address: str) -> bool:
-        """Whether a process was seen that is this member's backup, in sync or on its way there."""
+        """Whether this member has a backup that was seen, in sync or still learning."""
         backup, _ = self.backup_of(address)
         return backup is not None and self.incarnations[self.members.index(backup)] > 0
 
     def has(self, owner: Owner) -> bool:
-        """Whether this very process is a member, or one that was never seen has its address."""
+        """Whether this process is a member, or its address belongs to a member that was never
+        seen."""
         if owner.peer not in self.members:
             return False
         return self.incarnations[self.members.index(owner.peer)] in (0, owner.incarnation)
 
     def follows(self, epoch: tuple[int, int]) -> bool:
-        """Whether it came of the roster with this epoch. Where two authorities went on from one,
-        what was decided under the rosters of the one never happened under those of the other."""
+        """Whether this roster descends from the one with this epoch. If two keepers continued
+        from one roster, decisions under one line are void under the other."""
         by, number = epoch
         known = (self.epoch, *self.ancestors)
         return number <= FIRST or any(by == one and number <= last for one, last in known)
 
     def heir_of(self, old: Roster, owner: Owner) -> Owner:
-        """Who serves now what a member served under an older roster: partitions never move but with
-        all others of their peer. The member itself where it had none, then or since."""
+        """The peer that now serves what a member served under an older roster. All shards of a
+        peer move together. The member itself if it had none, then or since."""
         if self.has(owner) and len(self.shards_of(owner.peer)):
             return owner
         # By what was told of it: where rosters were missed, most of the shards may have gone on
@@ -239,11 +244,12 @@ class Roster:
         return owner if heir == Owner(owner.peer, 0) else heir
 
     def lost_since(self, old: Roster) -> set[int]:
-        """The shards that began empty after an older roster."""
+        """The shards that started empty after an older roster."""
         return set(np.flatnonzero(self.lost != old.lost).tolist())
 
     def places_like(self, old: Roster) -> bool:
-        """Whether everything is served where it was: at most, peers were seen or got in sync."""
+        """Whether every shard is served as in another roster: only incarnations or in_sync may
+        differ."""
         lives = zip(old.incarnations, self.incarnations, strict=False)
         return (
             self.members == old.members
@@ -253,7 +259,7 @@ class Roster:
 
     @property
     def owners(self) -> list[Owner]:
-        """The members that were seen, each in its present life."""
+        """The members that were seen, each in its current incarnation."""
         pairs = zip(self.members, self.incarnations, strict=True)
         return [Owner(member, incarnation) for member, incarnation in pairs if incarnation]
 
@@ -274,9 +280,12 @@ class Roster:
 
 
 class Heirs:
-    """Who serves what a peer's shards held that is gone, or handed them over. Kept by every peer
-    from the rosters that it adopts. One that misses a roster learns from the next who took over
-    from whom in between: an heir speaks for all that it took over, step by step."""
+    """Which peer now serves the shards of a peer that is gone or has moved them.
+
+    Every peer derives this from the rosters that it adopts. A peer that misses a roster learns
+    the takeovers in between from the next one. A successor speaks for everything that it took
+    over, step by step.
+    """
 
     def __init__(self) -> None:
         self._heirs: dict[Owner, Owner] = {}
@@ -287,7 +296,7 @@ class Heirs:
         return f"<{type(self).__name__} of {len(self._heirs)} processes>"
 
     def follow(self, old: Roster, new: Roster) -> None:
-        """A newer roster is in force here."""
+        """Apply a newer roster."""
         for one in new.takeovers:
             if one.number > old.epoch[1]:
                 self._enter(one.owner, one.heir, one.number)
@@ -302,13 +311,13 @@ class Heirs:
         self._heirs.pop(heir, None)  # it serves again, whoever took over from it
 
     def heir(self, owner: Owner) -> Owner:
-        """Who serves it now: the peer itself, or the last who took over."""
+        """The peer that now serves its shards: the peer itself, or the last successor."""
         while owner in self._heirs:
             owner = self._heirs[owner]
         return owner
 
     def after(self, owner: Owner) -> Iterator[tuple[int, Owner]]:
-        """Who took over one after the other, each with the number of the roster that said so."""
+        """The successors in order, each with the number of the roster that appointed it."""
         while owner in self._heirs:
             heir = self._heirs[owner]
             yield self._since[owner], heir
@@ -316,7 +325,7 @@ class Heirs:
 
 
 def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS) -> U2Column:
-    """Rendezvous hashing: each shard goes to the host with the largest hash of (host, shard)."""
+    """Rendezvous hashing: assign each shard to the host with the largest hash of (host, shard)."""
     numbers = _mix(np.arange(1, shards + 1, dtype=np.uint64))
     best = np.zeros(shards, np.uint64)
     primaries = np.full(shards, hosts[0], np.uint16)
@@ -329,7 +338,8 @@ def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS)
 
 
 def neighbours(roster: Roster, address: str, count: int) -> list[Owner]:
-    """The next members after `address` on the ring of hashed addresses, those that were seen."""
+    """The next members after `address` on the ring of hashed addresses, among those that were
+    seen."""
     ring = sorted(roster.owners, key=lambda owner: (_hash(owner.peer), owner.peer))
     after = [one for one in ring if _hash(one.peer) > _hash(address)]
     others = [one for one in (*after, *ring) if one.peer != address]
@@ -337,10 +347,12 @@ def neighbours(roster: Roster, address: str, count: int) -> list[Owner]:
 
 
 def buddy(members: Sequence[str], hosts: Sequence[int], host: int) -> int:
-    """Who backs up a host: its successor on the ring of hashed addresses; NO_BACKUP for one alone.
+    """The backup of a host: its successor on the ring of hashed addresses; NO_BACKUP if it is
+    alone.
 
-    A ring and not a second rendezvous draw: every host then backs up exactly one other, so that
-    none needs memory for more."""
+    With a ring, unlike a second rendezvous hash, every host backs up exactly one other, so no
+    host needs memory for more.
+    """
     ring = sorted({*hosts, host}, key=lambda one: _hash(members[one]))
     after = ring[(ring.index(host) + 1) % len(ring)]
     return NO_BACKUP if after == host else after

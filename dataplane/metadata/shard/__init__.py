@@ -1,2 +1,5 @@
-"""One partition: commands come in (`store`), answers, records for the backup and effects go out.
-No I/O, no clock: bytes are only named, time is an argument."""
+"""One partition as a state machine: commands come in (`store`); replies, records for the backup and
+effects go out.
+
+No I/O and no clock: values are only references, and time is an argument.
+"""

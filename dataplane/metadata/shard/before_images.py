@@ -1,8 +1,8 @@
-"""Before-images: blocks, groups, lanes, leases and tombstones as they were when a dump began.
+"""Before-images: blocks, groups, lanes, leases and tombstones as they were when a dump started.
 
-A dump is told in pieces while the store goes on. Whoever changes one of these things has its image
-kept first, where the dump has not told it yet; the dump then tells the image. Only a dump under
-way keeps images, of what changes meanwhile.
+A dump is sent in pieces while the store continues to change. A change first saves the image of
+what it changes, if the dump has not sent that yet. The dump then sends the image. Images exist
+only during a dump.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _copy_standing: Callable[[Standing], Standing] = Standing.__copy__  # type: igno
 
 
 class BeforeImages:
-    """Of one dump. last: the highest number that a block or group had when the dump began; those
-    above it are new.
+    """The images of one dump. last: the highest number of a block or group when the dump started;
+    higher ones are new.
 
-    The dump tells blocks in the order of their numbers, and groups likewise."""
+    The dump sends blocks in the order of their numbers, and groups likewise.
+    """
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -52,13 +53,14 @@ class BeforeImages:
             self._blocks[number] = _copied(block)
 
     def keep_group(self, group: Group) -> None:
-        """New rows need none: a dump tells of a group how many rows are gone, not which it has."""
+        """Save a group. New rows need no image, because a dump contains how many rows of a group
+        are gone, not which ones."""
         number = group.number
         if self._group_told < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
 
     def keep_lane(self, lane: Lane, entries: Iterable[Entry] = ()) -> None:
-        """entries: those of which something leaves."""
+        """Save a lane. entries: those that something leaves."""
         if lane not in self._lanes:
             self._lanes[lane] = lane.entries()
         for entry in entries:
@@ -78,21 +80,24 @@ class BeforeImages:
     # for the dump
 
     def block(self, block: Block) -> Block:
-        """As it was; the block itself where it did not change, good until the next change."""
+        """Return a block as it was; the block itself if it did not change. Valid until the next
+        change."""
         return self._blocks.get(block.number, block)
 
     def blocks(self, some: Sequence[Block]) -> list[Block]:
-        """As they were, now told. Copies: later changes leave all but their standings as it is."""
+        """Return blocks as they were, and mark them as sent. They are copies: later changes
+        affect only their standings."""
         self._block_told = some[-1].number
         return [_copy_block(self._blocks.pop(one.number, one)) for one in some]
 
     def group(self, group: Group) -> Group:
-        """As it was; the group itself where it did not change, good until the next change."""
+        """Return a group as it was; the group itself if it did not change. Valid until the next
+        change."""
         self._group_told = group.number
         return self._groups.pop(group.number, group)
 
     def lane(self, lane: Lane, many: int) -> Iterator[list[tuple[Any, int]]]:
-        """The units that were ready, with which rows of each, from at most `many` entries at a
+        """The units that were ready, with the rows of each, from at most `many` entries at a
         time."""
         self.keep_lane(lane)
         entries = self._lanes[lane]
@@ -102,12 +107,12 @@ class BeforeImages:
         lane.images = None
 
     def tombstones(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The parts as they were. The caller keeps them, so that their ids stay theirs."""
+        """The tombstones as they were. The caller keeps the parts, so that their ids stay valid."""
         for part in parts:
             yield self._tombstones.pop(id(part), part)
 
     def left(self, lease: Lease) -> list[int]:
-        """What was left of it."""
+        """What was left of a lease."""
         return self._leases.get(lease.number, lease.left)
 
 

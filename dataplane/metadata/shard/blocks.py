@@ -1,8 +1,8 @@
-"""Blocks and groups: what one put brought for one group, kept as it came.
+"""Blocks and groups: the rows of one put in one group, stored together.
 
-A row is a bit of its block, from when it comes until the block goes: rows are taken from a block
-and never added. Nothing here refers back to who refers to it (a block says its group by key), so
-the collector need not know of them, however many there are.
+A row is one bit of its block, as long as the block exists. Rows are removed from a block and
+never added. Nothing here references its users (a block names its group by key), so the garbage
+collector need not track these objects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ MAX_GROUP_ROWS = (1 << 31) - 1
 
 
 class Standing(msgspec.Struct, gc=False, eq=False):
-    """What the rows of a block are for one stage; rows that are neither ready, leased nor acked are
-    pending. returned: rows that were leased before and came back, and are not acked since."""
+    """The states of a block's rows for one stage. Rows that are neither ready, leased nor acked
+    are pending. returned: rows that were leased before, came back, and have not been acked
+    since."""
 
     ready: int = 0
     leased: int = 0
@@ -41,11 +42,12 @@ class Standing(msgspec.Struct, gc=False, eq=False):
 
 
 class Block(msgspec.Struct, gc=False, eq=False):
-    """keys: of all its rows, gone ones too. live: those that are there. group: its key; b"": none.
-    standings: by the stage's number. names: as given, where not all are minted. values: a stage's
-    progress too, under the names that `progress_field` gives.
+    """A block. keys: of all its rows, removed ones too. live: the rows that exist. group: its key;
+    b"" without one. standings: by the stage's number. names: from the user, unless all are
+    generated. values: also a stage's progress, under the names of `progress_field`.
 
-    A change replaces values and tags: a copy of a block shares them."""
+    A change replaces values and tags, so a copy of a block shares them.
+    """
 
     number: int
     keys: bytes
@@ -61,7 +63,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """About what it takes, with its rows in the index, without its chunks."""
+        """The approximate size with its rows in the index, without its chunks."""
         nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
         if self.names is not None:
             nbytes += sum([60 + len(one) if type(one) is str else 32 for one in self.names])
@@ -73,7 +75,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
         return self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def keys_of(self, bits: int) -> bytes:
-        """KEY records of these rows."""
+        """The KEY records of these rows."""
         if bits.bit_count() == self.count:
             return self.keys
         rows = rows_of(bits)
@@ -82,7 +84,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
         return b"".join([self.key(row) for row in rows])
 
     def row(self, key: bytes) -> int:
-        """The row with this key, which must be one of the block."""
+        """The row with this key, which must be in the block."""
         at = self.keys.find(key)
         while at % KEY_BYTES:
             at = self.keys.find(key, at + 1)
@@ -94,13 +96,12 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
 
 def progress_field(stage: str, field: str) -> str:
-    """The name under which a block keeps what a stage gave back of a row as `field`."""
+    """The name under which a block stores a stage's progress of `field`."""
     return stage + PROGRESS + field
 
 
 def progress_in(fields: Iterable[str], stage: str) -> dict[str, str]:
-    """Those of these fields that are the progress of a stage: each with the name that it has for
-    the stage."""
+    """The progress of a stage in these fields: each with its field name for the stage."""
     found = {}
     for field in fields:
         of, mark, name = field.rpartition(PROGRESS)
@@ -110,10 +111,13 @@ def progress_in(fields: Iterable[str], stage: str) -> dict[str, str]:
 
 
 class Group(msgspec.Struct, gc=False, eq=False):
-    """expected, seen, dropped: rows. It is open until as many were put as it expects (dropped and
-    freed ones count), then closed for good; its record goes with its last row then. states: by the
-    stage's number, replaced by each change: a copy of a group shares them. begun: at which of the
-    trainer's versions, see `Permits`."""
+    """A group. expected, seen, dropped: numbers of rows.
+
+    It is open until it has seen as many rows as it expects (dropped and freed ones count), and
+    then closed for good. Its record is deleted with its last row after that. states: by the
+    stage's number; each change replaces them, so a copy of a group shares them. begun: the
+    trainer's version at its start, see `Permits`.
+    """
 
     number: int
     key: bytes
@@ -131,27 +135,27 @@ class Group(msgspec.Struct, gc=False, eq=False):
 
     @property
     def name(self) -> Name:
-        """As users see it."""
+        """The group's name as users see it."""
         return format_minted(self.key) if self.given is None else self.given
 
     @property
     def is_full(self) -> bool:
-        """Open, and has seen all the rows it expects."""
+        """Whether the group is open and has seen all expected rows."""
         return not self.closed and self.seen == self.expected
 
     @property
     def is_spent(self) -> bool:
-        """Its record can go."""
+        """Whether its record can be deleted."""
         return self.closed and not self.live
 
     @property
     def all_dropped(self) -> bool:
-        """Every row it ever had was dropped. Such groups do not count as made."""
+        """Whether all its rows were dropped. Such groups do not count as made."""
         return self.dropped == self.seen
 
     @property
     def room(self) -> int:
-        """How many more rows it takes."""
+        """How many more rows it accepts."""
         if self.closed:
             return 0
         return UNLIMITED if self.expected == UNKNOWN_SIZE else self.expected - self.seen
@@ -169,7 +173,7 @@ def first_parts(parts: Iterable[tuple[Any, int]], count: int) -> list[tuple[Any,
 
 
 class Rows:
-    """Rows of several blocks, in an order: for each block a set, whose rows are in theirs."""
+    """Rows of several blocks in order: for each block a set of rows."""
 
     __slots__ = ("parts",)
 
@@ -184,17 +188,17 @@ class Rows:
         return ((block, row) for block, bits in self.parts for row in rows_of(bits))
 
     def first(self, count: int) -> Rows:
-        """The first `count` of them."""
+        """The first `count` rows."""
         return Rows(first_parts(self.parts, count))
 
     @property
     def keys(self) -> bytes:
-        """KEY records."""
+        """The KEY records of the rows."""
         return b"".join([block.keys_of(bits) for block, bits in self.parts])
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Block, int]]) -> Rows:
-        """These rows, in this order."""
+        """The rows at these indices, in this order."""
         parts: list[tuple[Block, int]] = []
         for block, row in rows:
             if parts and parts[-1][0] is block and not parts[-1][1] >> row:
@@ -205,7 +209,7 @@ class Rows:
 
 
 def names_of(rows: Rows, keys: bytes) -> list[Name] | None:
-    """The names of rows, None where all of them are minted. keys: theirs."""
+    """The names of rows, or None if all are generated. keys: their keys."""
     if all([block.names is None for block, _ in rows.parts]):
         return None
     minted = format_minted_many(keys)
@@ -216,7 +220,7 @@ def names_of(rows: Rows, keys: bytes) -> list[Name] | None:
 
 
 def given(names: Sequence[Name] | None) -> tuple[Name, ...] | None:
-    """Names that are to be kept: minted ones say themselves."""
+    """The names to store. Generated names are derived from the keys."""
     if names is None or all([type(n) is str and n.startswith("~") for n in names]):
         return None
     return tuple(names)

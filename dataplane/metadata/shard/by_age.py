@@ -1,4 +1,5 @@
-"""Waiting calls in order of age: the oldest is found at once, and any can be added or removed."""
+"""Waiting calls in order of age. Finding the oldest takes constant time, and any call can be
+added or removed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Age = tuple[float, int]
 
 
 class ByAge(Generic[C]):
-    """Calls by number. Calls of one age are in the order in which they were added."""
+    """Calls by number. Calls of equal age are in the order in which they were added."""
 
     def __init__(self) -> None:
         self._calls: dict[int, C] = {}
@@ -58,7 +59,7 @@ class ByAge(Generic[C]):
         insort(self._order, (age, call.number))
 
     def remove(self, number: int) -> C | None:
-        """The call that was here."""
+        """Remove a call."""
         call = self._calls.pop(number, None)
         if call is not None:
             del self._order[self.before(number)]
@@ -66,5 +67,5 @@ class ByAge(Generic[C]):
         return call
 
     def before(self, number: int) -> int:
-        """How many calls are older than one that is here."""
+        """How many calls are older than this one."""
         return bisect_left(self._order, (self._ages[number], number))

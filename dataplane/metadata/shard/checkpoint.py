@@ -1,7 +1,7 @@
-"""Rows and groups of a store as a checkpoint has them: out as they stand at one moment, and in.
+"""Rows and groups of a store in a checkpoint: saved as they are at one moment, and restored.
 
-A group goes out whole in one call, between two changes of the store, so nothing of it is half done.
-Leases stay behind: a row that is leased goes out as one that is ready.
+A group is saved whole in one call, between two changes of the store, so it is consistent. Leases
+are not saved: a leased row is saved as a ready one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Sizes = tuple[int, int, int, int]
 
 
 def survey(state: State, cursor: int) -> SurveyDone:
-    """The keys of the groups, and of rows without one, from a cursor on."""
+    """The keys of the groups, and of rows without a group, from a cursor on."""
     units: list[tuple[int, Group | Block]] = [(g.number, g) for g in state.groups.values()]
     units += [(block.number, block) for block in state.blocks.values() if not block.group]
     units.sort(key=lambda one: one[0])
@@ -72,7 +72,7 @@ def survey(state: State, cursor: int) -> SurveyDone:
 
 
 def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
-    """The first of these groups and rows, as many as have about `nbytes`, at least one."""
+    """Save the first of these groups and rows, as many as have about `nbytes`, at least one."""
     asked = keys_in(groups)
     units: list[tuple[Group | None, list[tuple[Block, int]]]] = []
     for key in asked:
@@ -144,10 +144,10 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
 
 
 def restore(state: State, op: Restore) -> None:
-    """Enter rows and groups that are new here. PartitionConflict where some are not.
+    """Store rows and groups that are new here. Raises PartitionConflict if some are not.
 
-    Readiness and the states of groups follow from what is there, so nothing that a file says can
-    make the groups contradict each other. Its answer is remembered for its retries.
+    Readiness and the states of groups are derived from the rows, so a file cannot make groups
+    inconsistent. The reply is remembered for retries.
     """
     rows, arrived, sizes = _checked(state, op)
     state.hold(arrived)

@@ -1,11 +1,11 @@
-"""The claims of one stage that wait at its partition's shard, and which of them is met next.
+"""The claims of one stage that wait at its partition's shard, and which of them is granted next.
 
-Sans-I/O: claims come in, and what is ready is read from the store and leased there; who waits holds
-nothing. First come, first served: claims with equal unit and filter form a lane, and the head of
-one leaves to older heads what they match, unless somebody must go on for those to be met. But a
-claim on whose host all lies that it wants goes before a head on whose host nothing does, NEAR_TURNS
-times at most. Who asks for a part in the stage's plan is in no lane: all that is left must be ready
-for that.
+Sans-I/O: claims come in, and ready rows are read from the store and leased there. Waiting claims
+hold nothing. First come, first served: claims with equal unit and filter form a lane. The head
+of a lane leaves rows to older heads that match them, unless another claim must proceed first for
+those to be granted. A claim whose values are all on its own host may overtake a head with none
+on its host, NEAR_TURNS times at most. Calls that ask for a part in the stage's plan are in no
+lane: all rows that are left must be ready for that.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Lane = tuple[str, bytes]
 
 
 class WaitingClaim(msgspec.Struct, eq=False):
-    """A claim, whose peer is at `address`. since: when it was made. let_by: near claims that went
-    before it."""
+    """A waiting claim of the peer at `address`. since: when it was made. let_by: near claims
+    that overtook it."""
 
     asked: Claim
     holder: int
@@ -101,8 +101,11 @@ class ClaimQueue:
         return number in self._claims
 
     def add(self, claim: WaitingClaim) -> None:
-        """It waits, where its age puts it. One of its number is replaced, and keeps its age.
-        ProtocolError where it asks for nothing, by no filter, or for a part that no plan has."""
+        """Queue a claim by its age. A claim with the same number is replaced and keeps its age.
+
+        Raises ProtocolError for a claim of nothing, an invalid filter, or a part that no plan
+        has.
+        """
         want, plan = claim.want, claim.asked.plan
         if plan is not None:
             plans.check(plan, claim.asked.rank)
@@ -129,7 +132,7 @@ class ClaimQueue:
         return self.store.stage(self.stage).units(want.unit)
 
     def withdraw(self, number: int) -> bool:
-        """The claim was given up. Whether it waited here."""
+        """Withdraw a claim. Return whether it waited here."""
         claim = self._claims.pop(number, None)
         if claim is None:
             return False
@@ -143,14 +146,14 @@ class ClaimQueue:
         return True
 
     def before(self, number: int) -> int:
-        """How many claims of its lane a claim that waits is behind."""
+        """How many claims of its lane are ahead of a waiting claim."""
         claim = self._claims.get(number)
         if claim is None or claim.asked.plan is not None:
             return 0
         return self._lanes[claim.lane].before(number)
 
     def reason(self, number: int) -> Reason:
-        """Why a claim waits, as counts alone say it."""
+        """Why a claim waits, derived from counts alone."""
         claim = self._claims[number]
         if claim.asked.plan is not None:
             return Reason.PLAN
@@ -178,16 +181,20 @@ class ClaimQueue:
         return self._claims.get(number)
 
     def waits_for(self, number: int, now: float) -> str:
-        """Why one that asks for a part in the plan waits, where rows are not the reason."""
+        """Why a call that asks for a part in the plan waits, if rows are not the reason."""
         claim = self._joining.get(number)
         if claim is None:
             return ""
         return plans.waits_for(self.store, self.stage, claim.asked.rank, now)
 
     def serve(self, now: float, keep: bool = True) -> Iterator[Outcome]:
-        """Meet all that can be met, one by one as they are asked for, and say what became of whom.
-        keep: what older heads match is not for younger ones. A claim that cannot be met because of
-        a bug waits on and keeps nothing from others; the first such error is raised in the end."""
+        """Grant every claim that can be granted, one by one on request, and report the outcome of
+        each.
+
+        keep: rows that match older heads are not given to younger claims. A claim that fails
+        because of a bug keeps waiting and holds no rows back. The first such error is raised at
+        the end.
+        """
         unjoined: list[Exception] = []
         yield from self._joined(now, unjoined) if self._joining else []
         broken: dict[int, Exception] = {}

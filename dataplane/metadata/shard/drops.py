@@ -1,4 +1,5 @@
-"""How rows and groups go: dropped by the user, lost with a peer, closed by name or by the seal."""
+"""Removing rows and groups: dropped by the user, lost with a peer, or closed by name or by the
+seal."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from dataplane.wire.tables import Name, Owner
 
 
 def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
-    """Drop groups with all their rows, and refuse later rows of them. Returns (rows, bytes)."""
+    """Drop groups with all their rows, and refuse later rows of them. Return (rows, bytes)."""
     keys = list(dict.fromkeys(keys))
     groups = [state.groups[key] for key in keys if key in state.groups]
     state.tombstones.add(map(of_group, keys))
@@ -34,9 +35,9 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
 
 
 def lose(state: State, owner: Owner) -> int:
-    """A peer is no more: rows with bytes there go, and with them their groups, whole.
+    """Remove rows with bytes at a lost peer, and their whole groups. Return how many.
 
-    They leave no tombstones, so all of them may be put again. Returns how many.
+    They leave no tombstones, so they can be put again.
     """
     state.lose_progress(owner)
     hit = state.at(owner)
@@ -62,7 +63,7 @@ def lose(state: State, owner: Owner) -> int:
 
 
 def close(state: State, name: Name, size: int) -> int:
-    """Say how many rows a group has. Returns 1 when it closes with that, else 0."""
+    """Set how many rows a group has. Return 1 if that closes it, else 0."""
     key = hash_name(name)
     group = state.groups.get(key)
     limit = state.definition.group_size or MAX_GROUP_ROWS
@@ -116,16 +117,17 @@ def _close_now(state: State, group: Group) -> bool:
 
 
 def seal_if_full(state: State) -> None:
-    """It seals itself when as many groups have closed as it was declared with: that follows from
-    what is recorded."""
+    """Seal the partition when as many groups have closed as it was declared with. This follows
+    from recorded changes."""
     groups = state.declared.groups
     if groups is not None and state.closed_groups >= groups and not state.sealed:
         seal(state)
 
 
 def seal(state: State, keep: bool = False) -> int:
-    """Open groups close at the size they have, empty ones go. Where groups have a size these are
-    short, and are dropped unless they are to be kept. Returns how many closed."""
+    """Close open groups at their current size, and remove empty ones. If groups have a fixed
+    size, these are incomplete, and are dropped unless they are to be kept. Return how many
+    closed."""
     state.sealed = True
     state.happened(Record(Kind.SEAL))
     for stage in state.stages.values():

@@ -1,7 +1,7 @@
-"""The end of leases: ack, release, drop, and the holder's death.
+"""The end of leases: ack, release, drop, and the death of a holder.
 
-An ack and what was added to its rows are one step. Rows that were dropped while they were leased
-are passed over.
+An ack and the fields added with it are one step. Rows that were dropped while leased are
+skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ OUTCOMES = (*REASONS, "keep")
 
 
 def lease_of(state: State, number: int) -> Lease:
-    """Of one who takes part in a plan, the plan's. LeaseExpired when it ended."""
+    """The lease of this number; for a member of a plan, the plan's lease. Raises LeaseExpired if
+    it has ended."""
     lease = state.leases.get(number)
     if lease is None and (member := state.leases.member(number)) is not None:
         return member.plan.lease
@@ -118,7 +119,7 @@ def _added(arrived: Arrived, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]
 
 
 def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
-    """The lease ends without an outcome; returns the rows that came back."""
+    """End a lease without an outcome. Return how many rows came back."""
     state.left(lease, lease.held.parts, reason)
     count = state.come_back(lease)
     state.leases.end(lease)
@@ -126,7 +127,7 @@ def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
 
 
 def positions_of(lease: Lease, index: bytes) -> list[int]:
-    """InvalidRows for a position that the lease does not have."""
+    """The row indices of a call. Raises InvalidRows for an index that the lease does not have."""
     positions: list[int] = column(index, U4).tolist()
     if positions and max(positions) >= lease.count:
         raise InvalidRows(

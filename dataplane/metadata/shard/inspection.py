@@ -1,4 +1,5 @@
-"""What people ask of a store: why is nothing ready, how large is it. Slow paths that may scan."""
+"""Questions about a store for people: why is nothing ready, how large is it. Slow paths that may
+scan."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ def missing(
 ) -> dict[str, Any]:
     """Why units are not ready: parts of `reasons.Facts` by name.
 
-    leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
-    get, the longest first. producers: [(session, rows, seconds)] of those who put rows.
-    budget_tag: by which the claim that asks weighs rows.
+    leases: [(holder, stage, rows, seconds)] of clients that lease rows which this stage has yet
+    to get, the longest first. producers: [(session, rows, seconds)] of clients that put rows.
+    budget_tag: the tag by which the claim weighs rows.
     """
     stage = state.stage(name)
     pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
@@ -129,8 +130,8 @@ def _unknown_tags(state: State, where: Where | None, exists: bool = True) -> lis
 
 
 def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
-    """Tags that a filter compares and no row has ever had, each with the one of a similar name that
-    rows have; where there is none, with some that they have. `tag(…).exists()` is no mistake."""
+    """Tags that a filter compares and no row has ever had, each with a similar existing name, or
+    else with some existing names. `tag(…).exists()` is not reported."""
     found = {}
     for tag in _unknown_tags(state, where, exists=False)[:SHOWN_TAGS]:
         near = nearest(tag, sorted(state.tag_names))
@@ -139,7 +140,7 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
 
 
 def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
-    """The stages that have rows ready, of these (None: of any), and that nobody claims."""
+    """The stages among these (None: all) that have rows ready and that no client claims from."""
     found: list[Idle] = []
     for name, stage in state.stages.items():
         asked = None if stage.claimed_at is None else now - stage.claimed_at
@@ -156,7 +157,7 @@ def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> li
 
 
 def lacks(state: State) -> list[tuple[str, str, int]]:
-    """Per stage and field how many rows lack it: (stage, field, rows)."""
+    """How many rows lack a field, per stage: (stage, field, rows)."""
     found = []
     for name, stage in state.stages.items():
         pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
@@ -166,8 +167,8 @@ def lacks(state: State) -> list[tuple[str, str, int]]:
 
 
 def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
-    """Why a group is not complete. lacks: field → (the stage that needs it, the one that adds it).
-    of: how many rows it gets, 0 where it is closed, -1 where nobody has said."""
+    """Why a group is not complete. lacks: field → (the stage that needs it, the stage that adds
+    it). of: how many rows it gets, 0 if it is closed, -1 if unknown."""
     blocks: dict[int, Block] = {block.number: block for block in group.blocks}
     lacks: dict[str, tuple[str, str]] = {}
     pending: dict[int, int] = {}
@@ -186,7 +187,7 @@ def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
 
 
 def key_there(state: State, name: Name) -> Done | DataplaneError | None:
-    """Whether there is a row with this key: `Done`; why there never will be; None: not yet."""
+    """Whether a row with this key exists: `Done`, the error if it never can, or None if not yet."""
     key = hash_name(name)
     if key in state.index:
         return Done()
@@ -211,8 +212,8 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
 
 
 def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
-    """What there is of a key that is waited for: parts of `reasons.Facts` by name, and `near`: a
-    similar key that a row has, "" where none is."""
+    """What a shard knows about a key that a call waits for: parts of `reasons.Facts` by name,
+    and `near`: a similar key of a row, or ""."""
     blocks = itertools.islice(reversed(state.blocks.values()), MAX_COMPARED)
     keys = [one for block in blocks for one in block.names or ()]
     alike = next((one for one in keys if str(one) == str(name)), None)  # 7 and "7"
@@ -224,7 +225,7 @@ def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
 
 
 def holders(state: State, now: float) -> list[Holder]:
-    """Who has rows leased, of which stage, how many and for how many seconds."""
+    """Which clients lease rows, of which stage, how many and for how many seconds."""
     return _holders(state, lambda lease: lease.many_left, now)
 
 

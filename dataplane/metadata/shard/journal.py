@@ -1,12 +1,13 @@
-"""The operations of a journal: carried out on a store as they were on the one that told them, and a
-store as the operations that rebuild it, for a learner, a promotion, a drain.
+"""The operations of a log: applied to a store as on the primary, and a store as the operations that
+rebuild it, for a new backup, a promotion or a drain.
 
-Nothing here waits for time or asks a lane: the operation says which rows. What does not fit the
-store is a typed error, and the store of no use any more.
+Nothing here waits or searches: each operation names its rows. An operation that does not fit the
+store raises a typed error, and the store must not be used any more.
 
-Carried out on an empty store, a dump makes an equal one. A dump tells how the store stood when the
-dump began, in pieces, while the store goes on: what happens then follows the last piece. What was
-freed and not yet told is left out: the peer that takes over tells owners what it holds.
+Applied to an empty store, a dump makes an equal one. A dump contains the store as it was when
+the dump started. It is sent in pieces while the store changes; later operations follow the last
+piece. References that were freed but not reported yet are left out: the peer that takes over
+reports its references to the owners.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ class _Mismatch(Exception):
 
 
 def apply(store: Store, op: Op, now: float = 0.0) -> None:
-    """Carry out an operation on a store that records nothing itself; leases begin at `now`.
+    """Apply an operation to a store that records nothing itself. Leases start at `now`.
 
-    ProtocolError when the store is not as the operation expects: a replica is then broken, and is
-    made anew from a dump. References that go are collected at a replica as well: drain `freed` and
-    forget them, for the primary tells their owners.
+    Raises ProtocolError if the store does not fit the operation. The replica is then broken and
+    must resync from a dump. A replica collects freed references too: drain `freed` and discard
+    them, because the primary notifies the owners.
     """
     assert store.emit is None
     try:
@@ -445,11 +446,12 @@ PIECE_ROWS = 4096
 
 def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
     """The operations that make an equal store, each about at most `many` rows (or one block),
-    groups or keys, `PIECE_ROWS` unless given; a lease is one. Leases begin anew where they are
-    carried out, with all the time that they had at first.
+    groups or keys; `PIECE_ROWS` by default. A lease is one operation, and starts anew where it is
+    applied, with its full time.
 
-    They tell the store as it is when the first is asked for, whatever happens to it before the
-    last is. That first one notes which things there are, and copies none of them."""
+    They describe the store at the first `next()`, whatever happens to it before the last one.
+    The first step references what exists, and copies nothing.
+    """
     many = many or PIECE_ROWS
     assert many <= MAX_ROWS_PER_MESSAGE
     images = store.keep_images()

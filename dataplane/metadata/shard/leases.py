@@ -1,9 +1,8 @@
-"""The leases of a store: which rows of which stage somebody holds, since when, by which claim.
+"""The leases of a store: which rows of which stage a client holds, since when, and by which claim.
 
-A lease names rows by their block, in which a row that is gone is never another one. Positions in a
-lease never change: what is finished is marked.
-A hard limit is kept by the holder's peer. The lease of a plan has no holder but members, who go by
-numbers of their own.
+A lease names rows by their block, in which a row number is never reused. Indices in a lease
+never change: finished rows are marked. The holder's peer keeps a hard limit. The lease of a plan
+has members instead of a holder, with numbers of their own.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ MAX_OVER = 16_384
 
 
 class Numbers:
-    """Numbers of the leases, claims and permits that one peer makes. Changes have their own.
+    """Numbers of the leases, claims and permits of one peer. Changes have numbers of their own.
 
-    A peer counts from a random place among 2⁶²: two of a thousand lives that make a million numbers
-    each meet with a chance of 2e-7, and are confused only by numbers that are in use at once."""
+    A peer counts from a random start among 2⁶². Two of a thousand incarnations with a million
+    numbers each overlap with a probability of 2e-7, and only numbers in use at the same time
+    would be confused.
+    """
 
     def __init__(self, first: int = 1) -> None:
         self._coming = count(first)
@@ -43,8 +44,8 @@ class Numbers:
 
 
 class Part:
-    """Rows of one block in a lease, and for which rows of a message they are. number: which part of
-    the lease they are of. bits: the same rows as a set."""
+    """Rows of one block in a lease, and the message rows that they belong to. number: of the
+    part in the lease. bits: the same rows as a set."""
 
     __slots__ = ("at", "bits", "block", "number", "rows")
 
@@ -58,7 +59,7 @@ class Part:
         self.bits = bits or bits_of(rows)
 
     def there(self) -> Part:
-        """Without rows that are gone."""
+        """The part without rows that no longer exist."""
         live = self.block.live
         if not self.bits & ~live:
             return self
@@ -69,8 +70,8 @@ class Part:
 
 
 class Lease(msgspec.Struct, eq=False):
-    """left: of each part of `rows` those that are not finished yet. claim: the number of the one
-    that was met, by which it is answered again; 0: none."""
+    """A lease. left: for each part of `rows`, those that are not finished. claim: the number of
+    the granted claim, by which a repetition is answered; 0 if none."""
 
     number: int
     stage: Stage
@@ -84,7 +85,7 @@ class Lease(msgspec.Struct, eq=False):
 
     @property
     def held(self) -> Rows:
-        """Those that are not finished, and there."""
+        """The rows that are not finished and exist."""
         parts = zip(self.rows.parts, self.left, strict=True)
         return Rows([(b, bits) for (b, _), left in parts if (bits := left & b.live)])
 
@@ -97,7 +98,7 @@ class Lease(msgspec.Struct, eq=False):
         return sum([left.bit_count() for left in self.left])
 
     def unfinished(self) -> list[Part]:
-        """All that is left, in order."""
+        """The unfinished rows, in order."""
         found, at = [], 0
         for number, ((block, _), left) in enumerate(zip(self.rows.parts, self.left, strict=True)):
             if left:
@@ -107,7 +108,7 @@ class Lease(msgspec.Struct, eq=False):
         return found
 
     def at(self, positions: Sequence[int]) -> list[Part]:
-        """The rows at these positions, which the lease has, in order of its parts."""
+        """The rows at these indices of the lease, in order of its parts."""
         if not self._ends:
             self._ends = list(accumulate(bits.bit_count() for _, bits in self.rows.parts))
         by_part: dict[int, tuple[list[int], list[int]]] = {}
@@ -125,12 +126,12 @@ class Lease(msgspec.Struct, eq=False):
 
     @property
     def count(self) -> int:
-        """Rows that it was granted."""
+        """The number of rows that were granted."""
         return len(self.rows)
 
 
 class Plan(msgspec.Struct, eq=False):
-    """members: by number, in the order in which they came."""
+    """The plan of a stage. members: by number, in the order in which they joined."""
 
     lease: Lease
     shape: Shape
@@ -139,13 +140,13 @@ class Plan(msgspec.Struct, eq=False):
 
     @property
     def working(self) -> list[Member]:
-        """Those that have not acked yet."""
+        """The members that have not acked yet."""
         return [one for one in self.members.values() if not one.acked]
 
 
 class Member(msgspec.Struct, eq=False):
-    """A process that takes part in a plan. number: as of a lease. claim: the number of its call.
-    started: when it joined."""
+    """A process that takes part in a plan. number: like a lease's. claim: the number of its
+    call. started: when it joined."""
 
     number: int
     plan: Plan
@@ -180,7 +181,7 @@ class Leases:
         return self._leases.get(number)
 
     def of_claim(self, number: int) -> Lease | None:
-        """What a claim was met with, as long as it is not finished."""
+        """The unfinished lease that a claim was granted."""
         return self._by_claim.get(number)
 
     def end(self, lease: Lease) -> None:
@@ -194,7 +195,7 @@ class Leases:
     # plans
 
     def plan(self, stage: str) -> Plan | None:
-        """The plan that a stage has."""
+        """The plan of a stage."""
         return self._plans.get(stage)
 
     @property
@@ -203,7 +204,7 @@ class Leases:
 
     @property
     def members(self) -> Iterator[Member]:
-        """Of all plans."""
+        """The members of all plans."""
         return (one for plan in self._plans.values() for one in plan.members.values())
 
     def member(self, number: int) -> Member | None:
@@ -213,11 +214,11 @@ class Leases:
         return None
 
     def member_of_claim(self, number: int) -> Member | None:
-        """Who came by this call."""
+        """The member that joined by this call."""
         return next((one for one in self.members if one.claim == number), None)
 
     def members_of(self, holder: int) -> list[Member]:
-        """Of a holder, one for each plan in which it has yet to ack."""
+        """The members of a holder, one for each plan that it has not acked."""
         found = {
             one.plan.lease.number: one
             for one in self.members
@@ -229,7 +230,7 @@ class Leases:
         self._plans[plan.lease.stage.name] = plan
 
     def end_plan(self, plan: Plan, why: str = "") -> None:
-        """It is no more; its lease is the caller's to end. why: what its members are told."""
+        """End a plan; the caller ends its lease. why: the reason for its members."""
         del self._plans[plan.lease.stage.name]
         if why:
             self._over |= dict.fromkeys(plan.members, why)
@@ -237,11 +238,11 @@ class Leases:
                 self._over.popitem(last=False)
 
     def why_ended(self, number: int) -> str:
-        """What a member of a plan that ended before its time is told; "" for all others."""
+        """Why the plan of a member ended early; "" for all others."""
         return self._over.get(number, "")
 
     @property
     def holders(self) -> set[int]:
-        """All who have rows in hand. A plan's lease is nobody's: its members have it."""
+        """All clients with leased rows. A plan's lease counts for its members."""
         members = {one.holder for one in self.members if not one.acked}
         return {one.holder for one in self._leases.values()} - {0} | members

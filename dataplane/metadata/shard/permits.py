@@ -1,10 +1,10 @@
-"""How far producers run ahead of the trainer: permits to open groups, who waits for some, and the
-trainer's version.
+"""How far producers run ahead of the trainer: permits to open groups, calls that wait for them, and
+the trainer's version.
 
-Sans-I/O; but for who waits a part of a store's state. A group takes one of (max_lag + 1) ·
-per_version places from when it is permitted until the trainer goes on to another version after
-having finished it. While a group that was begun at a version is not all there yet, none that was
-finished since then gives its place back: that is what bounds the lag, whoever overtakes whom.
+Sans-I/O. Except for waiting calls, this is part of a store's state. A group uses one of (max_lag
++ 1) · per_version places from its permit until the trainer advances to another version after it
+finished the group. While a group of an earlier version is incomplete, groups finished since then
+keep their places. That bounds the lag in any order of completion.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SHOWN = 3
 
 @dataclass(slots=True)
 class Permit:
-    """Until its holder says that it is over. count: how many groups it was given out for. left: how
-    many may still be opened with it. version: the trainer's, when it was given out: at which
-    whatever is opened with it was begun."""
+    """A permit, valid until its holder returns it. count: how many groups it allows. left: how
+    many it still allows. version: the trainer's version at its grant, at which its groups count
+    as started."""
 
     number: int
     holder: int
@@ -47,8 +47,9 @@ class Permit:
 
 
 class Permits:
-    """Of one partition. Keeps account of groups from when the first permit is asked for, or the
-    trainer first says its version. limits: (max_lag, per_version), once somebody asked."""
+    """The permits of one partition. Groups are counted from the first request for a permit, or
+    from the first version of the trainer. limits: (max_lag, per_version), after the first
+    request."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -76,7 +77,7 @@ class Permits:
 
     @property
     def left(self) -> int:
-        """Groups that may still be opened with permits."""
+        """How many groups may still be opened with permits."""
         return sum([permit.left for permit in self.given.values()])
 
     def of(self, holder: int) -> list[int]:
@@ -89,7 +90,7 @@ class Permits:
     # what becomes of groups
 
     def begin(self, state: State) -> None:
-        """Keep account from now on; what is here was begun at the version that is."""
+        """Start to count groups. Existing ones count as started at the current version."""
         if self.counts:
             return
         self.counts = True
@@ -114,7 +115,7 @@ class Permits:
                 self.look_again()
 
     def use(self, holder: int, groups: Sequence[Group]) -> None:
-        """New groups were opened by a session: with its permits, the oldest first."""
+        """Note that a session opened new groups. Its oldest permits are used first."""
         coming = iter(groups)
         for permit in self._of.get(holder, {}).values():
             for group in islice(coming, permit.left):
@@ -124,14 +125,15 @@ class Permits:
                 permit.left -= 1
 
     def acked(self, state: State, groups: Iterable[Group]) -> None:
-        """A stage acked rows of these groups, which are kept until they are dropped."""
+        """Note that a stage acked rows of these groups, which stay until they are dropped."""
         for group in groups:
             if group.begun != DONE and _acked(group):
                 self._finish(state, group)
                 self._count()
 
     def removed(self, group: Group, finished: bool) -> None:
-        """A group is no more; whether it was finished, and not dropped or lost."""
+        """Note that a group no longer exists. Return whether it was finished, and not dropped or
+        lost."""
         self._spend()
         if not self.counts:
             return
@@ -152,7 +154,7 @@ class Permits:
     # what may go on
 
     def check(self, state: State, count: int, max_lag: int, per_version: int) -> None:
-        """Raise what is to be said at once: InvalidCall, PartitionConflict, PartitionSealed."""
+        """Raise what a call can never get: InvalidCall, PartitionConflict or PartitionSealed."""
         places = (max_lag + 1) * per_version
         if count < 1:
             raise InvalidCall(f"admit({count}) is invalid: pass 1 group or more")
@@ -196,14 +198,14 @@ class Permits:
             )
 
     def fits(self, state: State, count: int, places: int) -> bool:
-        """Whether so many groups more may be begun now."""
+        """Whether this many more groups may be started now."""
         taken = self.left + self.unfinished(state) + self.trained.get(self.version, 0) + count
         if taken > places or not self.counts:
             return taken <= places
         return taken + self._held(state) <= places
 
     def unfinished(self, state: State) -> int:
-        """Groups that are here, and not finished by every stage."""
+        """The groups that exist and that not every stage has finished."""
         return len(state.groups) - self.done
 
     def _held(self, state: State) -> int:
@@ -214,7 +216,7 @@ class Permits:
         return sum(n for v, n in self.trained.items() if since <= v < self.version)
 
     def slowest(self, state: State) -> tuple[int, list[Group]]:
-        """`oldest`, and which groups were begun then that are not all there."""
+        """`oldest`, and the incomplete groups that were started at it."""
         oldest = self.oldest(state)
         if not self.counts:
             return oldest, []
@@ -222,8 +224,8 @@ class Permits:
         return oldest, [one for one in here if self._lacks(state, one)]
 
     def oldest(self, state: State) -> int:
-        """The version at which the first was begun of all that is not all there yet; a permit may
-        have been given out then, too. Asked whenever something changes while somebody waits."""
+        """The version at which the oldest incomplete group was started, or the oldest permit was
+        granted. Computed whenever something changes while a call waits."""
         slow = self._slowest(state)
         begun = [] if slow is None else [slow.begun]
         return min([self.version, *begun, *self._promised()])
@@ -244,11 +246,11 @@ class Permits:
         return None
 
     def lag(self, state: State) -> int:
-        """How many versions the slowest groups are behind that are not all there yet."""
+        """How many versions the slowest incomplete groups are behind."""
         return self.version - self.oldest(state)
 
     def look_again(self) -> None:
-        """Groups that were all there may not be any more, or were begun earlier than was known."""
+        """Note that complete groups may be incomplete again, or were started earlier than known."""
         self._begun, self._spent = None, 0
 
     def _lacks(self, state: State, group: Group) -> bool:
@@ -269,7 +271,7 @@ class Permits:
         self._of.setdefault(permit.holder, {})[permit.number] = permit
 
     def take_back(self, numbers: list[int]) -> list[int]:
-        """These are over. Returns those of them that were not yet."""
+        """End permits. Return those that had not ended yet."""
         over = [permit for number in numbers if (permit := self.given.pop(number, None))]
         for permit in over:
             held = self._of[permit.holder]
@@ -293,7 +295,7 @@ class Permits:
                 return
 
     def advance(self, version: int, state: State) -> None:
-        """The trainer is at this version. InvalidCall for an older one."""
+        """Set the trainer's version. Raises InvalidCall for an older one."""
         if not 0 <= version < DONE:
             raise InvalidCall(f"advance({version}) is invalid: pass a version from 0 to {DONE - 1}")
         if version < self.version:
@@ -312,7 +314,7 @@ class Permits:
         self.trained = {v: n for v, n in self.trained.items() if v >= oldest}
 
     def stats(self, state: State) -> dict[str, Any]:
-        """lag: how many versions the slowest groups are behind that are not all there yet."""
+        """Figures. lag: how many versions the slowest incomplete groups are behind."""
         slowest, groups = self.slowest(state)
         return {
             "version": self.version,
@@ -333,7 +335,7 @@ def _acked(group: Group) -> bool:
 
 @dataclass(slots=True, eq=False)
 class WaitingAdmit:
-    """A call of admit that waits. since: when it was made."""
+    """A waiting call of admit. since: when it was made."""
 
     asked: Admit
     holder: int
@@ -346,7 +348,7 @@ class WaitingAdmit:
 
 
 class AdmitQueue:
-    """The calls of admit that wait at a shard, as `ClaimQueue` has claims: the oldest first."""
+    """The calls of admit that wait at a shard, the oldest first, like claims in `ClaimQueue`."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -362,26 +364,29 @@ class AdmitQueue:
         return number in self._waiting
 
     def add(self, one: WaitingAdmit) -> None:
-        """It waits, where its age puts it. One of its number is replaced, and keeps its age."""
+        """Queue a call by its age. A call with the same number is replaced and keeps its age."""
         self._waiting.add(one)
 
     def get(self, number: int) -> WaitingAdmit | None:
         return self._waiting.get(number)
 
     def withdraw(self, number: int) -> bool:
-        """The call was given up. Whether it waited here."""
+        """Withdraw a call. Return whether it waited here."""
         return self._waiting.remove(number) is not None
 
     def before(self, number: int) -> int:
-        """How many calls one that waits is behind."""
+        """How many calls are ahead of a waiting one."""
         return self._waiting.before(number) if number in self._waiting else 0
 
     def serve(
         self, now: float, keep: bool
     ) -> Iterator[tuple[WaitingAdmit, Admitted | DataplaneError]]:
-        """Let in who may go on, one by one, and say what became of whom. Time and `keep` change
-        nothing here: nobody goes before another. A call that cannot be let in because of a bug
-        waits on and holds up nobody; the first such error is raised in the end."""
+        """Grant every call that can be granted, one by one, and report the outcome of each.
+
+        Time and `keep` have no effect here, because no call overtakes another. A call that fails
+        because of a bug keeps waiting and blocks no other. The first such error is raised at the
+        end.
+        """
         broken: dict[int, Exception] = {}
         while (one := self._first(broken)) is not None:
             asked, limits = one.asked, (one.asked.max_lag, one.asked.per_version)

@@ -1,8 +1,9 @@
 """The plan of a stage: all rows that it has left, under one lease, for the ranks of a trainer.
 
-The shard says which rows there are, in an order and with weights that stay; every rank lays them
-out alike (`client/operations/balancing.py`). The lease ends when each rank has acked. A member that
-goes before it has acked ends it for all: the rows are back, and the next who asks begins another.
+The shard lists the rows in a stable order with weights, and every rank computes the same layout
+from them (`client/operations/balancing.py`). The lease ends when each rank has acked. A member
+that leaves before it has acked ends the plan for all: the rows return, and the next call starts
+another plan.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_PLAN_ROWS = 1 << 20
 
 
 def check(shape: Shape, rank: int) -> None:
-    """ProtocolError where no plan is like that, or has no such rank."""
+    """Raise ProtocolError for an impossible plan or rank."""
     if not 0 < shape.ranks <= MAX_RANKS:
         raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: pass 1 to {MAX_RANKS}")
     if not 0 <= rank < shape.ranks:
@@ -53,7 +54,7 @@ def check(shape: Shape, rank: int) -> None:
 
 
 def may_join(state: State, stage: str) -> bool:
-    """Whether there is a plan, or all that the stage has left is there to begin one."""
+    """Whether a plan exists, or all rows that the stage has left are ready for one."""
     if state.leases.plan(stage) is not None:
         return True
     rows = state.stage(stage).rows.count()
@@ -63,12 +64,12 @@ def may_join(state: State, stage: str) -> bool:
 def join(
     state: State, name: str, shape: Shape, rank: int, holder: int, now: float, claim: int = 0
 ) -> Member | None:
-    """A process takes part in a stage's plan as this rank; the first one begins it, and leases all
-    that the stage has left. None while that has to wait: for rows, for the seal, or for ranks that
-    have not acked when this one has.
+    """Let a process join a stage's plan as this rank. The first one starts the plan and leases all
+    rows that are left. Return None while that must wait: for rows, for the seal, or for other ranks
+    to ack.
 
-    PartitionConflict where the plan is another one; InvalidRows where it weighs rows by a tag that
-    some lack.
+    Raises PartitionConflict if the plan differs, and InvalidRows if rows lack the tag that
+    weighs them.
     """
     stage = state.stage(name)
     check(shape, rank)
@@ -107,12 +108,12 @@ def join(
 
 
 def part(member: Member) -> Claimed:
-    """As it is told, with what all ranks lay the plan out by."""
+    """The reply to a member, with the inputs of the layout."""
     return Claimed(member.number, 0, wire.Table(wire.Rows(b"")), member.plan.rows)
 
 
 def waits_for(state: State, stage: str, rank: int, now: float) -> str:
-    """Why a rank has to wait, where rows are not the reason."""
+    """Why a rank must wait, if rows are not the reason."""
     plan = state.leases.plan(stage)
     if plan is not None:
         came = {one.rank for one in plan.members.values()}
@@ -129,9 +130,9 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
 
 
 def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
-    """`Store.finish` of one who takes part in a plan: fields for some of its rows (`keep`), the ack
-    of all that its rank has to do, the end of the plan for everybody (`release`), or that it never
-    heard that it takes part, and does not (`leave`)."""
+    """`Store.finish` of a member of a plan: add fields to some rows (`keep`), ack everything
+    that its rank has, end the plan for all (`release`), or leave because the reply never arrived
+    (`leave`)."""
     plan = member.plan
     if member.acked:
         raise LeaseExpired(
@@ -175,7 +176,7 @@ def _leave(state: State, member: Member) -> None:
 
 
 def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
-    """A member goes before it has acked: the plan is void for all. Returns the rows that are ready
+    """End a plan because a member leaves before it has acked. Return how many rows are ready
     again."""
     plan = member.plan
     for one in plan.working:
@@ -191,7 +192,7 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
 
 
 def plan_rows(lease: Lease, shape: Shape) -> PlanRows:
-    """What all ranks lay the rows of a plan out by, while none of them has gone yet."""
+    """The inputs from which all ranks compute the layout of a plan, until the first rank leaves."""
     told = {
         tag: np.array([float(weight(block, row, tag) or 0) for block, row in lease.rows]).tobytes()
         for tag in shape.tags
@@ -249,7 +250,7 @@ def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
 
 
 def difference(begun: Shape | Definition, other: Shape | Definition) -> str:
-    """`ranks=2 (now 4)`, for the parts in which the two differ."""
+    """The differences of two shapes, such as `ranks=2 (now 4)`."""
     return ", ".join(
         f"{name}={getattr(begun, name)!r} (now {getattr(other, name)!r})"
         for name in begun.__struct_fields__

@@ -1,8 +1,8 @@
-"""Puts and adds: everything is checked first, then everything is written.
+"""Puts and adds: everything is checked first, and then everything is written.
 
-`plan_put` changes nothing and raises what the put would raise, so that who serves the shard knows
-what is new before it has it entered. What is new becomes a block a group, as it came; only what
-meets rows that are here is looked at row by row.
+`plan_put` changes nothing and raises what the put would raise, so that the shard's peer knows
+what is new before it stores it. New rows become one block per group. Only rows that exist
+already are handled one by one.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ PUT = PutDone()
 
 
 class PutPlan(msgspec.Struct, eq=False):
-    """A checked put. known: the block of each row that is here; None: all are new. new: places of
-    the others. groups: per entry of the message's groups, None where it is new; new_groups: places
-    of those that are to be made. taken: which rows of the message it is about, where some are
-    passed over. gone: how many of those have been freed; the others are here as they are put."""
+    """A checked put. known: the block of each existing row; None if all rows are new. new:
+    indices of the others. groups: per entry of the message's groups, None if it is new;
+    new_groups: indices of those to create. taken: the message rows that it stores, if some are
+    skipped. gone: how many of the skipped rows have been freed; the others exist as put."""
 
     rows: RowsIn
     count: int
@@ -69,12 +69,12 @@ class PutPlan(msgspec.Struct, eq=False):
     gone: int = 0
 
     def places(self, at: Sequence[int]) -> Sequence[int]:
-        """Where rows of the plan are in the message."""
+        """The indices in the message of rows of the plan."""
         return at if self.taken is None else [self.taken[place] for place in at]
 
     @property
     def answer(self) -> PutDone:
-        """What the caller is told once it is carried out."""
+        """The reply after the put was stored."""
         if self.taken is None:
             return PUT
         return PutDone(gone=self.gone, there=self.count - len(self.taken) - self.gone)
@@ -117,16 +117,16 @@ def plan_put(state: State, asked: Put) -> PutPlan:
 
 
 def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) -> PutDone:
-    """Enter rows, or merge fields and tags into known ones. Return the answer to it.
+    """Store new rows, or merge fields and tags into existing ones. Return the reply.
 
-    Rows that were put before are passed over, so that a repeated put enters what is missing: rows
-    that have every field which the put brings (without `replace`), and rows that were here under
-    given names and have been freed (unless those names may be used again: `reuse`).
+    Rows that were put before are skipped, so a repeated put stores what is missing: rows that have
+    every field of the put (without `replace`), and rows with names from the user that have been
+    freed (without `reuse`).
 
-    plan: what `plan_put` said of the same rows, if nothing has changed here since. A row for which
-    the put brings no value of a field keeps what it has. Its answer is remembered for its retries.
-    Raises FieldExists for a row that has some of these fields and not all (without `replace`),
-    RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
+    plan: the result of `plan_put` for the same rows, if nothing has changed since. A row for
+    which the put has no value of a field keeps its value. The reply is remembered for retries.
+    Raises FieldExists for a row that has only some of these fields (without `replace`),
+    RowsDropped, GroupClosed, PartitionSealed, InvalidRows or LimitExceeded.
     """
     if plan is None:
         plan = plan_put(state, op)
@@ -201,8 +201,8 @@ def _note_put(state: State, plan: PutPlan, op: Put, nbytes: int) -> None:
 def add_fields(
     state: State, stage: Stage, parts: Sequence[tuple[Part, Pieces]], holder: int = 0
 ) -> dict[str, int]:
-    """Write values that `check_added` let through; those that are there stay, and are counted.
-    holder: of the lease."""
+    """Write values that `check_added` accepted. Existing values stay, and are counted. holder:
+    of the lease."""
     kept: dict[str, int] = {}
     fields: dict[str, None] = {}
     for part, values in parts:
@@ -218,9 +218,11 @@ def add_fields(
 
 
 def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> None:
-    """FieldExists where another writer has set a field of these rows. What the stage itself added,
-    before its rows came to it again, stays; None: of progress, which is of no field that is
-    there."""
+    """Raise FieldExists if another writer has set a field of these rows.
+
+    Values that the stage itself added before are kept. None: for progress, which may not name an
+    existing field.
+    """
     fields = dict.fromkeys([name for _, values in parts for name in values.fields])
     for name in fields:
         taken: list[Name] = []
@@ -244,7 +246,7 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
 
 
 def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[int]) -> list[Name]:
-    """The first few names at these places, for a message and its details."""
+    """The first few names at these indices, for a message and its details."""
     few = places[:SHOWN_NAMES]
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
 
@@ -407,7 +409,7 @@ def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
 
 
 def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
-    """Make the plan's new rows: a block for what each group gets."""
+    """Create the plan's new rows: one block per group."""
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count
     if whole and plan.taken is None:
@@ -426,7 +428,7 @@ def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
 
 
 def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
-    """The new rows as they become blocks."""
+    """The new rows, divided into blocks."""
     rows, new = plan.rows, plan.new
     if not new:
         return []

@@ -1,8 +1,8 @@
-"""Why a call waits, as people are told it, and when they are told.
+"""Why a call waits, in one line for people, and when to log it.
 
-Plain facts in, one line out; nothing here asks anybody. What a shard knows of them comes from
-`inspection.missing`, as a dict of these very names. A clause states one fact; the last one says
-what to do.
+Facts in, one line out; nothing here does I/O. What a shard knows comes from
+`inspection.missing`, as a dict with these names. Each clause states one fact, and the last one
+says what to do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SHOWN_OTHERS = 3
 
 
 class Producer(NamedTuple):
-    """A client that put rows. idle_s: since its last put, None where that is not known. gone_s:
-    since it disconnected, 0 where it is connected, None where nobody knows."""
+    """A client that put rows. idle_s: seconds since its last put, None if unknown. gone_s:
+    seconds since it disconnected, 0 if it is connected, None if unknown."""
 
     who: str
     rows: int
@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def details(self) -> dict[str, Any]:
-        """The same in figures, for a program."""
+        """The same facts as figures, for a program."""
         return {
             "reason": self.reason,
             "ready": self.ready,
@@ -103,15 +103,18 @@ class Facts:
 
     @property
     def reasons_here(self) -> bool:
-        """Whether something that is here already keeps the call waiting, and not that rows have
-        yet to be put."""
+        """Whether something in the partition already keeps the call waiting, rather than rows
+        that have yet to be put."""
         whole = self.unit == "groups" and (self.open_groups or self.alone)
         return bool(self.leases or self.missing or self.excluded or whole)
 
 
 def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool = True) -> str:
-    """All of it in one line. wanted: what is asked for, "" where that is all there is. me: how
-    `leases` call the process that asks. for_rows: the call waits for rows to come, not to go."""
+    """All facts in one line.
+
+    wanted: what the call asks for, or "". me: the name of the calling process in `leases`.
+    for_rows: the call waits for rows to come, not to leave.
+    """
     if facts.silent:
         return _silent(facts)
     parts = [_figures(facts, wanted)]
@@ -289,8 +292,7 @@ def _advice(facts: Facts) -> str:
 
 
 def of_key(key: object, near: int | str, facts: Facts) -> str:
-    """Why a call waits for a row with this key, and nothing else. near: a similar key, "" where
-    there is none."""
+    """Why a call waits for a row with this key. near: a similar key, or ""."""
     if facts.silent:
         return _silent(facts)
     said = f"no row has the key {key!r}"
@@ -303,9 +305,9 @@ def of_key(key: object, near: int | str, facts: Facts) -> str:
 
 
 class StoredRows(NamedTuple):
-    """Rows of a partition that take room at a host. idle: see `inspection.Idle`. leases: [(who,
-    stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay until
-    somebody drops them, whatever stages do."""
+    """Rows of a partition that use space at a host. idle: see `inspection.Idle`. leases: [(who,
+    stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay
+    until a client drops them, whatever stages do."""
 
     partition: str
     rows: int
@@ -317,11 +319,11 @@ class StoredRows(NamedTuple):
 
 @dataclass(slots=True)
 class FullArena:
-    """Why a call finds no room in an arena. doing: what the room is for. free_bytes: what it may
-    still have for that. kept: partitions with rows, the largest first. elsewhere: values here of
-    rows whose partitions other peers keep. holders: clients with room that is reserved or in view,
-    as (who, bytes), the largest first. claims: claims wait at this host. remarks: what else there
-    is to say of free room."""
+    """Why a call gets no space in an arena. doing: what the space is for. free_bytes: what is
+    available for that. kept: partitions with rows, the largest first. elsewhere: values here of
+    rows whose partitions other peers serve. holders: clients with reservations or views, as
+    (who, bytes), the largest first. claims: claims wait at this host. remarks: further facts
+    about free space."""
 
     peer: str
     doing: str
@@ -337,7 +339,8 @@ class FullArena:
 
 
 def of_full_arena(full: FullArena, why: str = "") -> str:
-    """What is needed, what is there, who has it, and what to do. why: what ended the wait."""
+    """What is needed, what is available, which clients hold it, and what to do. why: what ended
+    the wait."""
     parts = [
         f"{full.doing} needs {sized(full.needed_bytes)}, but the arena of peer {full.peer!r} "
         f"has only {sized(full.free_bytes)} available for it ({sized(full.used_bytes)} of "
@@ -415,9 +418,12 @@ def of_admission(
     idle: Sequence[tuple[str, int, float | None]] = (),
     leases: Sequence[tuple[str, str, int, float]] = (),
 ) -> str:
-    """Why groups may not be begun: of `Permits.stats`, with how many wait `before` it. holders: how
-    many groups each may still open, of whom `me` is who asks. slow: what `inspection.unfinished`
-    says of groups that are not complete, and so hold places. idle, leases: as of `Facts`."""
+    """Why groups may not be started: from `Permits.stats`, with the number of calls that wait
+    `before` this one.
+
+    holders: how many groups each client may still open; `me` is the caller. slow: incomplete
+    groups that hold places, from `inspection.unfinished`. idle, leases: as in `Facts`.
+    """
     version = told["version"]
     taken = f"{told['unfinished_groups']} by unfinished groups"
     for who, n in list(holders.items())[:SHOWN_LEASES]:
@@ -465,7 +471,7 @@ def _named(who: str, me: str) -> str:
 
 
 def seen_by_others(why: str) -> str:
-    """A reason that a process was told, for who is another one."""
+    """A reason that one process was told, reworded for another."""
     return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process", "it")
 
 
@@ -483,16 +489,16 @@ def _leases(leases: Sequence[tuple[str, str, int, float]], stage: str, me: str) 
 
 
 def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
-    """Whether nobody but the process that asks could end its wait: it holds rows that are waited
-    for, nobody else holds any, and nobody else puts some. alone: no other client has anything to do
-    with the partition."""
+    """Whether only the calling process could end its wait: it holds rows that the call waits
+    for, no other client holds any, and no other client puts rows. alone: no other client uses
+    the partition."""
     mine = {of for who, of, _, _ in facts.leases if who == me}
     others = any(who != me for who, _, _, _ in facts.leases) or facts.waiting_puts or facts.silent
     return not others and (stage in mine and facts.sealed or bool(mine) and alone)
 
 
 def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -> bool:
-    """Whether all places are taken by permits of the process that asks for more."""
+    """Whether permits of the calling process use all places."""
     others = told["unfinished_groups"] + told["finished_groups"] + told["held_groups"]
     return set(holders) == {me} and not others
 
@@ -505,7 +511,7 @@ OWN_PERMITS = (
 
 
 class Subject(NamedTuple):
-    """What calls wait for; those of equal ones are told in one line."""
+    """What calls wait for. Calls with equal subjects share one log line."""
 
     kind: str
     partition: str = ""
@@ -514,7 +520,7 @@ class Subject(NamedTuple):
 
 
 class Notices:
-    """When a host says what its calls wait for: one line a subject, however many of them wait."""
+    """When a host logs what its calls wait for: one line per subject, however many calls wait."""
 
     def __init__(self) -> None:
         self._subjects: dict[Subject, _Known] = {}
@@ -530,11 +536,11 @@ class Notices:
             del self._subjects[subject]
 
     def wait_s(self, subject: Subject, now: float) -> float:
-        """Until the next line is due."""
+        """Seconds until the next line is due."""
         return max(0.0, self._subjects[subject].due - now)
 
     def take(self, subject: Subject, now: float) -> int:
-        """How many wait, for the one of them that is to say it now; 0 for all others."""
+        """How many calls wait, for the one that must log it now; 0 for all others."""
         known = self._subjects[subject]
         if now < known.due:
             return 0
@@ -543,18 +549,18 @@ class Notices:
         return known.waiting
 
     def said(self, subject: Subject, why: str, reason: str = "") -> None:
-        """What the wait was found to be for, in a sentence and in one word."""
+        """Remember the reason of a wait, as a sentence and as one word."""
         if subject in self._subjects:
             self._subjects[subject].why = why
             self._subjects[subject].reason = reason
 
     def why(self, subject: Subject) -> str:
-        """The last that was found; "" where nothing was looked for yet."""
+        """The last reason found; "" if none was looked for yet."""
         return self._subjects[subject].why
 
     def waits(self, now: float) -> list[tuple[Subject, int, float, str, str]]:
-        """Every subject with how many wait, for how long somebody has, and why, in a sentence and
-        in one word, where that was looked for."""
+        """Every subject with the number of waiting calls, the longest wait, and its reason as a
+        sentence and as one word, if known."""
         known = self._subjects.items()
         return [(s, one.waiting, now - one.since, one.why, one.reason) for s, one in known]
 

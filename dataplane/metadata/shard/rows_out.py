@@ -1,4 +1,4 @@
-"""Rows as they go out: the table of a lease or of a read, and which rows a read means."""
+"""Outgoing rows: the table of a lease or of a read, and which rows a read selects."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _leased_rows(state: State, number: int) -> Rows:
 
 
 def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
-    """The rows at these positions (u4) of a lease that are left, and at which of them they are.
-    InvalidRows for a position that the lease does not have."""
+    """The unfinished rows at these indices (u4) of a lease, and the indices that they have.
+    Raises InvalidRows for an index that the lease does not have."""
     lease = lease_of(state, number)
     positions = positions_of(lease, index)
     at: dict[int, tuple[Block, int]] = {}
@@ -72,11 +72,12 @@ def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
 def table(
     state: State, rows: Rows | int, fields: Sequence[str] | None = None, stage: str = ""
 ) -> Table:
-    """A table of these rows, or of those that are left in a lease.
+    """A table of these rows, or of the unfinished ones of a lease.
 
-    stage: who claims them, and is also given its progress, what it has given back of these rows
-    before. A field that no row ever had is left out of a claim,
-    and FieldUnknown for others. RowsGone when leased rows were dropped."""
+    stage: the claiming stage, which also gets its earlier progress of these rows. A claim leaves
+    out a field that no row ever had; other reads raise FieldUnknown for it. Raises RowsGone if
+    leased rows were dropped.
+    """
     rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
     here = fields if fields is None else known(state, fields)
     if fields is not None and here is not None and len(here) < len(fields) and not stage:
@@ -89,12 +90,12 @@ def table(
 
 
 def table_of(state: State, rows: Rows, values: Outgoing, groups: Sequence[bytes] = ()) -> Table:
-    """groups: that are told first, also those of which no row is among these."""
+    """A table of rows. groups: listed first, also if none of these rows is in them."""
     return Table(told(state, rows, groups), values.on_wire(), tags_of(rows))
 
 
 def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> Outgoing:
-    """What a claim is told of these rows."""
+    """What a claim receives of these rows."""
     here = None if fields is None else known(state, fields)
     return values_of(state, rows, here, stage)
 
@@ -105,7 +106,7 @@ def known(state: State, fields: Sequence[str]) -> list[str]:
 
 
 def values_of(state: State, rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Outgoing:
-    """Of these fields, None: of all that one of them has; with all of a stage's progress."""
+    """The values of these fields, or of all fields (None), with all of a stage's progress."""
     if not state.progress:
         return Outgoing([(block.values, bits) for block, bits in rows.parts], fields)
     wanted = None if fields is None else dict.fromkeys(fields)
@@ -135,7 +136,7 @@ def _own_and_progress(values: Pieces, bits: int, stage: str) -> tuple[Pieces, Pi
 
 
 def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
-    """Keys, names and groups of these rows, of which these come first."""
+    """Keys, names and groups of these rows, in wire form. The given groups come first."""
     keys = rows.keys
     names = blocks.names_of(rows, keys)
     groups = dict.fromkeys([*first, *[block.group for block, _ in rows.parts]])
@@ -157,7 +158,7 @@ def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
 
 
 def tags_of(rows: Rows) -> dict[str, list[Scalar]]:
-    """Every tag that one of the rows has, one value a row, None where a row lacks it."""
+    """Every tag that one of the rows has, one value per row; None if a row lacks it."""
     return {
         name: [None if value is MISSING else value for value in values]
         for name, values in tags_held(rows).items()
@@ -165,7 +166,7 @@ def tags_of(rows: Rows) -> dict[str, list[Scalar]]:
 
 
 def tags_held(rows: Rows) -> dict[str, list[Scalar]]:
-    """The same, with `MISSING` for what a row lacks."""
+    """The same, with `MISSING` for a row that lacks a tag."""
     found: dict[str, list[Scalar]] = {}
     at = 0
     for block, bits in rows.parts:
@@ -182,7 +183,7 @@ def tags_held(rows: Rows) -> dict[str, list[Scalar]]:
 
 
 def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> Rows:
-    """The rows of these keys, in their order. RowsGone when one of them is not there."""
+    """The rows of these keys, in their order. Raises RowsGone if one does not exist."""
     if len(raw) % KEY_BYTES:
         column(raw, KEY)
     found = state.find(raw)
@@ -209,8 +210,12 @@ def read(
     limit: int = 0,
     after: bytes = b"",
 ) -> tuple[Rows, bool]:
-    """(the rows a read means, whether there are more). They hold until the next change. after:
-    what `place_of` says of the rows before these; of all rows, or those that a filter matches."""
+    """Return the rows that a read selects, and whether there are more. They are valid until the
+    next change.
+
+    after: the position of the previous row, from `place_of`. Reads all rows, or those that match
+    a filter.
+    """
     wanted = None if where is None else checked(where)
     most = min(limit, MAX_ROWS_PER_MESSAGE) if limit > 0 else MAX_ROWS_PER_MESSAGE
     parts = state.rows.parts if rows is None else find_rows(state, rows.keys, rows.names).parts
@@ -230,8 +235,8 @@ def read(
 
 
 def overview(state: State, rows: Rows) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """By field 1 for each row that has it, and by stage the state of each row: PENDING, READY,
-    LEASED or ACKED. A byte per row."""
+    """For each field, 1 for a row that has it; for each stage, the state of each row: PENDING,
+    READY, LEASED or ACKED. A byte per row."""
     has: dict[str, bytearray] = {}
     states = {name: bytearray() for name in state.stages}
     at = 0
@@ -257,8 +262,8 @@ def overview(state: State, rows: Rows) -> tuple[dict[str, bytes], dict[str, byte
 
 
 def place_of(rows: Rows) -> bytes:
-    """Where the last of these rows is: every copy of the store has it there, and nothing else comes
-    there when it goes."""
+    """The position of the last of these rows: the same in every copy of the store, and never
+    reused."""
     block, bits = rows.parts[-1]
     return _PLACE.pack(block.number, bits.bit_length() - 1)
 

@@ -1,7 +1,7 @@
-"""Second copies of values: which chunks of another peer are used here, and where their copies are.
+"""Replicas of values: which chunks of other peers the rows use, and where their local copies are.
 
-Sans-I/O. References are counted as they come and go, so that a copy goes with the last row that
-needed it. A chunk that has no copy yet is `missing` until somebody brought it.
+Sans-I/O. References are counted, so a copy is freed with the last row that needs it. A chunk
+without a copy is `missing` until one is created.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Copy:
 
 
 class Copies:
-    """Of one partition. Local ranges are RANGE records, each held once by whoever brought it."""
+    """The replicas of one partition. Local ranges are RANGE records with one reference each."""
 
     def __init__(self) -> None:
         self._known: dict[Owner, dict[int, _Copy]] = {}
@@ -40,8 +40,9 @@ class Copies:
         return f"<Copies of {len(self)} chunks of {len(self._known)} peers>"
 
     def note(self, owner: Owner, ranges: Array, nbytes: Array) -> bool:
-        """One more reference to each of these chunks of an owner, of so many bytes (u8). Whether
-        there are copies of all of them. Of an empty chunk a byte is copied: it needs a place."""
+        """Add a reference to each of these chunks of an owner, with these sizes (u8). Return
+        whether all have copies. An empty chunk gets a copy of one byte, because it needs a
+        range."""
         known, there = self._known.setdefault(owner, {}), True
         for id_, size in zip(ids_of(ranges).tolist(), nbytes.tolist(), strict=True):
             copy = known.setdefault(id_, _Copy(max(size, 1)))
@@ -50,7 +51,7 @@ class Copies:
         return there
 
     def freed(self, owner: Owner, ranges: Array, counts: Array) -> Array:
-        """References went. Returns the local ranges that nobody needs any more."""
+        """Remove references. Return the local ranges that are no longer needed."""
         known = self._known.get(owner, {})
         spare = []
         for id_, count in zip(ids_of(ranges).tolist(), counts.tolist(), strict=True):
@@ -64,14 +65,14 @@ class Copies:
         return _records(spare)
 
     def missing(self, owner: Owner, among: Array | None = None) -> tuple[Array, Array]:
-        """(RANGE, u8 their bytes) that have no copy; of all, or of those `among` these."""
+        """(RANGE, u8 sizes) of chunks without a copy; of all, or of those `among` these."""
         known = self._known.get(owner, {})
         asked = known if among is None else dict.fromkeys(ids_of(among).tolist())
         found = {id_: known[id_] for id_ in asked if id_ in known and known[id_].local is None}
         return _ranges(found), np.array([copy.nbytes for copy in found.values()], U8)
 
     def brought(self, owner: Owner, ranges: Array, local: Array) -> Array:
-        """Copies of these are here. Returns those of them that nobody needs."""
+        """Add copies. Return those that are not needed."""
         known = self._known.get(owner, {})
         spare = []
         for id_, place in zip(ids_of(ranges).tolist(), local.tolist(), strict=True):
@@ -83,13 +84,13 @@ class Copies:
         return _records(spare)
 
     def take(self, owner: Owner) -> tuple[Array, Array]:
-        """The owner is no more, and is forgotten: (its chunks, the copies of them here)."""
+        """Forget an owner that is gone. Return its chunks, and the copies of them here."""
         held = self._held(owner)
         self._known.pop(owner, None)
         return _ranges(held), _records(copy.local for copy in held.values())
 
     def held(self, owner: Owner) -> tuple[Array, Array]:
-        """(The copies of an owner's chunks, u8 their bytes.)"""
+        """The copies of an owner's chunks, and their sizes (u8)."""
         held = self._held(owner).values()
         return _records(copy.local for copy in held), np.array([copy.nbytes for copy in held], U8)
 
@@ -98,7 +99,7 @@ class Copies:
         return {id_: copy for id_, copy in known.items() if copy.local is not None}
 
     def clear(self) -> Array:
-        """All local ranges, which nobody needs any more."""
+        """Remove and return all local ranges."""
         local = [copy.local for known in self._known.values() for copy in known.values()]
         self._known.clear()
         return _records(local)
@@ -121,7 +122,7 @@ Named = tuple[Owner, Array, Array]
 
 
 def named_by(op: Op) -> list[Named]:
-    """The chunks that an operation brings, or a message asks to: it holds one reference to each."""
+    """The chunks that an operation or a message names. It holds one reference to each."""
     if not isinstance(op, Given | Finish | Restore | Put):
         return []
     by_owner: dict[int, list[Chunk]] = {}

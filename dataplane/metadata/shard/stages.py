@@ -1,8 +1,8 @@
-"""One stage of a store: what its rows and groups are, and the lanes of ready ones: the queues from
-which claims of one form are met, oldest first.
+"""One stage of a store: the states of rows and groups, and the lanes of ready ones. Lanes are the
+queues that serve claims of one form, oldest first.
 
-Rows move as bits of their block, whole blocks as quickly as single rows; a group's state follows
-from its blocks. Nothing here scans: every change names the blocks it concerns.
+Rows move as bits of their block, so whole blocks are as fast as single rows. A group's state is
+derived from its blocks. Nothing here scans: every change names its blocks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
 
 class Lane:
-    """An entry stands for what became ready at once; what leaves the lane otherwise than from its
-    front is taken out of its entries, which are passed over when nothing is left of them.
+    """A queue of ready units. An entry holds what became ready together. What leaves the lane other
+    than from its front is taken out of its entry, and empty entries are skipped.
 
-    matches(unit, bits): which of them pass the filter now; None for the plain lane."""
+    matches(unit, bits): which of them pass the filter now; None for the lane without a filter.
+    """
 
     def __init__(self, matches: Callable[[Unit, int], int] | None = None) -> None:
         self._matches = matches
@@ -74,18 +75,18 @@ class Lane:
         return ((one.unit, one.bits) for one in self._queue if one.bits)
 
     def entries(self) -> list[Entry]:
-        """All of them in order, spent ones too: some 7 ms for a million."""
+        """All entries in order, empty ones too: some 7 ms for a million."""
         return list(self._queue)
 
     def holds(self, unit: Unit) -> int:
-        """What is in the lane of this unit."""
+        """The rows of this unit in the lane."""
         bits = 0
         for entry in self._of.get(unit, ()):
             bits |= entry.bits
         return bits
 
     def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
-        """It became ready."""
+        """Add what became ready."""
         if self._matches is not None:
             bits = self._matches(unit, bits)
             if not bits:
@@ -104,7 +105,7 @@ class Lane:
             self._keep_short(self.short.came(unit, self.holds(unit)))
 
     def leave(self, unit: Unit, bits: int) -> None:
-        """It is not ready any more, or was not here."""
+        """Remove what is no longer ready, if it is here."""
         entries = self._of.get(unit)
         if entries is None:
             return
@@ -138,12 +139,12 @@ class Lane:
             self.short = None
 
     def units(self) -> Iterator[tuple[Unit, int]]:
-        """Each unit once, with what is here of it."""
+        """Each unit once, with its rows in the lane."""
         return ((unit, self.holds(unit)) for unit in self._of)
 
     def retest(self, unit: Unit, ready: int) -> None:
-        """Tags, or values, of a unit changed, of which so much is ready. What matches already keeps
-        its place, what did not comes last."""
+        """Test a unit again after a change of its tags or values. What still matches keeps its
+        position; new matches go last."""
         held = self.holds(unit)
         if self.short is not None and held:
             self._keep_short(self.short.came(unit, held))
@@ -157,10 +158,13 @@ class Lane:
 
 
 class Counts(NamedTuple):
-    """Of the rows or the groups of a stage, or of those that match a filter: what is leased, or not
-    ready yet, may match when it is. ready: claimable now. remaining: ready, or may still become so.
-    to_come: those and what is leased, which may come back. outstanding: not yet acked, dropped or
-    lost for the stage, groups of which it took rows singly included, which no claim gets whole."""
+    """Counts of the rows or groups of a stage, or of those that match a filter. Leased and pending
+    ones may match when ready.
+
+    ready: claimable now. remaining: ready, or may still become so. to_come: those and leased
+    ones, which may come back. outstanding: not yet acked, dropped or lost for the stage,
+    including groups of which rows were claimed singly, which no claim gets whole.
+    """
 
     ready: int
     remaining: int
@@ -169,8 +173,10 @@ class Counts(NamedTuple):
 
 
 class Units:
-    """The rows, or the groups, of one stage: how many there are of each kind, and their lanes.
-    test: which of a unit pass a filter. The lane of a filter is made when it is first asked for."""
+    """The rows or the groups of one stage: how many are in each state, and their lanes.
+
+    test: which rows of a unit pass a filter. The lane of a filter is created on first use.
+    """
 
     def __init__(self, test: Test) -> None:
         self._test = test
@@ -182,12 +188,12 @@ class Units:
         self.changed = True
 
     def add(self, count: int) -> None:
-        """New units, all pending."""
+        """Add new units, all pending."""
         self.counts[PENDING] += count
         self.changed = True
 
     def move(self, unit: Unit, bits: int, was: int, to: int | None, front: bool = False) -> None:
-        """Give units another state, None: they are no more. Ready ones are in the lanes."""
+        """Set the state of units; None removes them. Ready ones are in the lanes."""
         self.changed = True
         many = bits.bit_count()
         self.counts[was] -= many
@@ -203,13 +209,13 @@ class Units:
                 lane.enter(unit, bits, front)
 
     def retest(self, unit: Unit, ready: int) -> None:
-        """The tags of a unit changed, of which so much is ready."""
+        """Test a unit again after a change of its tags."""
         for lane in (self.plain, *self._filtered.values()) if ready else ():
             self.changed = True
             lane.retest(unit, ready)
 
     def lane(self, where: Where | None) -> Lane:
-        """The lane of one filter. ProtocolError when the filter is none."""
+        """The lane of a filter. Raises ProtocolError for an invalid filter."""
         if where is None:
             return self.plain
         name = msgspec.msgpack.encode(where)
@@ -225,8 +231,8 @@ class Units:
         return lane
 
     def want(self, where: Where | None, wanted: bool) -> None:
-        """A call that waits for what matches a filter has come, or has gone: until then the lane of
-        the filter is kept. ProtocolError when the filter is none."""
+        """Note a call that waits for matches of a filter, or its end. The lane of the filter is
+        kept that long. Raises ProtocolError for an invalid filter."""
         if where is None:
             return
         name = msgspec.msgpack.encode(where)
@@ -257,7 +263,7 @@ class Units:
 
 
 class Stage:
-    """number: where blocks and groups have what they are for this stage."""
+    """One stage. number: the index of its state in blocks and groups."""
 
     def __init__(self, name: str, fields: list[str], number: int, test: Test, of_group: Test):
         self.name = name
@@ -285,7 +291,7 @@ class Stage:
         return block.standings[self.number]
 
     def keep_images(self, images: BeforeImages | None) -> None:
-        """A dump begins, None: it is over."""
+        """Start to save images for a dump, or stop (None)."""
         self.images = self.rows.plain.images = self.groups.plain.images = images
 
     def drain_changed(self) -> bool:
@@ -301,8 +307,7 @@ class Stage:
         return block.live & ~(mine.ready | mine.leased | mine.acked)
 
     def complete(self, block: Block) -> int:
-        """Fields of a block's rows were written: those become ready that have all they need. These
-        are returned."""
+        """Make rows ready that now have all fields that the stage needs, and return them."""
         mine = block.standings[self.number]
         pending = block.live & ~(mine.ready | mine.leased | mine.acked)
         if pending:
@@ -312,7 +317,7 @@ class Stage:
         return pending
 
     def move(self, block: Block, bits: int, was: int, to: int | None, front: bool = False) -> None:
-        """Give rows another state, None: they are no more. front: before all others."""
+        """Set the state of rows; None removes them. front: put ready ones ahead of all others."""
         if self.images is not None:
             self.images.keep_block(block)
         mine = block.standings[self.number]
@@ -338,7 +343,7 @@ class Stage:
         self.rows.move(block, bits, was, to, front)
 
     def forget(self, block: Block, bits: int) -> None:
-        """Rows are no more."""
+        """Remove rows that no longer exist."""
         mine = block.standings[self.number]
         for was, rows in ((ACKED, mine.acked), (READY, mine.ready), (LEASED, mine.leased)):
             if gone := rows & bits:
@@ -356,7 +361,7 @@ class Stage:
             self.move(block, block.live, READY, LEASED)
 
     def settle(self, group: Group, front: bool = False) -> None:
-        """Give a group the state that follows from its rows."""
+        """Set the state of a group from its rows."""
         number, now = self.number, group.states[self.number]
         ready = acked = group.closed and group.live > 0
         some = False
@@ -387,14 +392,14 @@ class Stage:
             self.groups.move(group, 1, was, to, front)
 
     def retest(self, blocks: Iterable[Block], groups: Iterable[Group]) -> None:
-        """Tags of rows changed, or a group has fewer of them."""
+        """Test rows again after a change of their tags, or of a group's size."""
         for block in blocks:
             self.rows.retest(block, self.of(block).ready)
         for group in groups:
             self.groups.retest(group, int(group.states[self.number] == READY))
 
     def reset(self, blocks: Sequence[Block], groups: Iterable[Group]) -> int:
-        """Every acked row becomes ready again. Returns how many."""
+        """Make every acked row ready again. Return how many."""
         rows = 0
         for group in groups:
             if group.states[self.number] in (SPLIT, ACKED) and group.live:

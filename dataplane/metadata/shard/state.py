@@ -1,7 +1,7 @@
-"""The rows and groups of one store and what keeps them in step with stages and leases.
+"""The rows and groups of one store, kept consistent with stages and leases.
 
-Every operation of the store changes them through the methods here, so that readiness, group states
-and counts follow each change at once.
+Every operation of the store changes them through these methods, so readiness, group states and
+counts follow each change at once.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""The columns of which a shard is made: rows by key, fields, small values, tags, groups. They know
-nothing of leases or stages."""
+"""The columns of a shard: rows by key, fields, small values, tags, groups. They do not depend on
+leases or stages."""

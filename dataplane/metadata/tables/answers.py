@@ -1,7 +1,7 @@
-"""What a shard answered the changes of its callers, so that a retry is answered as the first time.
+"""A shard's replies to the changes of its callers, so that a retry gets the first reply.
 
-A caller is a peer in one life of its process. The shard remembers an answer until the caller has
-raised its floor above the change's number. Nothing is forgotten by count. Sans-I/O.
+A caller is one incarnation of a peer. The shard remembers a reply until the caller has raised
+its floor above the change's number. No count limits what it remembers. Sans-I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Given(Generic[AnswerT]):
-    """The answers to one caller, by the numbers of its requests. None lies below its floor."""
+    """The replies to one caller, by the numbers of its requests. None is below its floor."""
 
     __slots__ = ("answers", "floor")
 
@@ -28,14 +28,14 @@ class Given(Generic[AnswerT]):
         self.answers: dict[int, AnswerT] = {}
 
     def raise_floor(self, floor: int) -> None:
-        """Forget the answers below this number. A floor only rises."""
+        """Forget the replies below this number. A floor only rises."""
         if floor > self.floor:
             self.floor = floor
             self.answers = {n: answer for n, answer in self.answers.items() if n >= floor}
 
 
 class Answers:
-    """The answers of one partition's shard."""
+    """The replies of one partition's shard."""
 
     def __init__(self) -> None:
         self._callers: dict[Owner, Given[Body | None]] = {}
@@ -60,10 +60,10 @@ class Answers:
         return set(self._callers)
 
     def to(self, change: Change) -> Body | None:
-        """What the change was answered; None where it is new.
+        """Return the reply to a change, or None if the change is new.
 
-        ChangeExpired below the caller's floor and for what was settled; LimitExceeded for a change
-        too far above the floor.
+        Raises ChangeExpired below the caller's floor and for a settled change, and LimitExceeded
+        for a change too far above the floor.
         """
         self._check(change)
         if change not in self:
@@ -78,18 +78,18 @@ class Answers:
         return answer
 
     def remember(self, change: Change, answer: Body) -> None:
-        """The change was carried out; answers below its floor are forgotten."""
+        """Store the reply to a change that was applied, and forget replies below its floor."""
         self._raise_floor(change).answers[change.number] = answer
 
     def settle(self, change: Change) -> bool:
-        """Refuse the change from now on, unless it was carried out. Return whether it was. Errors
-        as of `to`."""
+        """Refuse the change from now on, unless it was applied. Return whether it was. Raises as
+        `to`."""
         self._check(change)
         answers = self._raise_floor(change).answers
         return answers.setdefault(change.number, None) is not None
 
     def forget(self, caller: Owner) -> None:
-        """The caller's process is gone: nobody repeats its changes."""
+        """Forget a caller whose process has exited, so no retry can come."""
         self._callers.pop(caller, None)
 
     def _check(self, change: Change) -> None:

@@ -12,12 +12,12 @@ _FEW = 1024
 
 
 def all_of(count: int) -> int:
-    """The first `count` rows."""
+    """The set of the first `count` rows."""
     return (1 << count) - 1
 
 
 def rows_of(bits: int) -> Sequence[int]:
-    """The rows in order; a range where they are neighbours, as most often."""
+    """The rows of a set in order; a range if they are consecutive, as they mostly are."""
     low = (bits & -bits).bit_length() - 1
     run = bits >> low if bits else 0
     if not run & (run + 1):
@@ -49,7 +49,7 @@ def first_of(bits: int, count: int) -> int:
 
 
 def picked(bits: int, rows: Sequence[int]) -> int:
-    """Which of `rows`, by their places in it, are in the set."""
+    """The indices in `rows` of those that are in the set."""
     if isinstance(rows, range) and rows.step == 1:
         return bits >> rows.start & all_of(len(rows))
     return bits_of(place for place, row in enumerate(rows) if bits >> row & 1)
@@ -61,10 +61,10 @@ def of_mask(mask: Any) -> int:
 
 
 def bytes_of(bits: int) -> bytes:
-    """A set as it travels."""
+    """A set in wire form."""
     return bits.to_bytes(bits.bit_length() + 7 >> 3, "little")
 
 
 def in_bytes(raw: bytes) -> int:
-    """The set that came so."""
+    """Decode a set from its wire form."""
     return int.from_bytes(raw, "little")

@@ -1,5 +1,5 @@
-"""The rows of a message, checked, before anything is changed. They came from another process:
-nothing is believed because the sender should have known better."""
+"""Checks of the rows of a message, before anything changes. They come from another process, so
+nothing is trusted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dataplane.wire.tables import Name, Rows
 
 
 class RowsIn(msgspec.Struct, eq=False):
-    """group: per row an index into `group_keys`, -1 without group; None: all are without. whole:
-    all are in the one group that there is."""
+    """The checked rows of a message. group: per row an index into `group_keys`, -1 without a
+    group; None if no row has one. whole: all rows are in the only group."""
 
     keys: list[bytes]
     names: Sequence[Name] | None
@@ -32,7 +32,7 @@ class RowsIn(msgspec.Struct, eq=False):
         return len(self.keys)
 
     def only(self, rows: Sequence[int]) -> RowsIn:
-        """Some of them."""
+        """The same for some of the rows."""
         return RowsIn(
             [self.keys[i] for i in rows],
             None if self.names is None else [self.names[i] for i in rows],
@@ -44,7 +44,7 @@ class RowsIn(msgspec.Struct, eq=False):
 
 
 def keys_in(raw: bytes | memoryview) -> list[bytes]:
-    """A KEY column as the keys one by one."""
+    """Split a KEY column into keys."""
     if len(raw) % KEY_BYTES:
         column(raw, KEY)
     raw = bytes(raw)
@@ -52,7 +52,7 @@ def keys_in(raw: bytes | memoryview) -> list[bytes]:
 
 
 def different(raw: bytes, what: str) -> list[bytes]:
-    """The same, each once. ProtocolError for one that is there twice."""
+    """Return the keys. Raises ProtocolError if one appears twice."""
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
@@ -64,7 +64,7 @@ def different(raw: bytes, what: str) -> list[bytes]:
 
 
 def rows_in(rows: Rows) -> RowsIn:
-    """Check the rows of a message. InvalidRows when there are none, or one twice."""
+    """Check the rows of a message. Raises InvalidRows if there are none, or one appears twice."""
     keys = keys_in(rows.keys)
     count = len(keys)
     if not count:

@@ -1,4 +1,4 @@
-"""RANGE records as numbers, by which chunks are named at their owner."""
+"""RANGE records as numbers, which name chunks at their owner."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Array = npt.NDArray[Any]
 
 
 def ids_of(records: Array) -> Array:
-    """The range that each RANGE record names, as one u8: what it begins with."""
+    """The range that each RANGE record names, as one u8: its first field."""
     ids: Array = records.view(U8).reshape(-1, records.itemsize // U8.itemsize)[:, 0]
     return ids
 
 
 def ranges_of(ids: Array) -> Array:
-    """RANGE records of such numbers."""
+    """The RANGE records of such numbers."""
     return np.ascontiguousarray(ids).view(RANGE)

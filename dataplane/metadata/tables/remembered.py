@@ -1,5 +1,8 @@
-"""What a partition remembers of rows and groups that are gone, and of who put rows, within bounds.
-Sans-I/O."""
+"""What a partition remembers of rows and groups that no longer exist, and of clients that put rows,
+within limits.
+
+Sans-I/O.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,19 @@ _FLIPPED = bytes(range(255, -1, -1))
 
 
 def of_group(key: bytes) -> bytes:
-    """The key of a group as it is kept here: a row may have the same name, and is another."""
+    """The key of a group in these tables. A row may have the same name."""
     return key.translate(_FLIPPED)
 
 
 class Tombstones:
-    """Keys of rows and groups that are no more, so that a late or repeated put does not make them
-    anew: dropped ones, which are cancelled, and freed ones that had given names, which have been
-    everywhere. The oldest go first and are counted.
+    """Keys of rows and groups that no longer exist, so that a late or repeated put does not
+    recreate them.
 
-    Keys lie in parts of at most PART_KEYS, so that a dump can note a million of them at once and
-    tell them part by part. `on_change`, where it is set, gets each part before it changes."""
+    They are dropped ones, and freed ones with names from the user, which every stage has acked.
+    The oldest are forgotten first and counted. Keys are stored in parts of at most PART_KEYS, so
+    that a dump can reference a million of them at once and send them part by part. `on_change`,
+    if set, gets each part before it changes.
+    """
 
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit
@@ -53,7 +58,7 @@ class Tombstones:
         return BYTES_EACH * len(self._part_of)
 
     def add(self, keys: Iterable[bytes], freed: bool = False) -> None:
-        """Those known keep their age, and what was dropped stays so."""
+        """Add keys. Known ones keep their age, and dropped ones stay dropped."""
         for key in keys:
             part = self._part_of.get(key)
             if part is None:
@@ -66,7 +71,7 @@ class Tombstones:
             self.forgotten += 1
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """These names are used again."""
+        """Forget keys whose names are used again."""
         for key in keys:
             if key in self._part_of:
                 self._take(key)
@@ -80,7 +85,7 @@ class Tombstones:
         return part is not None and not part[key]
 
     def freed(self, key: bytes) -> bool:
-        """It had a given name, and went when all had acked it."""
+        """Whether a name from the user was freed because every stage had acked it."""
         part = self._part_of.get(key)
         return part is not None and part[key]
 
@@ -100,9 +105,12 @@ class Tombstones:
 
 
 class LostNames:
-    """Names of rows that went with a peer, numbered as their shard lost them; for producers, who
-    make such rows again. The oldest names go first, and whoever asks for them is told how many
-    those were. `total`: how many rows were lost."""
+    """Names of rows that were lost with a peer, numbered by their shard, for producers that put
+    such rows again.
+
+    The oldest names are forgotten first. A caller that asks for them gets their number. `total`:
+    how many rows were lost.
+    """
 
     def __init__(self, max_kept: int = MAX_LOST) -> None:
         self.total = 0
@@ -113,16 +121,17 @@ class LostNames:
         self._names.extend(names)
 
     def after(self, number: int) -> tuple[list[Name], int, int]:
-        """What follows the first `number` rows, as much as one message takes.
+        """The names after the first `number` rows, as many as one message holds.
 
-        Returns (names, the number to ask with next, how many names were forgotten in between)."""
+        Return (names, the number to ask with next, how many names were forgotten in between).
+        """
         first = self.total - len(self._names)
         start = min(max(number, first), self.total)
         names = list(islice(self._names, start - first, start - first + MAX_LOST_PER_MESSAGE))
         return names, start + len(names), max(0, start - number)
 
     def latest(self) -> list[Name]:
-        """The names of those lost last, as many as one message takes."""
+        """The names lost last, as many as one message holds."""
         return self.after(self.total - MAX_LOST_PER_MESSAGE)[0]
 
     def __repr__(self) -> str:
@@ -130,15 +139,15 @@ class LostNames:
 
 
 class Producers:
-    """How many rows a partition ever got, and from which sessions. A copy that was made from a dump
-    knows no times."""
+    """How many rows a partition ever got, and from which sessions. A copy made from a dump has
+    no times."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._of: OrderedDict[int, tuple[int, float | None]] = OrderedDict()
 
     def note(self, session: int, rows: int, now: float | None) -> None:
-        """A session put new rows."""
+        """Note that a session put new rows."""
         self.rows += rows
         before, _ = self._of.get(session, (0, None))
         self._of[session] = before + rows, now
@@ -147,7 +156,7 @@ class Producers:
             self._of.popitem(last=False)
 
     def add(self, rows: int) -> None:
-        """Rows came from a checkpoint, or from sessions that are forgotten."""
+        """Note rows from a checkpoint, or from sessions that are forgotten."""
         self.rows += rows
 
     def latest(self, now: float) -> list[tuple[int, int, float | None]]:

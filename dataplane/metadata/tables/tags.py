@@ -1,6 +1,6 @@
-"""The tags of a block's rows: a list of one value a row for each, or of one for all of them.
+"""The tags of a block's rows: a list with one value per row, or with one value for all of them.
 
-What went in comes out with its type. A list may be that of a message, so none is ever changed.
+A value keeps its type. A list may belong to a message, so no list is ever changed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _kept_once(text: str) -> str:
 
 
 def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str]) -> None:
-    """InvalidRows, InvalidValue or LimitExceeded unless these can be set on `rows` rows, where the
-    partition has some `known` ones already."""
+    """Raise InvalidRows, InvalidValue or LimitExceeded unless these tags can be set on `rows`
+    rows of a partition with these `known` tags."""
     for name, values in tags.items():
         if len(name) > MAX_NAME_BYTES:
             raise LimitExceeded(
@@ -71,7 +71,7 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
 def only(
     tags: Mapping[str, Sequence[Scalar]], rows: Sequence[int], count: int
 ) -> dict[str, list[Scalar]]:
-    """What a message of `count` rows says of these."""
+    """The tags of a message of `count` rows, for some of them."""
     return {
         name: [values[i] for i in rows] if len(values) == count > 1 else list(values)
         for name, values in tags.items()
@@ -79,7 +79,7 @@ def only(
 
 
 class Tags:
-    """Of the `count` rows of one block."""
+    """The tags of the `count` rows of one block."""
 
     __slots__ = ("_texts", "_values", "count")
 
@@ -90,7 +90,7 @@ class Tags:
         """bytes of the different texts of a tag"""
 
     def copy(self) -> Tags:
-        """Equal ones that may be set otherwise."""
+        """A copy that can be changed."""
         made = Tags(self.count)
         made._values, made._texts = self._values.copy(), self._texts.copy()
         return made
@@ -105,7 +105,8 @@ class Tags:
         return each + sum(self._texts.values())
 
     def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:
-        """Merge checked tags into those of some rows: a list of one value a row, or one for all."""
+        """Merge checked tags into those of some rows: a list with one value per row, or with one
+        for all."""
         for name, values in tags.items():
             if texts := any([type(value) is str for value in values]):
                 values = [_kept_once(v) if type(v) is str else v for v in values]
@@ -128,8 +129,8 @@ class Tags:
         return bits_of(row for row, value in enumerate(values) if value is not MISSING)
 
     def compare(self, name: str, how: Callable[[Any, Any], Any], value: Scalar) -> int:
-        """The rows that have the tag, and for which `how(tag, value)`; no order holds between kinds
-        that have none."""
+        """The rows that have the tag and for which `how(tag, value)` holds. Kinds without a
+        common order never match."""
         values = self._values.get(name)
         if values is None:
             return 0
@@ -143,7 +144,7 @@ class Tags:
         return int("".join(["1" if one else "0" for one in reversed(hit)]), 2)
 
     def expected(self, expect: Mapping[str, Scalar]) -> int:
-        """The rows that have all these tags with these values. None also expects a missing one."""
+        """The rows that have all these tags with these values. None also matches a missing tag."""
         rows = self.rows
         for name, value in expect.items():
             same = self.compare(name, operator.eq, value)
@@ -158,7 +159,7 @@ class Tags:
         return values[row if len(values) > 1 else 0]
 
     def items(self, rows: Sequence[int]) -> list[tuple[str, list[Scalar]]]:
-        """Each tag that one of these rows has, one value a row or `MISSING`."""
+        """Each tag that one of these rows has, with one value per row or `MISSING`."""
         found = []
         for name, values in self._values.items():
             if len(values) == 1:

@@ -161,7 +161,7 @@ def _text(wire: Any) -> str:
 
 
 def checked(wire: Any) -> WireWhere:
-    """What arrived, if it is a filter. ProtocolError for an unknown form or a broken limit."""
+    """Return a received filter. Raises ProtocolError for an unknown form or a broken limit."""
     _check(wire, MAX_NESTING, [MAX_WHERE_NODES])
     return wire  # type: ignore[no-any-return]
 
@@ -225,8 +225,8 @@ def _misused(how: str, rest: list[Any]) -> str:
 
 
 def tags_of(where: WireWhere, exists: bool = True) -> set[str]:
-    """The names of the tags that a checked filter asks for. exists: also where it only asks
-    whether a row has the tag."""
+    """The names of the tags in a checked filter. exists: include tags of which it only asks
+    whether a row has them."""
     how, *rest = where
     if how in _JOINTS or how == "not":
         return set[str]().union(*(tags_of(part, exists) for part in rest))
@@ -243,7 +243,7 @@ def _spend(budget: list[int], nodes: int) -> None:
 
 
 def test(where: WireWhere, tags: Tags) -> int:
-    """The rows for which a checked filter holds. Never raises, whatever the tags are."""
+    """The rows that match a checked filter. Never raises, whatever the tags are."""
     how, first, *rest = where
     if how == "exists":
         return tags.has(first)

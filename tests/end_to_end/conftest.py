@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ import dataplane
 from bench.peers import free_addresses, peer_command
 from tests import cluster as peers
 from tests.cluster import environment, in_sync, until
+from tests.leaks import FAILED
 
 __all__ = ["free_addresses", "in_sync", "peer_command", "until"]
 PLANE = "test"
@@ -97,21 +100,62 @@ def peer() -> Iterator[Cluster]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def two_peers() -> Iterator[Cluster]:
+    """The peers of a plane of two hosts, likewise."""
+    with running("a", "b") as started:
+        yield started
+
+
 @pytest.fixture
-def plane(peer: Cluster, no_launcher: None) -> Iterator[dataplane.Plane]:
-    """A client of `peer`. What the test leaves there goes with it."""
-    with environment(DATAPLANE_RUN_DIR=str(peer.run_dir)), peer.connect("a") as connected:
+def alone(peer: Cluster, no_launcher: None, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """`peer` for one test. What the test leaves there goes with it."""
+    with lent(peer, request.node):
+        yield peer
+
+
+@pytest.fixture
+def pair(
+    two_peers: Cluster, no_launcher: None, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
+    """`two_peers` for one test, likewise."""
+    with lent(two_peers, request.node):
+        yield two_peers
+
+
+@pytest.fixture
+def plane(alone: Cluster) -> Iterator[dataplane.Plane]:
+    """A client of the only peer of a plane."""
+    with alone.connect("a") as connected:
         yield connected
-        drop_everything(connected)
+
+
+@contextmanager
+def lent(cluster: Cluster, test: pytest.Item) -> Iterator[None]:
+    with environment(DATAPLANE_RUN_DIR=str(cluster.run_dir)):
+        yield
+        cluster.end_workers()
+        with contextlib.ExitStack() as clients, contextlib.ExitStack() as ignored:
+            planes = [clients.enter_context(cluster.connect(name)) for name in cluster.peers]
+            if test.stash.get(FAILED, False):  # its traceback keeps what it had
+                ignored.enter_context(contextlib.suppress(AssertionError))
+            drop_everything(*planes)
 
 
 def drop_everything(*planes: dataplane.Plane) -> None:
     """What a test leaves behind goes, and every byte with it (but for cached copies)."""
     for name in planes[0].partitions():
         planes[0].partition(name).drop()
+
+    def empty(plane: dataplane.Plane) -> bool:
+        if not held(plane):
+            return True
+        gc.collect()  # views that only a cycle holds
+        return False
+
     for plane in {plane.peer: plane for plane in planes}.values():
         with contextlib.suppress(AssertionError):
-            until(lambda plane=plane: not held(plane), "everything came back", 5)
+            until(partial(empty, plane), "everything came back", 5)
         assert not held(plane), f"peer {plane.peer} still holds {held(plane)}"
 
 

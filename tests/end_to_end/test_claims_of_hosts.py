@@ -28,9 +28,8 @@ part.claim("train", rows=64)
 
 
 @pytest.fixture
-def hosts(cluster: Cluster) -> Iterator[Hosts]:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def hosts(pair: Cluster) -> Iterator[Hosts]:
+    with pair.connect("a") as here, pair.connect("b") as there:
         yield here, there
 
 

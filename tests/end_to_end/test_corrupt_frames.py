@@ -16,7 +16,7 @@ import dataplane
 from dataplane.launch.token import new_token
 from tests.end_to_end.conftest import PLANE, Cluster
 
-COUNT = 1_000
+COUNT = 300
 """At each door; `python -m tests.faults.strangers` does it with 100,000."""
 
 

@@ -15,9 +15,8 @@ def took(found: tuple[int, int], rows: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_drop_says_what_it_took_wherever_its_shard_is(cluster: Cluster, replicas: int) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as a, cluster.connect("b") as b:
+def test_a_drop_says_what_it_took_wherever_its_shard_is(pair: Cluster, replicas: int) -> None:
+    with pair.connect("a") as a, pair.connect("b") as b:
         for n in range(4):  # shards of both hosts
             here = a.partition(f"p{n}", stages={"s": ["x"], "t": ["x"]}, replicas=replicas)
             there = b.partition(f"p{n}")

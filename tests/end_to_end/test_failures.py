@@ -27,12 +27,11 @@ HOLDER = """
 """
 
 
-def test_a_dead_consumers_group_is_claimed_again(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_a_dead_consumers_group_is_claimed_again(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]}, group_size=3)
         part.put({"x": [1, 2, 3]}, key=list("abc"), group="g")
-        holder = cluster.worker(HOLDER.format(what="groups=1"))
+        holder = alone.worker(HOLDER.format(what="groups=1"))
         assert line(holder) == "holding a b c"
         with pytest.raises(dataplane.ClaimTimeout, match=rf"leased by pid {holder.pid}"):
             part.claim("s", groups=1, timeout=0.2)
@@ -41,13 +40,12 @@ def test_a_dead_consumers_group_is_claimed_again(cluster: Cluster) -> None:
         assert batch.keys == list("abc")
 
 
-def test_a_waiting_claim_gets_a_dead_consumers_rows_on_another_host(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as plane:
+def test_a_waiting_claim_gets_a_dead_consumers_rows_on_another_host(pair: Cluster) -> None:
+    with pair.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]})
         part.put({"x": [1, 2, 3]}, key=list("abc"))
         part.seal()
-        holder = cluster.worker(HOLDER.format(what="rows=3"), DATAPLANE_PEER="b")
+        holder = pair.worker(HOLDER.format(what="rows=3"), DATAPLANE_PEER="b")
         assert line(holder) == "holding a b c"
         holder.kill()
         batch = part.claim("s", rows=3, timeout=10)
@@ -64,11 +62,10 @@ PRODUCER = """
 """
 
 
-def test_a_producer_killed_in_the_middle_of_a_put_leaves_nothing_half(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_a_producer_killed_in_the_middle_of_a_put_leaves_nothing_half(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]}, group_size=8)
-        producer = cluster.worker(PRODUCER)
+        producer = alone.worker(PRODUCER)
         assert line(producer) == "putting"
         producer.kill()
         producer.wait()
@@ -231,10 +228,9 @@ def test_many_single_row_claims_leave_nothing_behind(cluster: Cluster) -> None:
             assert len(os.listdir(f"/proc/{pid}/task")) <= threads[pid] + 1
 
 
-def test_garbage_at_the_local_door_ends_only_that_connection(cluster: Cluster) -> None:
-    cluster.start("a")
-    path = str(cluster.run_dir / PLANE / "a.sock")
-    with cluster.connect("a") as plane:
+def test_garbage_at_the_local_door_ends_only_that_connection(alone: Cluster) -> None:
+    path = str(alone.run_dir / PLANE / "a.sock")
+    with alone.connect("a") as plane:
         for junk in (b"\xff" * 64, struct.pack("<I", 1 << 31), b"\x05\x00\x00\x00hello"):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(path)
@@ -246,11 +242,10 @@ def test_garbage_at_the_local_door_ends_only_that_connection(cluster: Cluster) -
         assert plane.stats()["clients"] == 1
 
 
-def test_a_second_peer_of_the_same_name_is_refused(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_a_second_peer_of_the_same_name_is_refused(alone: Cluster) -> None:
     second = subprocess.run(peer_command("a", PLANE), capture_output=True, text=True, timeout=30)
     assert second.returncode == 2 and "'a'" in second.stderr
-    with cluster.connect("a") as plane:
+    with alone.connect("a") as plane:
         assert plane.stats()["peer"] == "a"
 
 
@@ -262,12 +257,11 @@ def test_an_address_in_use_is_refused(cluster: Cluster) -> None:
     assert peer.returncode == 2 and mine in peer.stderr
 
 
-def test_a_stopped_consumer_keeps_its_views_and_its_rows(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_a_stopped_consumer_keeps_its_views_and_its_rows(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]})
         part.put({"x": [np.zeros(9000)]}, key=["k"])
-        holder = cluster.worker(HOLDER.format(what="rows=1"))
+        holder = alone.worker(HOLDER.format(what="rows=1"))
         assert line(holder) == "holding k"
         holder.send_signal(signal.SIGSTOP)
         with pytest.raises(dataplane.ClaimTimeout, match="leased"):

@@ -28,8 +28,7 @@ def filled(
     return part
 
 
-def test_every_row_is_trained_once_and_the_next_batch_is_ready(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_every_row_is_trained_once_and_the_next_batch_is_ready(alone: Cluster) -> None:
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 10)
         seen: list[int] = []
@@ -45,8 +44,7 @@ def test_every_row_is_trained_once_and_the_next_batch_is_ready(cluster: Cluster)
         assert not [t for t in threading.enumerate() if t.name == "dataplane-loader"]
 
 
-def test_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_what_ends_a_loop_releases_what_it_has(alone: Cluster) -> None:
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 6)
         with part.loader("train", rows=2, prefetch=2) as first:  # without it: within moments
@@ -64,8 +62,7 @@ def test_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> None:
             assert len(batch) == 4
 
 
-def test_a_claim_that_waits_is_taken_back(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_a_claim_that_waits_is_taken_back(alone: Cluster) -> None:
     with dataplane.connect("a", run="test") as plane:
         part = plane.partition("p", {"train": ["x"]})
         part.put({"x": [1, 2, 3]})
@@ -79,8 +76,7 @@ def test_a_claim_that_waits_is_taken_back(cluster: Cluster) -> None:
         assert list(loop) == []
 
 
-def test_what_fails_in_the_thread_is_raised_in_the_loop(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_what_fails_in_the_thread_is_raised_in_the_loop(alone: Cluster) -> None:
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 2)
         with pytest.raises(dataplane.NotFetched), part.loader("train", rows=3, min=1) as loader:
@@ -99,8 +95,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop(cluster: Cluster) -> Non
             part.loader("train")
 
 
-def test_a_loader_goes_on_exactly_behind_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.start("a")
+def test_a_loader_goes_on_exactly_behind_a_checkpoint(alone: Cluster, tmp_path: Path) -> None:
     before: list[list[Any]] = []
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 12, free="drop")
@@ -146,9 +141,8 @@ class AwaitingWorkers(Workers):
 
 @pytest.mark.parametrize("workers", [Workers, AwaitingWorkers])
 def test_in_a_dataloaders_workers_loaders_and_streams_say_why_not(
-    cluster: Cluster, workers: type[Workers]
+    alone: Cluster, workers: type[Workers]
 ) -> None:
-    cluster.start("a")
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 2)
         for call in ("loader", "stream"):
@@ -190,9 +184,8 @@ async def soon(true: Callable[[], Awaitable[bool]], what: str) -> None:
 
 
 def test_with_await_the_next_batch_is_ready_too_and_collate_may_be_awaited(
-    cluster: Cluster,
+    alone: Cluster,
 ) -> None:
-    cluster.start("a")
 
     async def main(plane: aio.Plane) -> None:
         async def leases(n: int) -> bool:
@@ -213,8 +206,7 @@ def test_with_await_the_next_batch_is_ready_too_and_collate_may_be_awaited(
     awaited(main)
 
 
-def test_with_await_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_with_await_what_ends_a_loop_releases_what_it_has(alone: Cluster) -> None:
 
     async def main(plane: aio.Plane) -> None:
         part = await filled_by(plane, 6)
@@ -244,8 +236,7 @@ def test_with_await_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> N
     awaited(main)
 
 
-def test_with_await_a_claim_that_waits_is_taken_back(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_with_await_a_claim_that_waits_is_taken_back(alone: Cluster) -> None:
 
     async def main(plane: aio.Plane) -> None:
         async def waiting(n: int) -> bool:
@@ -276,9 +267,8 @@ def test_with_await_a_claim_that_waits_is_taken_back(cluster: Cluster) -> None:
 
 
 def test_with_await_a_loader_goes_on_exactly_behind_a_checkpoint(
-    cluster: Cluster, tmp_path: Path
+    alone: Cluster, tmp_path: Path
 ) -> None:
-    cluster.start("a")
 
     async def main(plane: aio.Plane) -> None:
         part = await filled_by(plane, 12, free="drop")

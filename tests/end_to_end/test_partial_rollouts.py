@@ -12,9 +12,8 @@ from tests.end_to_end.hosts import held
 STAGES = {"rollout": ["prompt"], "train": ["tokens"]}
 
 
-def test_a_partial_rollout_goes_on_on_another_host(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def test_a_partial_rollout_goes_on_on_another_host(pair: Cluster) -> None:
+    with pair.connect("a") as here, pair.connect("b") as there:
         for name in "pq":  # one has its shard here, one there, as it comes
             part, far = here.partition(name, stages=STAGES), there.partition(name)
             part.put({"prompt": ["1?", "2?", "3?"]}, key=["1", "2", "3"])
@@ -40,9 +39,8 @@ def test_a_partial_rollout_goes_on_on_another_host(cluster: Cluster) -> None:
         until(lambda: not held(here) and not held(there), "progress was freed", 10)
 
 
-def test_progress_of_a_lease_that_has_ended_is_refused(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_progress_of_a_lease_that_has_ended_is_refused(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = plane.partition("p", stages=STAGES)
         part.put({"prompt": ["1?", "2?"]})
         batch = part.claim("rollout", rows=2, timeout=30)

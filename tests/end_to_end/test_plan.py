@@ -44,13 +44,12 @@ def trained(plan: Any) -> list[tuple[int, int, list[Any], list[Any]]]:
     return seen
 
 
-def test_every_row_has_its_turn_in_every_epoch_and_ranks_stay_in_step(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_every_row_has_its_turn_in_every_epoch_and_ranks_stay_in_step(alone: Cluster) -> None:
     how: dict[str, Any] = {"ranks": 2, "minibatches": 2, "budget": {"length": 30}, "epochs": 2}
     with (
-        cluster.connect("a") as plane,
-        cluster.connect("a") as second,
-        cluster.connect("a") as third,
+        alone.connect("a") as plane,
+        alone.connect("a") as second,
+        alone.connect("a") as third,
     ):
         part = filled(plane, 18)
         # two processes of a replica pass the same rank
@@ -82,9 +81,8 @@ def test_every_row_has_its_turn_in_every_epoch_and_ranks_stay_in_step(cluster: C
             part.plan("train", rank=0, **how)
 
 
-def test_whole_groups_stay_at_one_rank_and_what_is_added_is_stored(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane, cluster.connect("a") as other:
+def test_whole_groups_stay_at_one_rank_and_what_is_added_is_stored(alone: Cluster) -> None:
+    with alone.connect("a") as plane, alone.connect("a") as other:
         part = filled(plane, 24, group_size=4, free="drop")
         how: dict[str, Any] = {"ranks": 2, "minibatches": 2, "unit": "groups", "balance": "length"}
         one, two = (
@@ -103,9 +101,8 @@ def test_whole_groups_stay_at_one_rank_and_what_is_added_is_stored(cluster: Clus
         assert [float(loss) for loss in rows["loss"]] == [float(key) for key in rows.keys]
 
 
-def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane, cluster.connect("a") as other:
+def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
+    with alone.connect("a") as plane, alone.connect("a") as other:
         part = plane.partition("q", {"train": ["x"]})
         part.put({"x": [1, 2]}, tags={"length": [1, None]})
         with pytest.raises(dataplane.ClaimTimeout, match="2 of 2 rows ready; the partition is not"):
@@ -147,9 +144,8 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
         until(lambda: part.stats()["leases"] == 0, "it is released")
 
 
-def test_a_loop_that_ends_acks_and_one_that_is_left_releases(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_a_loop_that_ends_acks_and_one_that_is_left_releases(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = filled(plane, 8)
         how: dict[str, Any] = {"rank": 0, "ranks": 1, "minibatches": 2}
         plan = part.plan("train", **how)
@@ -182,9 +178,8 @@ def fails_within(plan: Any) -> None:
         raise ZeroDivisionError
 
 
-def test_rows_that_are_dropped_meanwhile_become_padding(cluster: Cluster) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+def test_rows_that_are_dropped_meanwhile_become_padding(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
         part = filled(plane, 8)
         with part.plan("train", rank=0, ranks=1, minibatches=4) as plan:
             keys = trained(plan)[0][2]
@@ -194,8 +189,7 @@ def test_rows_that_are_dropped_meanwhile_become_padding(cluster: Cluster) -> Non
         assert part.stats()["rows"] == 0
 
 
-def test_a_plan_without_blocking(cluster: Cluster) -> None:
-    cluster.start("a")
+def test_a_plan_without_blocking(alone: Cluster) -> None:
     seen: list[Any] = []
 
     async def rank(number: int) -> None:
@@ -211,7 +205,7 @@ def test_a_plan_without_blocking(cluster: Cluster) -> None:
     async def both() -> None:
         await asyncio.gather(rank(0), rank(1))
 
-    with cluster.connect("a") as plane:
+    with alone.connect("a") as plane:
         part = filled(plane, 7, free="drop")
         asyncio.run(both())
         assert sorted(seen) == list(range(7))
@@ -311,12 +305,11 @@ RANKS = """
 
 
 def test_of_ranks_in_collectives_one_is_killed_and_the_next_plan_goes_on_with_everything(
-    cluster: Cluster,
+    alone: Cluster,
 ) -> None:
-    cluster.start("a")
-    with cluster.connect("a") as plane:
+    with alone.connect("a") as plane:
         part = filled(plane, 70)
-        trainer = cluster.worker(RANKS)
+        trainer = alone.worker(RANKS)
         said = [line(trainer) for _ in range(15)]
         told = [one for one in said if "has ended" in one]
         assert len(told) == 7

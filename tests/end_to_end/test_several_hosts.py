@@ -12,9 +12,8 @@ import dataplane
 from tests.end_to_end.conftest import Cluster, line, until
 
 
-def test_rows_of_one_host_are_read_on_another(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def test_rows_of_one_host_are_read_on_another(pair: Cluster) -> None:
+    with pair.connect("a") as here, pair.connect("b") as there:
         stages = {"train": ["x", "obj"]}
         part = here.partition("p", stages=stages)
         far = there.partition("p", stages=stages)
@@ -35,9 +34,8 @@ def test_rows_of_one_host_are_read_on_another(cluster: Cluster) -> None:
         until(lambda: here.stats()["arena"]["used_bytes"] == 0, "rows are freed at their owner", 5)
 
 
-def test_a_reward_written_on_another_host_completes_the_row(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def test_a_reward_written_on_another_host_completes_the_row(pair: Cluster) -> None:
+    with pair.connect("a") as here, pair.connect("b") as there:
         part = here.partition(
             "p", stages={"reward": ["x"], "train": ["x", "reward"]}, group_size=4, groups=6
         )
@@ -82,9 +80,8 @@ def test_keyed_calls_find_rows_wherever_they_are(cluster: Cluster) -> None:
         plane.close()
 
 
-def test_one_group_is_put_from_two_hosts(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def test_one_group_is_put_from_two_hosts(pair: Cluster) -> None:
+    with pair.connect("a") as here, pair.connect("b") as there:
         stages = {"train": ["x"]}
         parts = [p.partition("p", stages=stages, group_size=4) for p in (here, there)]
         for i in range(4):
@@ -104,11 +101,10 @@ CONSUMER = """
 """
 
 
-def test_eight_racing_consumers_get_every_row_once(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    racers = [cluster.worker(CONSUMER, DATAPLANE_PEER="ab"[i % 2]) for i in range(8)]
+def test_eight_racing_consumers_get_every_row_once(pair: Cluster) -> None:
+    racers = [pair.worker(CONSUMER, DATAPLANE_PEER="ab"[i % 2]) for i in range(8)]
     assert [line(r) for r in racers] == ["ready"] * 8
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+    with pair.connect("a") as here, pair.connect("b") as there:
         parts = [p.partition("p", stages={"s": ["x"]}) for p in (here, there)]
         for i in range(100):
             parts[i % 2].put({"x": np.full((10, 700), i * 10, np.int64) + np.arange(10)[:, None]})

@@ -90,8 +90,7 @@ def test_names_and_tags_may_be_tensors(hosts: Hosts) -> None:
     assert there.drop(groups=ids[:2]).rows == 4
 
 
-async def test_a_tensordict_is_made_on_a_loop(cluster: Cluster) -> None:
-    cluster.start("a")
+async def test_a_tensordict_is_made_on_a_loop(alone: Cluster) -> None:
     data = rollouts([3, 2])
     async with aio.connect("a", run="test") as plane:
         part = await plane.partition("p", {"train": ["ids"]})
@@ -180,8 +179,7 @@ def test_what_was_added_to_a_batch_is_acked_in_parts(hosts: Hosts, size: int) ->
     there.claim("train", rows=2).release()
 
 
-async def test_parts_are_acked_on_a_loop(cluster: Cluster) -> None:
-    cluster.start("a")
+async def test_parts_are_acked_on_a_loop(alone: Cluster) -> None:
     async with aio.connect("a", run="test") as plane:
         part = await plane.partition("p", {"train": ["x"]})
         await part.put({"x": list(range(4))})

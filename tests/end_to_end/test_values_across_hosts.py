@@ -31,11 +31,10 @@ def random_array(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
     return np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
 
 
-def test_every_dtype_and_shape_goes_through_two_peers(cluster: Cluster) -> None:
-    cluster.start("a", "b")
+def test_every_dtype_and_shape_goes_through_two_peers(pair: Cluster) -> None:
     dtypes = [np.dtype(d) for d in NUMPY] + [np.dtype(getattr(ml_dtypes, d)) for d in SMALL]
     assert len(SMALL) >= 12
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+    with pair.connect("a") as here, pair.connect("b") as there:
         part = here.partition("p", {"s": []}, free="drop")
         far = there.partition("p")
         for number, dtype in enumerate(dtypes):
@@ -62,8 +61,7 @@ def test_every_dtype_and_shape_goes_through_two_peers(cluster: Cluster) -> None:
         until(lambda: not held(here) and not held(there), "everything came back", 5)
 
 
-def test_objects_keep_their_types_between_peers(cluster: Cluster) -> None:
-    cluster.start("a", "b")
+def test_objects_keep_their_types_between_peers(pair: Cluster) -> None:
     values: list[Any] = [
         None, True, 0, -(2**63), 2**64 - 1, 2**200, 0.5, float("nan"), float("-inf"), -0.0,
         "", "текст", "\x00", b"", b"\xff" * 5000, [], (), {}, (1, [2, (3,)]),
@@ -71,7 +69,7 @@ def test_objects_keep_their_types_between_peers(cluster: Cluster) -> None:
         {"missing": None}, [{"role": "user", "content": [{"type": "text", "text": "a" * 9000}]}],
         np.float32(1.5), np.int8(-3), ml_dtypes.bfloat16(2), np.arange(3), [np.zeros((0, 2))],
     ]  # fmt: skip
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+    with pair.connect("a") as here, pair.connect("b") as there:
         part = here.partition("p", {"s": ["v"]}, free="drop")
         keys = list(range(len(values)))
         part.put({"v": values}, key=keys)
@@ -82,10 +80,9 @@ def test_objects_keep_their_types_between_peers(cluster: Cluster) -> None:
             ), (one, sent)
 
 
-def test_a_hundred_thousand_rows_with_keys_and_groups_on_two_hosts(cluster: Cluster) -> None:
-    cluster.start("a", "b")
+def test_a_hundred_thousand_rows_with_keys_and_groups_on_two_hosts(pair: Cluster) -> None:
     n = 100_000
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+    with pair.connect("a") as here, pair.connect("b") as there:
         part = here.partition("p", {"s": ["x", "y"]}, group_size=8)
         far = there.partition("p")
         keys = [f"row-{i}" for i in range(n)]
@@ -167,9 +164,8 @@ def test_single_row_claims_leave_no_descriptor_thread_or_range(cluster: Cluster)
         assert isinstance(plane, dataplane.Plane)
 
 
-def test_rows_of_a_host_that_never_saw_a_field_lack_it(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def test_rows_of_a_host_that_never_saw_a_field_lack_it(pair: Cluster) -> None:
+    with pair.connect("a") as here, pair.connect("b") as there:
         part = here.partition("p", free="drop")
         part.put({"x": [1], "y": [2]}, key=["k"])
         there.partition("p").put({"x": [3]}, key=["l"])

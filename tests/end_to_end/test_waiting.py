@@ -118,9 +118,8 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
 
 
 def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
-    cluster: Cluster,
+    alone: Cluster,
 ) -> None:
-    cluster.start("a")
     code = (
         "import dataplane\n"
         f"with dataplane.connect('a', run={PLANE!r}) as plane:\n"
@@ -157,11 +156,10 @@ def test_status_has_a_line_a_stage_and_folds_what_is_drained(
     batch.ack()
 
 
-def test_who_waits_for_a_sealed_partition_is_told_that_it_was_dropped(cluster: Cluster) -> None:
+def test_who_waits_for_a_sealed_partition_is_told_that_it_was_dropped(alone: Cluster) -> None:
     """And not that the stage has had every row: two were in somebody's hands."""
-    cluster.start("a")
     told: list[BaseException] = []
-    with cluster.connect("a") as plane:
+    with alone.connect("a") as plane:
         part = plane.partition("p", {"s": ["x"]})
         part.put({"x": [1, 2]})
         part.seal()
@@ -244,9 +242,8 @@ def test_a_client_of_a_stopped_peer_closes_and_its_call_ends(peer: Cluster, plan
 
 
 def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
-    cluster: Cluster,
+    alone: Cluster,
 ) -> None:
-    cluster.start("a")
     producer = (
         "import dataplane, sys\n"
         "with dataplane.connect('a', run=sys.argv[1]) as plane:\n"
@@ -254,7 +251,7 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
         "    print('put', flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    with cluster.connect("a") as plane:
+    with alone.connect("a") as plane:
         part = plane.partition("p", stages={"s": ["x"]})
 
         def why() -> str:
@@ -273,7 +270,7 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
         other.communicate()
         until(lambda: "(disconnected" in why(), "the peer has seen it end")
         assert "no producer is connected, so restart one" in why()
-        run = cluster.run_dir / "other"
+        run = alone.run_dir / "other"
         with dataplane.connect(run=run.name) as elsewhere:
             elsewhere.partition("q", stages={"s": ["x"]})
             part = plane.partition("q", stages={"s": ["x"]})

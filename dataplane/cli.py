@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     looking = (_add_status, _add_why, _add_watch, _add_trace, _add_record, _add_rows, _add_get)
-    for add in (_add_peer, *looking, _add_clean, _add_probe, _add_token):
+    for add in (_add_peer, *looking, _add_checkpoint, _add_clean, _add_probe, _add_token):
         add(commands)
     return parser
 
@@ -204,6 +204,27 @@ def _add_get(commands: Commands) -> None:
     )
     _add_source(get)
     get.set_defaults(command=_get)
+
+
+def _add_checkpoint(commands: Commands) -> None:
+    checkpoint = _command(commands, "checkpoint", "read a checkpoint, without a run")
+    below = checkpoint.add_subparsers(required=True, metavar="command")
+    export = _command(
+        below,
+        "export",
+        "write the rows of a checkpoint as Parquet files, one for each partition",
+        " A row has its key, group, tags and fields as columns.",
+    )
+    export.add_argument("directory", metavar="DIR", help="a directory of plane.checkpoint(…)")
+    export.add_argument("output", metavar="OUT", help="directory for the files, new or empty")
+    export.add_argument(
+        "--field",
+        metavar="NAME",
+        action="append",
+        help="export only this field; may be repeated (default: all fields)",
+    )
+    export.add_argument("--json", action="store_true", help=_JSON)
+    export.set_defaults(command=_export)
 
 
 def _add_clean(commands: Commands) -> None:
@@ -368,6 +389,14 @@ def _get(arguments: argparse.Namespace) -> int:
     peer = _one_peer(arguments)
     report = cli_rows.get(peer, arguments.partition, arguments.key, arguments.field)
     return cli_rows.show_row(report, arguments.json)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_checkpoint
+
+    exported = cli_checkpoint.export(arguments.directory, arguments.output, arguments.field)
+    return cli_checkpoint.show(exported, arguments.output, arguments.json)
 
 
 def _probe(arguments: argparse.Namespace) -> int:

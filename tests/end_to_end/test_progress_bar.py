@@ -16,7 +16,7 @@ from typing import TextIO
 import numpy as np
 import pytest
 
-from dataplane import progress
+from dataplane import cli, progress
 from tests.end_to_end.conftest import Cluster
 from tests.processes import ending
 
@@ -101,7 +101,7 @@ def test_nothing_is_written_where_standard_error_is_no_terminal(tmp_path: Path) 
         assert log.tell() == 0
 
 
-def test_checkpoint_restore_and_clean_show_a_bar(
+def test_checkpoint_restore_export_and_clean_show_a_bar(
     cluster: Cluster, tmp_path: Path, terminal: Terminal
 ) -> None:
     cluster.start("a")
@@ -112,6 +112,8 @@ def test_checkpoint_restore_and_clean_show_a_bar(
             plane.checkpoint(tmp_path / "kept")
             part.drop()
             plane.restore(tmp_path / "kept")
+            files = [str(tmp_path / name) for name in ("kept", "files")]
+            assert cli.main(["checkpoint", "export", *files]) == 0
     code = (
         "import sys; from dataplane import cli, progress; progress.SHOW_AFTER_S = 0;"
         "sys.exit(cli.main(['clean', '--force']))"
@@ -126,5 +128,5 @@ def test_checkpoint_restore_and_clean_show_a_bar(
     with ending(clean):
         out, _ = clean.communicate(timeout=60)
     assert out.startswith("ended run") and "\x1b" not in out
-    for label in ("checkpoint  ", "restore  ", r"clean  \[#+-*\] +\d+%"):
+    for label in ("checkpoint  ", "restore  ", "export  ", r"clean  \[#+-*\] +\d+%"):
         assert terminal.shows(label), terminal.read()

@@ -165,17 +165,17 @@ class Archive:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def verified(directory: Path, bar: Bar) -> Manifest:
+def verified(directory: Path, bar: Bar, reads: int = 1) -> Manifest:
     """Verify every file of a checkpoint, and return its manifest.
 
     Raises CheckpointCorrupt, which names the first changed file, and CheckpointFailed if there is
-    no checkpoint. bar: expects each byte twice, because the caller then restores it.
+    no checkpoint. bar: expects each byte once more for each time that the caller then reads it.
     """
     manifest = _manifest(directory)
     names = [MANIFEST, *_names(len(manifest.partitions))]
     if set(manifest.files) != set(names[1:]):
         raise corrupt(directory / MANIFEST, "the files it lists do not match its partitions")
-    bar.expect(2 * sum(note.bytes for note in manifest.files.values()))
+    bar.expect((1 + reads) * sum(note.bytes for note in manifest.files.values()))
     for name in names[1:]:
         note = manifest.files[name]
         found = _summed(directory / name, bar)
@@ -190,8 +190,7 @@ def verified(directory: Path, bar: Bar) -> Manifest:
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{path} has changed since it was written: {why}. Nothing was restored; use another "
-        "checkpoint",
+        f"{path} has changed since it was written: {why}. Use another checkpoint",
         file=str(path),
     )
 
@@ -204,7 +203,7 @@ def failing(path: Path, reading: bool = False) -> Iterator[None]:
     except OSError as exc:
         why = exc.strerror or exc
         raise CheckpointFailed(
-            f"could not read the checkpoint {path}: {why}. Check the disk, then restore again"
+            f"could not read the checkpoint {path}: {why}. Check the disk, then try again"
             if reading
             else f"could not write the checkpoint {path}: {why}. Its files were removed; check the "
             "disk, or choose another directory",
@@ -242,7 +241,7 @@ def _manifest(directory: Path) -> Manifest:
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise CheckpointFailed(
             f"{directory} is a {manifest.format} of version {manifest.version}, but this release "
-            f"reads version {VERSION} of {FORMAT}: restore it with the release that wrote it",
+            f"reads version {VERSION} of {FORMAT}: use the release that wrote it",
             path=str(directory),
         )
     return manifest

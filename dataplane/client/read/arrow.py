@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -28,11 +29,18 @@ def table(columns: dict[str, pa.Array]) -> pa.Table:
     return pa.Table.from_arrays(list(columns.values()), names=list(columns))
 
 
-def from_field(name: str, values: Array | list[Any]) -> pa.Array:
+def from_field(
+    name: str, values: Array | list[Any], instead: str = "", tensors: bool = True
+) -> pa.Array:
     """A field, as `to_numpy` gives it. InvalidValue names the first row that Arrow has no type for,
-    or would change."""
-    instead = f"put values of one type, or read the field with batch[{name!r}]"
-    return _exact(f"field {name!r}", values, _of_field, instead, field=name)
+    or would change.
+
+    instead: what the caller may do then. tensors: equal arrays become a fixed-shape tensor, and
+    lists otherwise.
+    """
+    instead = instead or f"put values of one type, or read the field with batch[{name!r}]"
+    make = partial(_of_field, tensors=tensors)
+    return _exact(f"field {name!r}", values, make, instead, field=name)
 
 
 def from_keys(keys: list[object]) -> pa.Array:
@@ -72,9 +80,9 @@ def _fails(make: Callable[[Any], pa.Array], values: Any) -> bool:
     return False
 
 
-def _of_field(values: Array | list[Any]) -> pa.Array:
+def _of_field(values: Array | list[Any], tensors: bool) -> pa.Array:
     if isinstance(values, np.ndarray):
-        return _dense(_typed(values))
+        return _dense(_typed(values), tensors)
     if set(map(type, values)) == {np.ndarray} and len({(v.dtype, v.ndim) for v in values}) == 1:
         return _ragged(values)
     return _of_objects(values)
@@ -121,10 +129,10 @@ def _times(array: Array) -> Array:
     return made
 
 
-def _dense(array: Array) -> pa.Array:
+def _dense(array: Array, tensors: bool) -> pa.Array:
     if array.ndim == 1:
         return pa.array(array)
-    if array.size and array.dtype.kind in "iuf":
+    if tensors and array.size and array.dtype.kind in "iuf":
         return pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(array))
     return _nested(np.ascontiguousarray(array).reshape(-1), [array.shape[1:]] * len(array))
 

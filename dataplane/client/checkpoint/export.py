@@ -1,0 +1,347 @@
+"""The rows of a checkpoint as Parquet files, one for each partition, which need no dataplane.
+
+The values are read twice, some rows at a time: first to find the type that each column has in all
+rows, then to write them. Memory does not grow with the checkpoint. Imported on use, like arrow_in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from dataplane.client.checkpoint.archive import Manifest, directory_name, verified
+from dataplane.client.checkpoint.arrow_in import PartReader, Portion
+from dataplane.client.read import arrow
+from dataplane.client.read.column_view import ColumnView
+from dataplane.client.read.convert import to_numpy
+from dataplane.client.read.table import TableReader
+from dataplane.client.write.chunks import chunks_of
+from dataplane.client.write.message import values_of
+from dataplane.client.write.rows import row_groups, row_names
+from dataplane.errors import CheckpointFailed, FieldUnknown, InvalidValue, few
+from dataplane.progress import Bar
+from dataplane.wire.layouts import aligned
+from dataplane.wire.records import U8
+from dataplane.wire.tables import Owner, Table
+
+PORTION_BYTES = 32 << 20
+"""Bytes of values in memory at once, where a single row does not have more."""
+_READS = 2
+_MAX_FILE_NAME = 200
+_NAMED = 8
+_OWNER = Owner("", 0)
+"""of the chunks: the arrays that they are read into"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPartition:
+    """What became of one partition."""
+
+    name: str
+    file: str
+    rows: int
+    bytes: int
+
+
+def export(
+    directory: Path, target: Path, fields: Sequence[str] | None, bar: Bar
+) -> list[ExportedPartition]:
+    """Write the files to `target`, a new or empty directory that appears when it is complete.
+
+    fields: those to write (default: all). Raises CheckpointFailed, CheckpointCorrupt, FieldUnknown,
+    and InvalidValue for values that no Parquet column can hold.
+    """
+    with _new_directory(target) as partial:
+        manifest = verified(directory, bar, _READS)
+        parts = [
+            _Part(manifest, number, directory / directory_name(number), fields, bar)
+            for number in range(len(manifest.partitions))
+        ]
+        for part in parts:
+            part.look()
+        known = list(dict.fromkeys(name for part in parts for name in part.known))
+        if absent := [name for name in fields or [] if name not in known]:
+            raise FieldUnknown(
+                f"no row of {directory} has the field {absent[0]!r}: its fields are "
+                f"{few(known, _NAMED) if known else 'none'}",
+                field=absent[0],
+            )
+        return [part.write(partial, target) for part in parts]
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A directory that gets its name when the body ends, and is removed if the body fails."""
+    partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+    with _writing(target):
+        if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+            raise CheckpointFailed(
+                f"{target} already exists, and nothing is overwritten: choose another name",
+                path=str(target),
+            )
+        partial.mkdir(mode=0o777)
+    try:
+        yield partial
+        with _writing(target):
+            os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """CheckpointFailed for an error of the file system."""
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointFailed(
+            f"could not write {target}: {exc.strerror or exc}. Its files were removed; check the "
+            "disk, or choose another directory",
+            path=str(target),
+        ) from exc
+
+
+@dataclass(slots=True)
+class _Types:
+    """What the columns of a partition hold, but for nulls."""
+
+    key: set[object] = field(default_factory=set)
+    group: set[object] = field(default_factory=set)
+    tags: dict[str, set[object]] = field(default_factory=dict)
+    fields: dict[str, pa.DataType] = field(default_factory=dict)
+
+
+class _Part:
+    """One partition, which is read twice."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        number: int,
+        directory: Path,
+        chosen: Sequence[str] | None,
+        bar: Bar,
+    ) -> None:
+        self.name = manifest.partitions[number].name
+        self.types = _Types()
+        self.known: dict[str, None] = {}
+        """all its fields"""
+        self._about = {
+            "partition": self.name,
+            "plane": manifest.plane,
+            "checkpoint_written": manifest.written,
+        }
+        self._directory = directory
+        self._chosen = chosen
+        self._bar = bar
+        file = quote(self.name, safe=" ")
+        if len(file) > _MAX_FILE_NAME:
+            file = f"{file[:_MAX_FILE_NAME]}-{number}"
+        self._file = f"{file}.parquet"
+
+    def look(self) -> None:
+        """Find the type of each column."""
+        types = self.types
+        for rows in self._rows():
+            types.key |= _kinds(rows.keys)
+            types.group |= _kinds(rows.groups)
+            for tag, told in rows.tags.items():
+                types.tags.setdefault(tag, set()).update(_kinds(told))
+            for name, values in rows.fields.items():
+                found = self._array(name, values).type
+                types.fields[name] = self._common(name, types.fields.get(name, pa.null()), found)
+
+    def write(self, directory: Path, target: Path) -> ExportedPartition:
+        """Write the file, after `look`."""
+        schema = self._schema()
+        count, path = 0, directory / self._file
+        with _writing(target), open(path, "xb") as file:
+            try:
+                with pyarrow.parquet.ParquetWriter(file, schema) as writer:
+                    for rows in self._rows():
+                        writer.write_table(pa.table(self._columns(rows), schema=schema))
+                        count += len(rows.keys)
+            except pa.ArrowException as exc:
+                raise InvalidValue(
+                    f"partition {self.name!r}: its rows do not fit a Parquet file: {exc}; "
+                    f"{self._instead()}"
+                ) from exc
+            nbytes = file.tell()
+        return ExportedPartition(self.name, self._file, count, nbytes)
+
+    def _rows(self) -> Iterator[_RowsOfPart]:
+        with closing(PartReader(self._directory)) as reader:
+            for portion in reader.portions(PORTION_BYTES):
+                yield from _split(self._opened(reader, portion))
+                nbytes = sum([chunk.nbytes for chunk in chunks_of(portion.pieces)])
+                self._bar.advance(nbytes, f"partition {self.name!r}")
+
+    def _opened(self, reader: PartReader, portion: Portion) -> _RowsOfPart:
+        """A portion, whose values are read."""
+        chunks = chunks_of(portion.pieces)
+        *starts, size = np.cumsum([0, *(aligned(chunk.nbytes) for chunk in chunks)]).tolist()
+        memory = np.zeros(size, np.uint8)
+        places = []
+        for chunk, at in zip(chunks, starts, strict=True):
+            reader.read(portion.sources[chunk], memory.data[at : at + chunk.nbytes])
+            places.append((at, chunk.nbytes))
+        values = values_of(_OWNER, portion.pieces).values
+        table = Table(portion.rows, values, places=np.array(places, U8).tobytes())
+        opened = TableReader(table, memory)
+        self.known.update(dict.fromkeys(opened.fields))
+        names = [name for name in opened.fields if self._chosen is None or name in self._chosen]
+        return _RowsOfPart(
+            row_names(portion.rows),
+            row_groups(portion.rows),
+            portion.tags,
+            {name: opened.view(name) for name in names},
+        )
+
+    def _schema(self) -> pa.Schema:
+        types = self.types
+        columns = [("key", _of_names(types.key)), ("group", _of_names(types.group))]
+        columns += [(self._shown_field(name), type_) for name, type_ in types.fields.items()]
+        columns += [(self._shown_tag(tag), _of_tag(kinds)) for tag, kinds in types.tags.items()]
+        return pa.schema(columns, metadata=self._about)
+
+    def _columns(self, rows: _RowsOfPart) -> list[pa.Array]:
+        """In the order of the schema."""
+        types, count = self.types, len(rows.keys)
+        columns = [
+            _names(rows.keys, _of_names(types.key)),
+            _names(rows.groups, _of_names(types.group)),
+        ]
+        for name, type_ in types.fields.items():
+            values = rows.fields.get(name)
+            array = pa.nulls(count) if values is None else self._array(name, values)
+            try:
+                columns.append(array.cast(type_))
+            except pa.ArrowException as exc:
+                raise self._mixed(name, array.type, type_) from exc
+        for tag, kinds in types.tags.items():
+            columns.append(_tag(rows.tags.get(tag, [None] * count), kinds))
+        return columns
+
+    def _array(self, name: str, values: ColumnView) -> pa.Array:
+        """The values, and null where a row has none."""
+        absent = values.absent
+        there = to_numpy(values.take(np.flatnonzero(~absent)), view=True)
+        try:
+            array = arrow.from_field(name, there, self._instead(name), tensors=False)
+        except InvalidValue as exc:
+            raise InvalidValue(f"partition {self.name!r}, {exc.message}", **exc.details) from exc
+        if not absent.any():
+            return array
+        return array.take(pa.array(np.cumsum(~absent) - 1, mask=absent))
+
+    def _common(self, name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
+        """A type that holds the values of both."""
+        if one == other:
+            return one
+        schemas = [pa.schema([("x", type_)]) for type_ in (one, other)]
+        try:
+            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        except pa.ArrowException as exc:
+            raise self._mixed(name, one, other) from exc
+
+    def _mixed(self, name: str, one: pa.DataType, other: pa.DataType) -> InvalidValue:
+        return InvalidValue(
+            f"partition {self.name!r}, field {name!r}: it has {one} in some rows and {other} in "
+            f"others, but a Parquet column has one type; {self._instead(name)}",
+            field=name,
+        )
+
+    def _instead(self, name: str = "") -> str:
+        chosen = self.known if self._chosen is None else self._chosen
+        others = [f"--field {one}" for one in chosen if one != name]
+        return f"export the other fields, with {few(others or ['--field NAME'], 2)}"
+
+    def _shown_field(self, name: str) -> str:
+        return f"field.{name}" if name in ("key", "group") else name
+
+    def _shown_tag(self, tag: str) -> str:
+        taken = tag in ("key", "group") or tag in self.types.fields
+        return f"tag.{tag}" if taken else tag
+
+
+@dataclass(slots=True)
+class _RowsOfPart:
+    """Some rows, with their values as they lie in memory."""
+
+    keys: list[Any]
+    groups: list[Any]
+    tags: dict[str, list[Any]]
+    fields: dict[str, ColumnView]
+
+    def part(self, rows: slice) -> _RowsOfPart:
+        return _RowsOfPart(
+            self.keys[rows],
+            self.groups[rows],
+            {tag: values[rows] for tag, values in self.tags.items()},
+            {name: values[rows] for name, values in self.fields.items()},
+        )
+
+
+def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
+    """Rows that share a value have it once in a portion, and once each in a Parquet file."""
+    half = len(rows.keys) // 2
+    if half and sum(values.nbytes for values in rows.fields.values()) > PORTION_BYTES:
+        yield from _split(rows.part(slice(0, half)))
+        yield from _split(rows.part(slice(half, None)))
+    else:
+        yield rows
+
+
+def _kinds(values: list[Any]) -> set[object]:
+    return {_kind(value) for value in values if value is not None}
+
+
+def _kind(value: Any) -> object:
+    """The type of a key, group or tag; of an int also whether other types of number hold it."""
+    if type(value) is not int:
+        return type(value)
+    if abs(value) <= 1 << 53:
+        return int
+    return "int64" if -(1 << 63) <= value < 1 << 63 else "larger"
+
+
+_INTS, _FLOATS = {int, "int64"}, {int, float}
+
+
+def _of_names(kinds: set[object]) -> pa.DataType:
+    return pa.int64() if kinds and kinds <= _INTS else pa.string()
+
+
+def _names(names: list[Any], type_: pa.DataType) -> pa.Array:
+    if type_ == pa.string():
+        names = [None if name is None else str(name) for name in names]
+    return pa.array(names, type_)
+
+
+def _of_tag(kinds: set[object]) -> pa.DataType:
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds <= _INTS:
+        return pa.int64()
+    return pa.float64() if kinds <= _FLOATS else pa.string()
+
+
+def _tag(values: list[Any], kinds: set[object]) -> pa.Array:
+    """Values of types that no column holds together are JSON."""
+    type_ = _of_tag(kinds)
+    if type_ == pa.string() and kinds != {str}:
+        values = [None if value is None else json.dumps(value) for value in values]
+    return pa.array(values, type_)

@@ -52,8 +52,9 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ephemeral range of Linux
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a launcher's variables say: its name, the launch's id or "", whether there are several
-    hosts, and the seeds' where they can be derived. others_join: it has hosts besides them."""
+    """The variables of one launcher: its name, the launch's id or "", whether there are several
+    hosts, and the seeds' hosts if they can be derived. others_join: the job has hosts besides
+    them."""
 
     launcher: str
     id: str
@@ -64,8 +65,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the peer of this host is in its plane. listen: None where it is no seed and does not
-    join, or has no other peers."""
+    """The place of this host's peer in its run. listen: None if it is no seed and does not join,
+    or has no other peers."""
 
     seeds: tuple[str, ...]
     listen: str | None
@@ -73,16 +74,16 @@ class Place:
 
 
 def launchers_run(environ: Environ = os.environ) -> str | None:
-    """The name of the run by the first launcher that knows one."""
+    """The name of the run from the first launcher that knows one."""
     job = next((job for job in jobs(environ) if job.id), None)
     return f"{job.launcher}-{job.id}" if job else None
 
 
 def find_seeds(run: str, environ: Environ = os.environ) -> tuple[str, ...]:
-    """Addresses of all peers in the plane's order, () for this host alone.
+    """The addresses of all founding peers in order, or () for this host alone.
 
-    Raises SeedsMissing where the job spans several hosts and nothing says which: a private plane
-    on each of them would wait for rows for ever.
+    Raises SeedsMissing if the job spans several hosts and no variable names them: otherwise each
+    host would have a run of its own and wait for rows for ever.
     """
     return _seeds(run, environ)[0]
 
@@ -90,7 +91,8 @@ def find_seeds(run: str, environ: Environ = os.environ) -> tuple[str, ...]:
 def find_place(run: str, environ: Environ = os.environ) -> Place:
     """The seeds, and which of them this host's peer is, or where it listens when it joins them.
 
-    Raises SeedsMissing as `find_seeds` does, ConnectError where the first host is not known here.
+    Raises SeedsMissing as `find_seeds` does, and ConnectError if the first host cannot be
+    resolved here.
     """
     seeds, others_join = _seeds(run, environ)
     listen = own_seed(seeds)
@@ -124,13 +126,13 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
 
 
 def node_peer(environ: Environ = os.environ) -> str | None:
-    """What `dataplane.integrations.ray` calls the peer of this process's Ray node."""
+    """The name of the peer of this process's Ray node, as `dataplane.integrations.ray` gives it."""
     node = environ.get("RAY_NODE_ID") or _of_ray("get_node_id")
     return node_peer_name(node) if node else None
 
 
 def node_peer_name(node: str) -> str:
-    """The name of the peer of a Ray node, whose id is given in hexadecimal."""
+    """The name of the peer of a Ray node. The node's id is in hexadecimal."""
     return f"ray-{node[:16]}"
 
 
@@ -140,12 +142,12 @@ def seed_port(run: str) -> int:
 
 
 def own_seed(seeds: tuple[str, ...]) -> str | None:
-    """The first seed that is an address of this host: where its peer listens."""
+    """The first seed that is an address of this host, where its peer listens."""
     return next((seed for seed in seeds if _is_this_host(parse_address(seed)[0])), None)
 
 
 def jobs(environ: Environ = os.environ) -> list[Job]:
-    """The launchers whose variables are there, in the table's order."""
+    """The launchers whose variables are set, in the table's order."""
     found = (
         look(environ)
         for look in (_open_mpi, _slurm, _leader_worker_set, _ray, _torchrun, _indexed_job)
@@ -154,7 +156,7 @@ def jobs(environ: Environ = os.environ) -> list[Job]:
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
-    """Slurm's compressed host list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
+    """Expand Slurm's compressed host list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
     nodes: list[str] = []
     for item in _split_outside_brackets(nodelist):
         for node in _expand(item):
@@ -295,14 +297,14 @@ def _of_ray(attribute: str) -> str:
 
 
 def waits_for_ray(environ: Environ = os.environ) -> bool:
-    """Whether this process is about to be one of a Ray job: it has imported ray, or its variables
+    """Whether this process is about to join a Ray job: it has imported ray, or its variables
     name a cluster, and ray is not initialised yet."""
     return ("ray" in sys.modules or "RAY_ADDRESS" in environ) and _initialised_ray() is None
 
 
 def ray_nodes() -> list[Any] | None:
-    """The living nodes of the cluster of an initialised ray; none without one. None in a child that
-    was forked when ray was, where a call that leaves the process never comes back."""
+    """The living nodes of the cluster of an initialised ray; none without one. Also none in a
+    child forked after ray.init(), where a call to the cluster would never return."""
     if _of_the_parent:
         return None
     ray = _initialised_ray()

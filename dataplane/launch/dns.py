@@ -1,8 +1,9 @@
-"""Seeds from one DNS name that has an address for each host: `dns://NAME:PORT/COUNT`.
+"""Seeds from one DNS name with an address for each host: `dns://NAME:PORT/COUNT`.
 
-That is what a headless Service of Kubernetes is. The name is asked until it has COUNT addresses, so
-that all hosts get the same list however late the others start. An address is a peer's seat, so this
-is for jobs whose hosts are not replaced; the pods of a StatefulSet have names that stay.
+A headless Service of Kubernetes is such a name. The peer resolves the name until it has COUNT
+addresses, so that all hosts get the same list, however late the others start. An address
+identifies a peer, so this is for jobs whose hosts are not replaced. The pods of a StatefulSet
+have stable names instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Resolve = Callable[[str], set[str]]
 
 
 def addresses_of(name: str) -> set[str]:
-    """All IPv4 addresses of a name, or its IPv6 ones where it has no other; none while unknown."""
+    """All IPv4 addresses of a name, or its IPv6 addresses if it has no others; none while it is
+    unknown."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             found = socket.getaddrinfo(name, None, family=family, type=socket.SOCK_STREAM)
@@ -46,7 +48,8 @@ def seeds_of(
 ) -> tuple[str, ...]:
     """The seeds of `dns://NAME:PORT/COUNT`, in the order of their addresses.
 
-    Waits until there are COUNT of them. InvalidConfig; SeedsMissing when there are not in time.
+    Waits until there are COUNT of them. Raises InvalidConfig, or SeedsMissing if there are not
+    enough in time.
     """
     name, port, count = _parsed(setting)
     until = time.monotonic() + wait_s

@@ -1,8 +1,8 @@
-"""Attaching to this host's peer, or starting an embedded one; runs in the client's process.
+"""Attaching to this host's peer, or starting an embedded one. Runs in the client's process.
 
-Many processes may ask at once: one of them starts the peer while it holds a lock, the others wait
-until the peer's socket answers. The peer gets a session of its own and no parent that waits for
-it, so that neither Ctrl-C nor the end of its starter ends it.
+Many processes may attach at once: one of them starts the peer while it holds a lock, and the
+others wait until the peer's socket answers. The peer gets a session of its own and no parent, so
+neither Ctrl-C nor the exit of its starter ends it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A peer of this host that answers. began: whether it was started for this process; before:
-    what the peers that were there earlier left."""
+    """A peer of this host that answers. began: whether it was started for this process. before:
+    the cards of earlier peers."""
 
     run: runs.Run
     peer: rundir.LivingPeer
@@ -85,8 +85,8 @@ class Attached:
     before: tuple[rundir.DeadPeer, ...] = ()
 
     def line(self, found: HelloDone) -> tuple[int, str]:
-        """What happened, in one line for the log, and its level: WARNING where something is not as
-        most people expect it. found: what the peer answered."""
+        """Describe the attachment in one log line, and return its level: WARNING if something
+        may surprise the user. found: the reply of the peer."""
         card, starter = self.peer.card, self.living.starter
         peer = f"peer {self.peer.name!r}"
         if card is not None:
@@ -171,7 +171,7 @@ class Attached:
 
     @property
     def socket(self) -> str:
-        """The path of the socket at which it answers."""
+        """The path of the peer's socket."""
         return str(self.peer.socket)
 
 
@@ -214,16 +214,17 @@ def attach(
     *,
     fresh_start: FreshStart | None = None,
 ) -> Attached:
-    """A peer of this host and of a run (default: this process's, see `runs`), which answers.
+    """Return a peer of this host and of a run (default: this process's, see `runs`) that answers.
 
-    peer_name: which of several (default DATAPLANE_PEER), of whatever run where none is named.
-    Without one: the only peer of the run, or an embedded one that is started. Raises PeerNotFound,
-    PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
-    300 s where other hosts have to let it in.
+    peer_name: the peer (default DATAPLANE_PEER), of any run if none is named. Without a name: the
+    only peer of the run, or an embedded one that is started. Raises PeerNotFound, PeerAmbiguous,
+    SeedsMissing, RunMissing, or ConnectError if no peer answers within 20 s, or 300 s if it must
+    join other hosts.
 
-    fresh_start: ends an embedded peer of an earlier launch, and one of this process. With several
-    hosts, each process ends those of its host, and peers of the new launch refuse older ones.
-    InvalidCall where it is not this call's to end, or launches cannot be told apart.
+    fresh_start: ends an embedded peer of an earlier launch, but not one of this launch. With
+    several hosts, each process ends the peers of its host, and peers of the new launch refuse
+    older ones. Raises InvalidCall if this call may not end the peer, or if launches cannot be
+    distinguished.
     """
     peer_name = peer_name or settings.of_variable("peer", environ)
     base = rundir.run_dir(environ)
@@ -287,7 +288,7 @@ def _names(folder: Path) -> list[str]:
 def embedded_config(
     run: str, environ: Mapping[str, str], starter: rundir.Starter | None = None
 ) -> PeerConfig:
-    """What the embedded peer is started with; everything that can be refused is refused here."""
+    """The configuration of the embedded peer. Everything that can be refused is refused here."""
     place = discovery.find_place(run, environ)
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
@@ -314,9 +315,9 @@ def peer_config(
     starter: rundir.Starter | None = None,
     place: discovery.Place | None = None,
 ) -> PeerConfig:
-    """What a peer is started with: what is given by hand, else what variables say, else what a
-    launcher does. starter: who starts it by `connect()`, None where somebody does it by hand.
-    place: where it is in its plane, where the caller has found that."""
+    """The configuration of a peer: from arguments, else variables, else the launcher. starter:
+    the process that starts it by `connect()`, None for a peer started by hand. place: the peer's
+    place in its run, if the caller knows it."""
     said = {**settings.said_in(environ, by_hand=starter is None), **given}
     value = partial(settings.value, said=said)
     run = runs.run_of_peer(given["run"].text if "run" in given else None, environ)
@@ -357,7 +358,7 @@ def peer_config(
 
 
 def embedded_name(listen: str | None) -> str:
-    """`embedded`, and in a plane of several hosts what tells it from those of the others."""
+    """The name `embedded`, with a suffix for this host in a run of several hosts."""
     if listen is None:
         return EMBEDDED
     host, _ = parse_address(listen)
@@ -375,7 +376,7 @@ def is_embedded(name: str) -> bool:
 
 
 def answers(path: Path) -> bool:
-    """Whether something accepts connections at a unix socket."""
+    """Whether a process accepts connections at a unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
@@ -468,12 +469,12 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
 
 
 def log_path(folder: Path, name: str = EMBEDDED) -> Path:
-    """Where a peer's output goes that was started here; the one before it is kept as `.old`."""
+    """The log file of a peer that `connect()` started. The previous one is kept as `.old`."""
     return folder / f"{EMBEDDED if is_embedded(name) else name}.log"
 
 
 def start(config: PeerConfig, timeout_s: float) -> None:
-    """Start a peer that outlives this process; returns when it answers, else ConnectError."""
+    """Start a peer that outlives this process. Return when it answers; raises ConnectError."""
     folder = rundir.plane_dir(config.run, config.run_dir)
     peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
     alive = _spawn(config, folder)

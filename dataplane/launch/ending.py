@@ -1,6 +1,6 @@
-"""Ending peers of this host: what `connect(fresh=…)` and `dataplane clean` do.
+"""Ending peers of this host, for `connect(fresh=…)` and `dataplane clean`.
 
-A peer that ends takes its rows along. So a run in use is not begun anew unless that is forced.
+The rows of a peer are lost when it ends, so a run in use is ended only by force.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHOWN_CLIENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client of a peer, as its run is about to be ended. mine: of this very process."""
+    """A client of a run that is about to be ended. mine: it belongs to this process."""
 
     pid: int
     command: str
@@ -50,11 +50,11 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class FreshStart:
-    """`connect(fresh=…)`: the embedded peers of a run end before it begins anew, unless this launch
-    has done so before.
+    """`connect(fresh=…)`: ends the embedded peers of a run before it starts again, unless this
+    launch has done so before.
 
-    clients: asks a peer for the clients of its run; DataplaneError where the peer does not answer.
-    force: end also a run that has clients.
+    clients: asks a peer for the clients of its run; raises DataplaneError if the peer does not
+    answer. force: also end a run that has clients.
     """
 
     clients: Callable[[rundir.LivingPeer], list[Client]]
@@ -63,8 +63,11 @@ class FreshStart:
     def end_what_is_left(
         self, folder: Path, run: str, me: rundir.Starter, environ: Mapping[str, str]
     ) -> None:
-        """RunInUse where the run has clients, unless that is forced. InvalidCall where it is not
-        this process's to end, or launches cannot be told apart."""
+        """End the peers of earlier launches.
+
+        Raises RunInUse if the run has clients, unless forced, and InvalidCall if this process
+        may not end the run, or if launches cannot be distinguished.
+        """
         several = bool(discovery.find_seeds(run, environ))
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
@@ -148,10 +151,12 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
 
 
 def end(peer: rundir.LivingPeer, who: str) -> bool:
-    """End a peer at once, with all rows, and wait for it; one that does not react is killed.
-    Whether it has ended. who: ends it, for its log and its clients.
+    """End a peer at once, with all rows, and wait until it has exited. A peer that does not react
+    is killed. Return whether it has exited. who: the name of the caller for the peer's log and
+    clients.
 
-    Its pid is the kernel's: a card may be gone, or be of another pid namespace.
+    The kernel supplies the pid, because a card may be missing or come from another pid
+    namespace.
     """
     pid = rundir.holder(peer.socket.parent, peer.name)
     if pid is None:

@@ -1,6 +1,5 @@
-"""Processes of this host as /proc shows them: identity, parents, command line. Also the standard
-descriptors of this one. Never signals or starts a process.
-"""
+"""Processes of this host, from /proc: identity, parents, command line. Also the standard
+descriptors of this process. Never signals or starts a process."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ class Process:
 
     @property
     def identity(self) -> str:
-        """Text that names this process and no later one with the same pid."""
+        """A text that identifies this process and no later one with the same pid."""
         return f"{self.pid}-{self.started}"
 
 
 def read(pid: int) -> Process | None:
-    """Return what /proc says of `pid`; None where the process has ended or is not visible."""
+    """Return the process with this pid, or None if it has exited or is not visible."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -51,7 +50,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def this() -> Process:
-    """This process; started 0 where /proc is not mounted."""
+    """This process; started is 0 if /proc is not mounted."""
     return read(os.getpid()) or Process(os.getpid(), os.getppid(), 0)
 
 
@@ -82,8 +81,8 @@ def environ_has(pid: int, variable: str) -> bool:
 
 
 def command(pid: int) -> str:
-    """The command line that a person knows the process by, in one line of at most 60 characters.
-    A child that `multiprocessing` started has its parent's."""
+    """The command line of a process for messages, in one line of at most 60 characters. A child
+    that `multiprocessing` started has its parent's."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -109,7 +108,7 @@ def own_command() -> str:
 
 
 def own_rank(environ: Mapping[str, str]) -> int:
-    """The rank that a launcher gave this process among those of its job; -1 where none did."""
+    """The rank that a launcher gave this process in its job, or -1."""
     for name in RANKS:
         text = environ.get(name, "")
         if text.isascii() and text.isdecimal() and len(text) < 10:
@@ -119,7 +118,7 @@ def own_rank(environ: Mapping[str, str]) -> int:
 
 def open_standard_descriptors() -> None:
     """Open /dev/null at each of the descriptors 0, 1 and 2 that is closed. Otherwise the next
-    socket or file gets that number, and what somebody prints goes into it."""
+    socket or file would get that number, and receive the process's output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,14 +1,14 @@
 """The run directory: sockets, locks and cards of the peers of this host and user.
 
-`$DATAPLANE_RUN_DIR`, else `$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-<uid>`; private to the
-user. In it a folder for each run, and in that, for each peer, `<name>.lock` (held by flock while
-the peer lives: that is what living means), `<name>.sock` and `<name>.json` (its card).
+It is `$DATAPLANE_RUN_DIR`, else `$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-<uid>`, private
+to the user. It has a folder for each run, with three files for each peer: `<name>.lock` (locked
+with flock as long as the peer lives), `<name>.sock` and `<name>.json` (its card).
 
-Others may remove these files: cleaners of /tmp, the logout that ends /run/user, `rm -r`. So a peer
-also holds its name as an abstract socket, which is no file, and puts its files back
-(`PeerLock.restore`). It locks the folder too, which systemd-tmpfiles respects. A peer that ends
-removes its folder, but for a card and a log that say what went with it; the next start reads the
-card, and removes what is older than a day.
+Other programs may remove these files: cleaners of /tmp, the logout that ends /run/user, `rm -r`.
+A peer therefore also holds its name as an abstract socket, which is no file, and restores its
+files (`PeerLock.restore`). It also locks the folder, which systemd-tmpfiles respects. A peer
+that ends removes its folder, except a card and a log if rows or clients were lost. The next
+start reads the card, and removes what is older than a day.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _LOOK_S = 0.02
 
 
 class Starter(msgspec.Struct, frozen=True):
-    """Who started an embedded peer: its launch (a launcher's run, else the name that an unnamed run
-    of it has), the process, and the command that a person would know it by. fresh: to begin the
-    run anew. process, parent: pid and start time, which name one process."""
+    """The process that started an embedded peer: its launch (a launcher's run, or the name of
+    its unnamed run), the process, and its command for messages. fresh: started by
+    connect(fresh=True). process, parent: pid and start time, which identify a process."""
 
     launch: str
     process: str
@@ -65,10 +65,10 @@ class Starter(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What `<name>.json` says of a peer. began_s: on the clock that all processes of a host share.
+    """The contents of `<name>.json`. began_s: on the clock that all processes of a host share.
     starter: None for a peer that was started by hand. rows: in its shards when this was written.
-    ended: why the peer ended; "" while it lives, and where it was killed. partitions: the latest
-    that its clients declared, by which somebody of another run finds that its name was meant."""
+    ended: why the peer ended; "" while it lives, or if it was killed. partitions: the latest
+    that its clients declared, so that clients of other runs can be told where a name exists."""
 
     name: str
     pid: int
@@ -92,7 +92,7 @@ _starters = msgspec.json.Decoder(Starter)
 
 @dataclass(frozen=True, slots=True)
 class LivingPeer:
-    """A peer whose lock is held. `card` is None in the moments before it was written."""
+    """A peer whose lock is held. `card` is None in the moments before it is written."""
 
     name: str
     socket: Path
@@ -101,7 +101,7 @@ class LivingPeer:
 
 @dataclass(frozen=True, slots=True)
 class DeadPeer:
-    """A peer that has ended, and left its card. age_s: since the card was written."""
+    """A peer that has ended and left its card. age_s: seconds since the card was written."""
 
     card: Card
     folder: Path
@@ -109,7 +109,8 @@ class DeadPeer:
 
 
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The run directory, made if missing; InvalidConfig unless it is private to the user."""
+    """The run directory, created if missing. Raises InvalidConfig unless it is private to the
+    user."""
     given: Path | None = settings.of_variable("run-dir", environ)
     runtime = environ.get("XDG_RUNTIME_DIR")
     if given is not None:
@@ -122,7 +123,7 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def plane_dir(plane: str, base: Path | None = None) -> Path:
-    """The folder of a run in the run directory, made if missing."""
+    """The folder of a run in the run directory, created if missing."""
     base = run_dir() if base is None else _private(base)
     return _private(folder_of(plane, base))
 
@@ -156,12 +157,12 @@ class LivingRun:
 
     @property
     def age_s(self) -> float:
-        """Since the oldest of its peers began."""
+        """The age of its oldest peer in seconds."""
         return max((peer.card.age_s for peer in self.peers if peer.card), default=0.0)
 
     @property
     def starter(self) -> Starter | None:
-        """Who began it; None where that was done by hand."""
+        """The process that started it, or None if it was started by hand."""
         cards = [peer.card for peer in self.peers if peer.card]
         return min(cards, key=lambda card: card.began_s).starter if cards else None
 
@@ -169,8 +170,9 @@ class LivingRun:
 class PeerLock:
     """A peer's name, held until `release` or the end of the process.
 
-    Three things are held: the flock of `<name>.lock`, by which others see that the peer lives; the
-    abstract socket `announced`, which nobody can remove; and a shared flock of the folder.
+    Three things are held: the flock of `<name>.lock`, which shows other processes that the peer
+    lives; the abstract socket `announced`, which no program can remove; and a shared flock of
+    the folder.
     """
 
     def __init__(
@@ -194,12 +196,13 @@ class PeerLock:
         return f"<PeerLock {self.name} {'released' if self._fd < 0 else 'held'} in {self.folder}>"
 
     def write_card(self, address: str | None) -> None:
-        """Tell other processes of this host who this peer is and where it listens."""
+        """Write the card, which tells other processes of this host the peer's identity and
+        address."""
         self._write(msgspec.structs.replace(self._card, address=address))
 
     def note(self, rows: int, partitions: Sequence[str]) -> None:
-        """Note how many rows the peer has: if it is killed, the next one says what is gone. And
-        which partitions its clients declared, the latest last."""
+        """Note how many rows the peer has, so that the next peer can report them if this one is
+        killed, and which partitions its clients declared, the latest last."""
         card = msgspec.structs.replace(
             self._card, rows=rows, partitions=list(partitions)[-MAX_PARTITIONS:]
         )
@@ -213,10 +216,11 @@ class PeerLock:
         draft.replace(self.card_path)
 
     def restore(self) -> list[str]:
-        """Put back what somebody has removed of the folder, the lock and the card, and name it.
+        """Restore the folder, the lock and the card if another program has removed them, and return
+        their names.
 
-        OSError or InvalidConfig where that cannot be done now, PeerNameTaken where another living
-        peer has the name since.
+        Raises OSError or InvalidConfig if that is not possible now, and PeerNameTaken if another
+        living peer has the name.
         """
         self._hang_up()
         missing = []
@@ -245,11 +249,11 @@ class PeerLock:
                 self._announced.accept()[0].close()
 
     def word(self) -> str:
-        """Who has told this peer to end, as `leave_word` wrote it; "" where nobody said so."""
+        """The process that is ending this peer, as `leave_word` wrote it, or ""."""
         return _word(self.folder, self.name)
 
     def release(self, ended: str = "") -> None:
-        """Remove the peer's files and give the name back. Its card stays where `ended` says why it
+        """Remove the peer's files and release its name. Its card is kept if `ended` says why it
         ended with rows or clients."""
         if self._fd >= 0:
             if ended:
@@ -284,9 +288,9 @@ def claim_name(
     folder: Path, name: str, run: str | None = None, starter: Starter | None = None
 ) -> PeerLock:
     """Become the peer of this name, and remove what dead peers of the run left. run, starter: for
-    its card; a folder has its run's name unless that is long or odd.
+    its card, because a folder with a long or odd run name has a hash as its name.
 
-    Raises PeerNameTaken where a living process has it.
+    Raises PeerNameTaken if a living process has the name.
     """
     check_peer_name(name)
     deadline = time.monotonic() + _CLAIM_PATIENCE_S
@@ -343,8 +347,8 @@ def _announced_at(folder: Path, name: str) -> str:
 
 
 def holder(folder: Path, name: str) -> int | None:
-    """The pid of the living peer of this name, also where its files are gone. 0 where its process
-    is in another pid namespace, None where no such peer is found."""
+    """The pid of the living peer of this name, even if its files are gone. 0 if its process is
+    in another pid namespace, None if no such peer is found."""
     for path in (_announced_at(folder, name), str(folder / f"{name}.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             try:
@@ -366,7 +370,7 @@ def _word(folder: Path, name: str) -> str:
 
 
 def leave_word(peer: LivingPeer, who: str) -> None:
-    """Write down who is about to end a peer, for its log and its clients."""
+    """Write down which process is about to end a peer, for its log and its clients."""
     with contextlib.suppress(OSError):
         path = peer.socket.with_name(f"{peer.name}{_WORD}")
         path.touch(0o600)
@@ -385,7 +389,7 @@ def living_runs(base: Path | None = None) -> list[LivingRun]:
 
 
 def living_peers(folder: Path) -> list[LivingPeer]:
-    """The peers of a run whose processes live, by name."""
+    """The living peers of a run, by name."""
     living = []
     for path in _files(folder, ".lock"):
         name = path.name.removesuffix(".lock")
@@ -396,7 +400,7 @@ def living_peers(folder: Path) -> list[LivingPeer]:
 
 
 def dead_peers(folder: Path) -> list[DeadPeer]:
-    """The peers of a run that have ended and left their cards, the one that ended last first."""
+    """The peers of a run that have ended and left their cards, the latest first."""
     living = {peer.name for peer in living_peers(folder)}
     dead = []
     for path in _files(folder, ".json"):
@@ -411,17 +415,18 @@ def dead_peers(folder: Path) -> list[DeadPeer]:
 
 
 def abandoned(base: Path) -> list[Path]:
-    """The folders of runs without peers: what crashes, ended runs and earlier boots left."""
+    """The folders of runs without peers, left by crashes, ended runs and earlier boots."""
     return [one for one in sorted(base.iterdir()) if one.is_dir() and not is_inhabited(one)]
 
 
 def is_living(peer: LivingPeer) -> bool:
-    """Whether a peer that was seen still has its name."""
+    """Whether a peer that was seen before still has its name."""
     return peer.name in [one.name for one in living_peers(peer.socket.parent)]
 
 
 def remove(folder: Path) -> bool:
-    """Remove the folder of a run without peers, unless somebody is about to start one there."""
+    """Remove the folder of a run without peers, unless another process is about to start one
+    there."""
     fd = try_lock(folder / STARTING)
     if fd is None:
         return False
@@ -435,7 +440,7 @@ def remove(folder: Path) -> bool:
 
 
 def is_inhabited(folder: Path) -> bool:
-    """Whether a peer lives in this folder, also where its files in it are gone."""
+    """Whether a peer lives in this folder, even if its files there are gone."""
     until = time.monotonic() + _LOOK_S
     while not living_peers(folder):
         if _can_lock(folder, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX):
@@ -462,12 +467,12 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
-    """A peer with its card, which it may have written since it was seen."""
+    """A peer with its current card, which it may have written since it was seen."""
     return replace(peer, card=_read_card(folder, peer.name) or peer.card)
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the file's exclusive lock, or None where somebody else does."""
+    """A descriptor with the file's exclusive lock, or None if another process has it."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -486,7 +491,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def parse_starter(text: str) -> Starter:
-    """What the command line of a peer says of its starter."""
+    """Parse the starter from the command line of a peer."""
     try:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:

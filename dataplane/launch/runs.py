@@ -40,8 +40,7 @@ _UNNAMED = re.compile(r"launch-(\d+)-[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's name, and where it comes from. over: the unnamed run that DATAPLANE_RUN names, where
-    that has ended."""
+    """A run's name, and its source. over: the unnamed run in DATAPLANE_RUN, if it has ended."""
 
     name: str
     said_by: Literal["hand", "variable", "launcher", "launch"]
@@ -49,12 +48,12 @@ class Run:
 
     @property
     def unnamed(self) -> bool:
-        """Whether it ends with its processes: nobody else can name it."""
+        """Whether the run ends with its processes, because no other process can name it."""
         return is_unnamed(self.name)
 
 
 def find_run(given: str | None = None, environ: Mapping[str, str] = os.environ) -> Run:
-    """The run of this process, see above."""
+    """The run of this process, by the rules above."""
     if given is not None:
         return Run(check_run(given), "hand")
     variable = settings.of_variable("run", environ) or ""
@@ -77,8 +76,8 @@ def is_unnamed(name: str) -> bool:
 
 
 def has_ended(name: str) -> bool:
-    """Whether this is an unnamed run whose leader, the process that it is called by, has ended.
-    Clients that it started may still live."""
+    """Whether this is an unnamed run whose leader, the process that it is named after, has
+    exited. Clients that the leader started may still live."""
     match = _UNNAMED.fullmatch(name)
     if match is None:
         return False
@@ -94,7 +93,7 @@ def _is_over(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Starter:
-    """This process as the one that begins something."""
+    """This process as the starter of a run."""
     me, parent = processes.this(), processes.read(os.getppid())
     launch = discovery.launchers_run(environ) or _unnamed(_leader(environ))
     return Starter(
@@ -107,8 +106,8 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Starter:
 
 
 def is_of_launch(starter: Starter) -> bool:
-    """Whether this process is of the launch of `starter`: both have one launcher, or `starter` is
-    this process or an ancestor of it that lives."""
+    """Whether this process belongs to the launch of `starter`: both have one launcher, or
+    `starter` is this process or a living ancestor of it."""
     me = processes.this()
     if starter.launch == this_process().launch or starter.process == me.identity:
         return True
@@ -116,8 +115,9 @@ def is_of_launch(starter: Starter) -> bool:
 
 
 def relatives(run: str) -> list[str]:
-    """Who began other runs that live, in words, where it is an ancestor or a descendant of this
-    process, or both have an ancestor that is a Python program: people expect that they share."""
+    """Texts that name the starters of other living runs which users may expect to share rows:
+    ancestors and descendants of this process, and processes with a common ancestor that is a
+    Python program."""
     me = processes.this()
     above = {one.identity: one.pid for one in processes.ancestors(me)}
     found = []
@@ -139,8 +139,8 @@ def relatives(run: str) -> list[str]:
 
 
 def left_by_siblings(base: Path) -> list[rundir.DeadPeer]:
-    """The peers of unnamed runs that ended with rows and were begun by a process with the parent of
-    this one, as the lines of a script are."""
+    """The peers of unnamed runs that ended with rows and were started by a process with the same
+    parent as this one, such as another line of one script."""
     me, parent = processes.this(), processes.read(os.getppid())
     # A shell that has nothing left to do becomes its last command, and keeps its pid.
     parents = {me.identity, parent.identity if parent else ""}
@@ -158,7 +158,7 @@ def left_by_siblings(base: Path) -> list[rundir.DeadPeer]:
 
 
 def parent_of_multiprocessing() -> int | None:
-    """The pid of the process that started this one by `multiprocessing`; None without one."""
+    """The pid of the process that started this one by `multiprocessing`, or None."""
     module = sys.modules.get("multiprocessing.process")
     parent = module.parent_process() if module is not None else None
     return parent.pid if parent is not None and processes.read(parent.pid) else None

@@ -1,10 +1,11 @@
-"""Every setting, in one table: its variable, its option, its default, and what it says.
+"""Every setting, in one table: its variable, its option, its default, and its help.
 
 A setting `arena` is DATAPLANE_ARENA in the environment, `--arena` of `dataplane peer`, and `arena=`
-where a program starts peers. What is said by hand wins over a variable, and `none` takes back what
-a variable says. A peer gets its settings on its command line, however it is started, and reads no
-variable of ours where `connect()` or Ray starts it: so what was read once is what it runs with.
-docs/settings.md is made of this table.
+in programs that start peers. An argument takes precedence over a variable, and `none` cancels a
+variable. A peer gets its settings on its command line, however it is started. A peer that
+`connect()` or Ray starts reads no variable of dataplane, so it runs with what was read once.
+
+docs/settings.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -44,12 +45,10 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row. form: what a text of it looks like. default: in words. help: what it says.
-
-    read: a value of its text, InvalidConfig where it is none. text: the other way. of: "connect()",
-    "every peer", or "peers of connect()", whose variable is none of those that are started by hand.
-    field: of `PeerConfig`. variable, option: whether it has one.
-    """
+    """One row. form: the form of its text. default: in words. help: its meaning. read: parses a
+    text; raises InvalidConfig. text: the inverse of read. of: "connect()", "every peer", or
+    "peers of connect()", whose variable does not apply to peers started by hand. field: of
+    `PeerConfig`. variable, option: whether it has one."""
 
     name: str
     form: str
@@ -288,19 +287,20 @@ OF_PEERS = [setting for setting in TABLE if setting.option]
 
 @dataclass(frozen=True, slots=True)
 class SettingText:
-    """A text, and where it was said: `--arena`, `arena=`, `DATAPLANE_ARENA`."""
+    """A text and its source: `--arena`, `arena=` or `DATAPLANE_ARENA`."""
 
     text: str
     where: str
 
 
 def by_hand(texts: Mapping[str, str | None], where: str = "--{}") -> dict[str, SettingText]:
-    """What is said by hand, without what is not: None. where: how it is said there."""
+    """The settings given as arguments, without those that are None. where: the form of their
+    source."""
     return {n: SettingText(text, where.format(n)) for n, text in texts.items() if text is not None}
 
 
 def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, SettingText]:
-    """What variables say. by_hand: to a peer that somebody starts by hand."""
+    """The settings given as variables. by_hand: for a peer that is started by hand."""
     return {
         one.name: SettingText(text, one.env)
         for one in TABLE
@@ -311,8 +311,8 @@ def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, S
 
 
 def value(name: str, said: Mapping[str, SettingText]) -> Any:
-    """The value of a setting, None where nobody says it or `none` is said. InvalidConfig names
-    what was said, where, and what is expected."""
+    """The value of a setting, None if it is not given or is `none`. InvalidConfig names the
+    text, its source, and the expected form."""
     one, setting = said.get(name), SETTINGS[name]
     if one is None or (one.text.strip().lower() == "none" and setting.form != "NAME"):
         return None
@@ -324,13 +324,13 @@ def value(name: str, said: Mapping[str, SettingText]) -> Any:
 
 
 def of_variable(name: str, environ: Mapping[str, str] = os.environ) -> Any:
-    """The value of a setting as its variable says it; None where that is not set."""
+    """The value of a setting from its variable, or None if that is not set."""
     return value(name, said_in(environ))
 
 
 def unknown(environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong with names of variables that look like ours and are none; "" where nothing is.
-    Kubernetes sets some of its own for a Service that is called dataplane."""
+    """The message about variables that look like settings but are none; "" if there are none.
+    Kubernetes sets variables of its own for a Service named dataplane."""
     known = [setting.env.removeprefix(_PREFIX) for setting in TABLE if setting.variable]
     told = []
     for variable in sorted(environ):
@@ -349,9 +349,10 @@ _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?(_|$)")
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Everything that one peer needs to know before it starts; what each setting says is in the
-    table. () for this host alone in seeds, and for the first seed in roster; None in linger_s for
-    ever. starter: who started it by `connect()`.
+    """Everything that one peer needs to know before it starts, in the terms of the table.
+
+    seeds is () for this host alone, and roster is () for the first seed. linger_s is None for
+    ever. starter: the process that started it by `connect()`.
     """
 
     run: str
@@ -375,17 +376,19 @@ class PeerConfig:
 
     @property
     def launch(self) -> str:
-        """Of a run that was begun anew: peers of the launch before are none of its plane."""
+        """The launch of a run that was started again. Peers of an earlier launch do not belong
+        to it."""
         return self.starter.launch if self.starter is not None and self.starter.fresh else ""
 
     @property
     def arena_name(self) -> str:
-        """What the arena is called in /proc: alike for all lives of one peer, and for no other."""
+        """The arena's name in /proc: the same for all incarnations of one peer, and different
+        for other peers."""
         place = xxhash.xxh3_64_hexdigest(os.fsencode(self.run_dir.resolve()))
         return f"dataplane-{self.run}-{self.name}-{place}"
 
     def arguments(self) -> list[str]:
-        """The arguments of `dataplane peer` that say all of it."""
+        """The arguments of `dataplane peer` for this configuration."""
         said: list[str] = []
         for setting in OF_PEERS:
             found = getattr(self, setting.field)

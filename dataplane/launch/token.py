@@ -1,7 +1,7 @@
-"""The cluster token: the one secret that the peers of a plane share, read from a private file.
+"""The cluster token: the one secret that the peers of a run share, read from a private file.
 
-Every key is derived from it, the plane's name and the key's role, so that the token itself crosses
-no wire and two planes with one token are strangers to each other. It is never an argument, and its
+Every key is derived from the token, the run's name and the key's role. The token itself is never
+sent, and two runs with one token cannot use each other's keys. It is never an argument, and its
 bytes are in no log and no repr.
 """
 
@@ -36,16 +36,16 @@ class Token:
         return f"<Token of {self.path}>"
 
     def key(self, plane: str, role: str) -> bytes:
-        """32 bytes for one role in one plane."""
+        """32 bytes for one role in one run."""
         signed = msgspec.msgpack.encode((_CONTEXT, plane, role))
         return hmac.digest(self._secret, signed, "sha256")
 
 
 def read_token(path: Path | str) -> Token:
-    """The token in a file; white space around it does not count.
+    """Read the token from a file, without surrounding white space.
 
-    InvalidConfig unless the file is this user's or root's, nobody else may read it, and it holds
-    32 to 4,096 bytes.
+    Raises InvalidConfig unless the file belongs to this user or root, no other user may read it,
+    and it holds 32 to 4,096 bytes.
     """
     path = Path(path).absolute()
     try:
@@ -87,5 +87,5 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 
 def new_token() -> str:
-    """A token of 32 random bytes, in hexadecimal."""
+    """Create a token of 32 random bytes, in hexadecimal."""
     return secrets.token_hex(MIN_TOKEN_BYTES)

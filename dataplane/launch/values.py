@@ -1,8 +1,8 @@
-"""What the values of settings are, and how each is read from its text.
+"""The values of settings, and how each is parsed from its text.
 
-Reading never looks at variables: which text is meant, and where it came from, `settings` knows. A
-text that cannot be read is InvalidConfig, which says what is expected. `str` of a value is a text
-that reads as the same value.
+Parsing never reads variables: `settings` knows which text is meant, and its source. A text that
+cannot be parsed raises InvalidConfig, which says what is expected. `str` of a value is a text
+that parses to the same value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIN_ARENA_BYTES = 1 << 20
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GiB`, `8G` (both binary), `8GB` (decimal), `1.5GiB`, `4096`."""
+    """Parse a size in bytes: `8GiB`, `8G` (both binary), `8GB` (decimal), `1.5GiB`, `4096`."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -46,7 +46,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_yes(text: str) -> bool:
-    """1, true, yes, on; 0, false, no, off."""
+    """Parse 1, true, yes, on; or 0, false, no, off."""
     word = text.strip().lower()
     if word not in (*_YES, *_NO):
         raise InvalidConfig(f"{text!r} is not valid: use 1 or 0")
@@ -54,7 +54,7 @@ def parse_yes(text: str) -> bool:
 
 
 def parse_seconds(text: str) -> float:
-    """A duration of zero or more seconds."""
+    """Parse a duration of zero or more seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -65,7 +65,8 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_lost_after(text: str) -> float:
-    """A duration of 1 to 29 seconds: a call must be able to go on at the backup by its deadline."""
+    """Parse a duration of 1 to 29 seconds. A call must be able to continue at the backup before
+    its deadline."""
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
@@ -76,7 +77,7 @@ def parse_lost_after(text: str) -> float:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://host:port`."""
+    """Parse host and port of `tcp://host:port`."""
     match = _ADDRESS.fullmatch(address.strip())
     if match is None or not 0 < int(match[2]) < 65536:
         raise InvalidConfig(f"{address!r} is not a valid address: use tcp://host:port")
@@ -89,7 +90,7 @@ def endpoint(address: str) -> tuple[str, int]:
 
 
 def parse_roster(text: str) -> tuple[str, ...]:
-    """`host:port` of each server of `etcd://host:port,host:port`; nothing: ()."""
+    """Parse `host:port` of each server of `etcd://host:port,host:port`; an empty text is ()."""
     servers = tuple(one.strip() for one in text.removeprefix("etcd://").split(",") if one.strip())
     if text and not (text.startswith("etcd://") and servers):
         raise InvalidConfig(
@@ -101,8 +102,8 @@ def parse_roster(text: str) -> tuple[str, ...]:
 
 
 def parse_seeds(text: str) -> tuple[str, ...]:
-    """Comma-separated addresses in the plane's order; `none` or nothing: (). Those that
-    `dns://NAME:PORT/COUNT` has, which may take time: SeedsMissing."""
+    """Parse comma-separated addresses in order; `none` or an empty text is (). Resolves
+    `dns://NAME:PORT/COUNT`, which may take time and raise SeedsMissing."""
     if text.strip().lower() == "none":
         return ()
     if text.strip().startswith(SCHEME):
@@ -114,10 +115,8 @@ def parse_seeds(text: str) -> tuple[str, ...]:
 
 
 def check_listen(address: str, token: Token | None) -> None:
-    """TokenMissing where other machines could reach the address and peers prove nothing.
-
-    InvalidConfig for an address that stands for all of a host's: nobody can be reached there.
-    """
+    """Check an address to listen on. Raises TokenMissing if other machines could reach it and
+    there is no token, and InvalidConfig for a wildcard address, to which peers cannot connect."""
     host, _ = parse_address(address)
     if is_loopback(host):
         return
@@ -139,7 +138,8 @@ def check_listen(address: str, token: Token | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is this machine's loopback; names other than localhost are not looked up."""
+    """Whether the host is this machine's loopback address. Only the name localhost is
+    recognised."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -147,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_peer_name(name: str) -> str:
-    """The name, if it can be one; InvalidConfig otherwise."""
+    """Return a valid peer name. Raises InvalidConfig otherwise."""
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
             f"{name!r} is not a valid peer name: use up to 32 letters, digits, '.', '_' and '-', "
@@ -157,7 +157,7 @@ def check_peer_name(name: str) -> str:
 
 
 def check_run(name: str) -> str:
-    """The name, if it can be one; InvalidConfig otherwise."""
+    """Return a valid run name. Raises InvalidConfig otherwise."""
     named = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200
     if not named:
         raise InvalidConfig(f"{name!r} is not a valid run name: use 1 to 200 printable characters")
@@ -204,7 +204,8 @@ _CHOICE = re.compile(r"auto|off|required:([a-z0-9_-]+)|off:([a-z0-9_-]+(?:,[a-z0
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """required: the only one allowed. off: those that are not. only_tcp: no other is."""
+    """Which transports are allowed. required: the only one. off: those that are not. only_tcp:
+    only TCP."""
 
     required: str | None = None
     off: frozenset[str] = frozenset()
@@ -227,7 +228,7 @@ AUTO = TransportChoice()
 
 
 def parse_transport(text: str) -> TransportChoice:
-    """InvalidConfig for what is none of the forms above."""
+    """Parse a transport setting. Raises InvalidConfig for any other form."""
     match = _CHOICE.fullmatch(text.strip().lower())
     if match is None:
         raise InvalidConfig(
@@ -250,8 +251,8 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """base: the DIR that was given. size_bytes: the most of its disk that one peer takes; 0, until
-    the arena is known: `ARENAS` times that."""
+    """The spill directory. base: the DIR that was given. size_bytes: the disk space that one
+    peer may use; 0 until the arena's size is known: `ARENAS` times that."""
 
     base: Path
     size_bytes: int
@@ -260,17 +261,19 @@ class Spill:
         return f"{self.base}:{self.size_bytes}" if self.size_bytes else str(self.base)
 
     def beside(self, arena_bytes: int) -> Spill:
-        """With its size, at a peer that has such an arena."""
+        """The same with its size, at a peer that has such an arena."""
         return self if self.size_bytes else Spill(self.base, _pages(ARENAS * arena_bytes))
 
     def folder(self) -> Path:
-        """Where the peer's file goes; made if missing. InvalidConfig unless it is private."""
+        """The directory of the peer's file, created if missing. Raises InvalidConfig unless it
+        is private."""
         path = self.base / f"dataplane-spill-{os.getuid()}"
         return private_dir(path, "spill", "--spill or DATAPLANE_SPILL")
 
 
 def parse_spill(text: str) -> Spill:
-    """`/scratch`, `/scratch:500GiB`. InvalidConfig where no file can be made there."""
+    """Parse `/scratch` or `/scratch:500GiB`. Raises InvalidConfig if no file can be created
+    there."""
     given, colon, size = text.rpartition(":")
     size_bytes = parse_size(size) if colon else 0
     base = Path(given if colon else text).absolute()
@@ -300,7 +303,8 @@ def _pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """host: a name, an address, or `0.0.0.0` or `::` for all of the host's."""
+    """An address for HTTP. host: a name, an address, or `0.0.0.0` or `::` for all addresses of
+    the host."""
 
     host: str
     port: int
@@ -310,7 +314,7 @@ class HttpAddress:
 
 
 def parse_metrics(text: str) -> HttpAddress:
-    """`127.0.0.1:9464`, `[::]:9464`. InvalidConfig for anything else."""
+    """Parse `127.0.0.1:9464` or `[::]:9464`. Raises InvalidConfig for anything else."""
     return _parse_http(text, "metrics", "127.0.0.1:9464")
 
 
@@ -351,8 +355,8 @@ _DEVICES = re.compile(r"(?P<kind>[a-z0-9_-]+)(@(?P<numbers>\d{1,3}(,\d{1,3})*))?
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """nbytes: of each device. kind: of the devices. numbers: of those that are meant; (): all that
-    the peer sees."""
+    """Memory on devices. nbytes: of each device. kind: of the devices. numbers: of the chosen
+    ones; () for all that the peer sees."""
 
     nbytes: int
     kind: str = registry.CUDA
@@ -364,8 +368,9 @@ class DeviceMemory:
 
 
 def parse_device_arena(text: str) -> DeviceMemory:
-    """`2GiB`: so much of each GPU that the peer sees. `cuda@0,2:2GiB`: of these two alone.
-    InvalidConfig for anything else, also for a kind of device that is not installed."""
+    """Parse `2GiB` (that much of each GPU that the peer sees) or `cuda@0,2:2GiB` (of these two
+    only). Raises InvalidConfig for anything else, and for a kind of device that is not
+    installed."""
     given, colon, size = text.rpartition(":")
     devices = _DEVICES.fullmatch(given if colon else registry.CUDA)
     if devices is None or (colon and devices["kind"] not in registry.names()):
@@ -394,8 +399,8 @@ def parse_device_arena(text: str) -> DeviceMemory:
 
 
 def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -> Path:
-    """The directory, made if missing. InvalidConfig unless it is private to the user; `what` it is
-    for and which `setting` names another are said then."""
+    """The directory, created if missing. Raises InvalidConfig unless it is private to the user.
+    The message names its purpose `what` and the `setting` that selects another one."""
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=parents)

@@ -1,8 +1,8 @@
-"""One partition: its definition and phase, rows, groups, stages and leases, and the records of
-what is done to them, by which a backup does the same (`replay`).
+"""One partition: its definition and phase, rows, groups, stages and leases, and the records of its
+changes, which a backup replays.
 
-Sans-I/O: time comes as an argument (seconds, monotonic), bytes are only named, never touched. Each
-call either raises a typed error and changes nothing, or is carried out whole.
+Sans-I/O: time is an argument (seconds, monotonic), and values are only references. Each call
+either raises a typed error and changes nothing, or is applied whole.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Store(State):
     # rows in
 
     def close(self, group: Name, n: int, change: Change | None = None) -> int:
-        """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
+        """Set how many rows a group has; some may be yet to come. Return 1 if that closes it."""
         closed = drops.close(self, group, n)
         if closed:
             drops.seal_if_full(self)
@@ -123,7 +123,8 @@ class Store(State):
         expect: Mapping[str, Scalar] | None = None,
         change: Change | None = None,
     ) -> None:
-        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
+        """Merge tags into rows. Raises TagConflict, and changes nothing, unless all rows have
+        `expect`."""
         rows_in(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
@@ -151,9 +152,9 @@ class Store(State):
         self.tell(Tag(self.partition, self.generation, keys, tags, change=change))
 
     def seal(self, keep_short: bool = False, change: Change | None = None) -> int:
-        """No new rows from now on; new fields stay welcome. Open groups close at the size they
-        have; where groups have a size, these are short and are dropped, unless they are to be kept.
-        Returns how many closed; asking again changes nothing."""
+        """Accept no new rows from now on; new fields are still accepted. Open groups close at
+        their current size. If groups have a fixed size, these are incomplete, and are dropped
+        unless they are to be kept. Return how many closed. A repetition changes nothing."""
         if self.sealed:
             return 0
         self.tell(Seal(self.partition, self.generation, keep_short, change))
@@ -162,7 +163,7 @@ class Store(State):
     # definition and stages
 
     def check_same(self, definition: Definition) -> None:
-        """PartitionConflict unless the partition was declared so, or has come to that."""
+        """Raise PartitionConflict unless the partition has this definition."""
         if definition not in (self.declared, self.definition):
             raise PartitionConflict(
                 f"partition {self.partition!r} was declared with "
@@ -173,9 +174,11 @@ class Store(State):
             )
 
     def declare_stage(self, name: str, fields: Sequence[str]) -> None:
-        """A stage that was not declared with the partition; the same again is fine. StageUndefined
-        under free="acked", where rows may be gone already; PartitionConflict for a known stage
-        with other fields."""
+        """Declare a stage that was not declared with the partition. A repetition is a no-op.
+
+        Raises StageUndefined under free="acked", because rows may be freed already, and
+        PartitionConflict for a known stage with other fields.
+        """
         known = self.stages.get(name)
         if known is not None:
             if set(known.fields) != set(fields):
@@ -201,18 +204,20 @@ class Store(State):
         self.tell(Declared(name, list(fields)))
 
     def reset(self, stage: str, change: Change | None = None) -> int:
-        """Rows that a stage acked become claimable again; leased ones stay leased."""
+        """Make the rows that a stage acked claimable again. Leased rows stay leased."""
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
         self.tell(Reset(self.partition, self.generation, stage, change))
         return rows
 
     def finish(self, asked: Finish) -> dict[str, int]:
-        """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
-        release it is progress, which only the stage itself gets, with the rows, until it acks them.
-        Returns per field the rows whose value was there already, and stayed.
+        """Ack, release, drop or keep the rows of a lease, with added values, as one step.
 
-        index: positions in the lease as it was granted; None: all that are left. LeaseExpired for a
-        lease that has ended; InvalidRows for a row that was finished before.
+        On a release the added values are progress, which only the stage itself gets, with the rows,
+        until it acks them. Return, per field, how many rows kept a value that they had already.
+
+        index: positions in the lease as it was granted; None for all unfinished rows. Raises
+        LeaseExpired for a lease that has ended, and InvalidRows for a row that was finished
+        before.
         """
         lease = self.leases.get(asked.lease)
         if lease is None and (member := self.leases.member(asked.lease)) is not None:
@@ -224,13 +229,13 @@ class Store(State):
         return kept
 
     def is_leased(self, lease_id: int) -> bool:
-        """Whether this lease goes on; of one who takes part in a plan, whether that does."""
+        """Whether this lease, or the plan of this member, has not ended."""
         leases = self.leases
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
-        """A holder is gone: its rows come back, before all others, and its permits. Returns how
-        many rows."""
+        """Return the rows and permits of a holder that is gone. Its rows go ahead of all others.
+        Return how many rows."""
         if holder not in self.lessees:
             return 0
         self.permits.take_back(self.permits.of(holder))
@@ -242,7 +247,7 @@ class Store(State):
     # how far producers run ahead
 
     def admit(self, number: int, holder: int, count: int, max_lag: int, per_version: int) -> bool:
-        """A permit to open so many groups, where they may be begun now."""
+        """Return a permit to open this many groups, if they may be started now."""
         permits = self.permits
         permits.check(self, count, max_lag, per_version)
         if not permits.fits(self, count, (max_lag + 1) * per_version):
@@ -256,14 +261,14 @@ class Store(State):
         return True
 
     def take_back(self, numbers: list[int]) -> None:
-        """These permits are over; unknown ones were before."""
+        """End these permits. Unknown ones ended before."""
         back = self.permits.take_back(numbers)
         if back:
             self.tell(Withdraw(self.partition, self.generation, back))
 
     def advance(self, version: int, change: Change | None = None) -> None:
-        """The trainer is at this version; groups that it has finished give their places back.
-        Nothing for the same version; InvalidCall for an older one."""
+        """Set the trainer's version. Groups that it has finished free their places. A no-op for
+        the same version; raises InvalidCall for an older one."""
         self.permits.advance(version, self)
         self.tell(Advance(self.partition, self.generation, version, change))
         self.happened(Record(Kind.ADVANCE, version=version))
@@ -277,7 +282,7 @@ class Store(State):
         where: Where | None = None,
         change: Change | None = None,
     ) -> tuple[int, int]:
-        """Drop rows by key, by group or by filter, leased ones too. Returns (rows, bytes)."""
+        """Drop rows by key, by group or by filter, including leased ones. Return (rows, bytes)."""
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows(
                 "drop() got none or several of rows, groups and a filter: pass exactly one of them"
@@ -297,7 +302,7 @@ class Store(State):
         return dropped
 
     def clear(self, change: Change | None = None) -> tuple[int, int]:
-        """The partition was dropped: every row goes. Returns (rows, bytes)."""
+        """Remove every row, because the partition was dropped. Return (rows, bytes)."""
         nbytes = nbytes_of((one.values, one.live) for one in self.blocks.values())
         dropped = len(self), nbytes
         self.remove(self.rows.parts)
@@ -306,9 +311,9 @@ class Store(State):
         return dropped
 
     def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
-        """Chunks moved: what was ranges[i] of `old` is new_ranges[i] of `new` (RANGE).
+        """Move chunks: from ranges[i] of `old` to new_ranges[i] of `new` (RANGE).
 
-        Returns u4 per range, 1 for a chunk that rows here use. The references to the old ones are
+        Return u4 per range, 1 for a chunk that rows here use. The references to the old ones are
         collected as freed.
         """
         ids, there = (ids_of(one).tolist() for one in (ranges, new_ranges))
@@ -324,38 +329,37 @@ class Store(State):
         return np.array([number in moved for number in ids], U4)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
-        """Every reference held now: per owner RANGE records and u4 how many of each."""
+        """Every current reference: per owner RANGE records and a u4 count for each."""
         return _by_owner(self.chunks)
 
     def named(self, owner: Owner) -> tuple[Array, Array]:
-        """The chunks of an owner that rows use: RANGE, u8 their bytes."""
+        """The chunks of an owner that rows use: RANGE, and u8 sizes."""
         chunks = self.chunks_at(owner)
         numbers = np.array([chunk.number for chunk in chunks], U8)
         nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
         return ranges_of(numbers), nbytes
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
-        """Drain the references that went: per owner RANGE records and u4 how many of each."""
+        """Drain the released references: per owner RANGE records and a u4 count for each."""
         released, self.released = self.released, []
         return _by_owner(released) if released else []
 
     def restore(self, op: Restore) -> None:
-        """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
-
-        PartitionConflict where one of them is here already."""
+        """Store rows and groups of a checkpoint, even in a sealed partition. Raises
+        PartitionConflict if one of them exists already."""
         checkpoint.restore(self, op)
         drops.seal_if_full(self)
         self.tell(op)
 
     def carry_out(self, op: Body) -> Body:
-        """One of `CHANGES`, whose answer is remembered."""
+        """Apply one of `CHANGES`. Its reply is remembered."""
         outcome = CHANGES[type(op)](self, op)
         answer = Dropped(*outcome) if isinstance(op, Drop) else _DONE
         self.remember(op.change, answer)  # type: ignore[attr-defined]
         return answer
 
     def settle(self, op: Settle) -> bool:
-        """Refuse a change from now on, unless it was carried out. Return whether it was."""
+        """Refuse a change from now on, unless it was applied. Return whether it was."""
         carried_out = self.answers.settle(op.change)
         self.tell(op)
         return carried_out
@@ -367,11 +371,11 @@ class Store(State):
         return "sealed" if self.sealed else "open"
 
     def counts(self, stage: str, unit: str = "rows", where: Where | None = None) -> Counts:
-        """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
+        """Exact counts of a stage; with a filter, only of what matches now or is not ready yet."""
         return self.stage(stage).units(unit).count(where)
 
     def dirty(self) -> set[str]:
-        """Drain the stages whose counts changed, or may not grow any more."""
+        """Drain the stages whose counts changed, or cannot grow any more."""
         return {name for name, stage in self.stages.items() if stage.drain_changed()}
 
     @property
@@ -403,7 +407,7 @@ def _by_owner(names: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, Array, Ar
 
 
 def check_definition(partition: str, definition: Definition) -> None:
-    """LimitExceeded unless there may be such a partition."""
+    """Raise LimitExceeded for an invalid definition."""
     if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
         raise LimitExceeded(
             f"partition name {partition[:40]!r} has {len(partition.encode())} bytes: "

@@ -1,9 +1,9 @@
 """Taking ready units from a lane under a lease.
 
-A take is met from the front of one lane, whole or not at all; what it costs depends on the units
-taken, never on how many rows there are. Of the first ready units, those that lie on the claimant's
-host go first, eight times past the oldest at most: where writers and readers share hosts, rows stay
-where they are.
+A take is granted from the front of one lane, whole or not at all. Its cost depends on the units
+taken, never on the number of rows. Of the first ready units, those on the claiming host go
+first, and overtake the oldest eight times at most. If writers and readers share hosts, rows
+therefore stay where they are.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Reservation = tuple[str, Where | None]
 
 
 class PullCredit(msgspec.Struct, frozen=True):
-    """How much a claim's peer, at `address`, can bring to itself. most_bytes: what it can have
-    pulled at once, 0 where nothing bounds that. fields: what it fetches; None: all."""
+    """How much a claim's peer, at `address`, can pull. most_bytes: how much it can pull at once,
+    0 for no limit. fields: what it fetches; None for all."""
 
     address: str = ""
     most_bytes: int = 0
     fields: list[str] | None = None
 
     def pulled(self, values: Outgoing) -> int:
-        """Bytes that it brings to itself for these."""
+        """The bytes that it pulls for these."""
         return values.pulled(self.address)
 
 
@@ -58,9 +58,9 @@ _ANY = PullCredit()
 
 
 class Taken(msgspec.Struct):
-    """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
-    more, or any. rows, values: what was taken, and what it has of the fields that the credit names;
-    they hold until the next change."""
+    """The result of a take. lease None: nothing was taken. needed_bytes: the credit that more
+    units, or any, would have needed. rows, values: what was taken, and their values of the
+    credit's fields; valid until the next change."""
 
     lease: int | None = None
     units: int = 0
@@ -87,7 +87,7 @@ class _Offer(msgspec.Struct, eq=False):
 
     @property
     def in_lane(self) -> Picked:
-        """In the order of the lane."""
+        """The units in the order of the lane."""
         if isinstance(self.places, range):
             return self.units
         return [self.units[at] for at in np.argsort(self.places).tolist()]
@@ -117,14 +117,14 @@ def take(
     sealed: bool = False,
     kept: Sequence[Reservation] = (),
 ) -> Taken:
-    """Lease ready units of a stage, oldest first but that near ones may go before.
+    """Lease ready units of a stage, oldest first, except that near ones may overtake.
 
-    `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
-    `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number), and
-    unless `sealed` only once the next ready unit would not fit; InvalidRows for a row whose tag is
-    no number of 0 or more. credit: cut to as many units as the claim's peer may pull the bytes of;
-    `needed_bytes` says how many it would have had to be allowed. kept: units that are not for this
-    claim. claim: its number, by which the lease is found again.
+    Takes `count` of them, or at least `minimum`; any number up to `count` if the whole partition
+    is `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number),
+    and unless `sealed` only once the next ready unit would not fit. Raises InvalidRows for a row
+    whose tag is not a number of 0 or more. credit: limits the units to those that the claim's
+    peer may pull; `needed_bytes` says how much would have been needed. kept: units that are not
+    for this claim. claim: its number, by which the lease is found again.
     """
     stage = state.stage(name)
     if want.unit not in ("rows", "groups"):
@@ -211,7 +211,7 @@ def _near_first(
 
 
 def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[str]:
-    """Of the first ready units, how many lie at which peer (address)."""
+    """How many of the first ready units are at which peer (address)."""
     found, hosts = state.stage(stage), Counter[str]()
     if found.units(unit).ready(where):
         for one, bits in first_parts(found.units(unit).lane(where), NEAR_UNITS):

@@ -1,6 +1,6 @@
-"""What rows weigh for `budget=`: a tag that must be a finite number of 0 or more.
+"""The weights of rows for `budget=`: a tag that must be a finite number of 0 or more.
 
-Sums are exact: a sum from which rows were taken away equals a fresh one.
+Sums are exact: a sum from which rows were removed equals a new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 8
 
 
 def weight(block: Block, row: int, tag: str) -> int | Fraction | None:
-    """The weight of a row; None where its tag is missing, or no finite number of 0 or more."""
+    """The weight of a row, or None if its tag is missing or not a finite number of 0 or more."""
     value = None if block.tags is None else block.tags.get(tag, row)
     if type(value) is int:
         return value if value >= 0 else None
@@ -32,7 +32,7 @@ def weight(block: Block, row: int, tag: str) -> int | Fraction | None:
 
 
 def weight_of(unit: Unit, bits: int, tag: str) -> int | Fraction | None:
-    """The weight of rows of a unit together; None where one of them has none."""
+    """The total weight of rows of a unit, or None if one of them has none."""
     total: int | Fraction = 0
     for block, rows in parts_of(unit, bits):
         for row in rows_of(rows):
@@ -61,8 +61,8 @@ def weightless(parts: Iterable[Part], tag: str) -> list[tuple[Block, int]]:
 
 
 def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> None:
-    """InvalidRows where a row has no weight. what: weighs rows by the tag. tags: all that rows of
-    the partition have."""
+    """Raise InvalidRows if a row has no weight. what: the argument that weighs rows by the tag.
+    tags: all tags of the partition's rows."""
     rows = weightless(parts, tag)
     if not rows:
         return
@@ -91,12 +91,12 @@ def fits(total: int | Fraction, budget: float) -> bool:
 
 
 class Short:
-    """That a claim by budget is not met by all units of a lane: they weigh less than its budget,
-    and one grant can hold them all.
+    """The state in which all units of a lane cannot fill a claim's budget: they weigh less, and one
+    grant can hold them all.
 
-    tag, budget: the claim's. grant: what the claim's peer can be granted at once. share: of a unit,
-    the part that it takes of such a grant, or more than that. free: the part that the units now in
-    the lane leave. As long as this holds the claim need not look at the lane again.
+    tag, budget: the claim's. grant: what the claim's peer can be granted at once. share: the
+    part of such a grant that a unit takes, or more. free: the part that the units now in the
+    lane leave. While this holds, the claim need not look at the lane again.
     """
 
     def __init__(
@@ -121,13 +121,15 @@ class Short:
         return not self._lacks and self._total < self.budget and self._free >= 0
 
     def came(self, unit: Unit, bits: int) -> bool:
-        """Rows of a unit came into the lane, or changed: it now has these. Whether it holds."""
+        """Note that rows of a unit entered the lane or changed: it now has these. Return whether
+        the state still holds."""
         self._weigh(unit, bits)
         self._free -= self._share(unit)
         return self.holds
 
     def went(self, unit: Unit, bits: int) -> bool:
-        """Rows of a unit went: the lane now has these. Whether it holds."""
+        """Note that rows of a unit left: the lane now has these. Return whether the state still
+        holds."""
         self._total -= self._of.pop(unit, 0)
         if bits:
             self._weigh(unit, bits)

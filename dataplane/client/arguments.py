@@ -20,20 +20,20 @@ _FOREVER_S = 1e9
 _MAX_COUNT = 2**63 - 1
 
 
-def text(value: object, what: str) -> str:
-    """Return a name. Raise InvalidCall unless it is a non-empty str."""
+def text(value: object, what: str, role: str = "the name of ") -> str:
+    """Return the name of `what`. Raise InvalidCall unless it is a non-empty str."""
     if not isinstance(value, str) or not value:
-        raise InvalidCall(f"the name of {what} is {value!r:.80}: expected a non-empty str")
+        raise InvalidCall(f"{role}{what} is {value!r:.80}: expected a non-empty str")
     try:
         nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
     except UnicodeEncodeError as exc:
         raise InvalidCall(
-            f"the name of {what} is {value!r:.80}, which UTF-8 cannot encode ({exc.reason}): use "
+            f"{role}{what} is {value!r:.80}, which UTF-8 cannot encode ({exc.reason}): use "
             "another name"
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"the name {value!r:.40}… of {what} has more than {MAX_NAME_BYTES} bytes: use a "
+            f"{role}{what} is {value!r:.40}…, over the limit of {MAX_NAME_BYTES} bytes: use a "
             "shorter name",
             limit=MAX_NAME_BYTES,
         )
@@ -47,7 +47,7 @@ def texts(values: object, what: str) -> list[str]:
         isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
     ):
         raise InvalidCall(f"{what}={values!r:.80}: expected a list of names")
-    return [text(value, f"an entry of {what}") for value in values]
+    return [text(value, what, "an entry of ") for value in values]
 
 
 def optional_texts(values: object, what: str) -> list[str] | None:

@@ -259,7 +259,9 @@ class CudaDevice(Device):
         try:
             yield
         except self._runtime.CUDARuntimeError as exc:
-            raise DeviceMissing(f"GPU {self.number}: {exc}", device=self.number) from exc
+            raise DeviceMissing(
+                f"GPU {self.number}: CUDA reported {exc}", device=self.number
+            ) from exc
 
     @contextmanager
     def _current(self) -> Iterator[None]:

@@ -73,7 +73,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return np.dtype(name)
         except (TypeError, ValueError):
             pass
-    raise ProtocolError(f"dtype {name[:64]!r} is not part of this protocol")
+    raise ProtocolError(
+        f"dtype {name[:64]!r} is not part of this protocol: install one release of dataplane "
+        "everywhere"
+    )
 
 
 def is_ready(value: object) -> bool:
@@ -100,7 +103,7 @@ def as_array(value: object) -> Array | None:
     except Exception as exc:  # the code of another library, or of the user
         raise InvalidValue(
             f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: {exc}. "
-            "Convert it to a NumPy array yourself, and pass that"
+            "Pass a NumPy array of its values instead"
         ) from exc
     if array is None:
         return None

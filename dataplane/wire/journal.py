@@ -1,9 +1,8 @@
-"""The operations of one partition, as its backup replays them.
+"""Log records of one partition, which its backup replays.
 
-They say what happened, not what was asked: a claim is the rows that it got, and the end of a lease
-is its number, so that the result hangs on nothing but the operations and their order. `dump`
-rebuilds a store from the same vocabulary; what only a dump needs has tags from 210 to 218. Blocks
-and groups have the same numbers at every copy.
+A record says what happened, not what a client requested: a claim has the rows that it got. So the
+result depends only on the records and their order. A dump consists of the same records; those that
+only a dump has use the tags 210 to 218. Blocks and groups have the same numbers in every copy.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from dataplane.wire.tables import (
 
 Unit = Literal["rows", "groups"]
 Parts = list[tuple[int, bytes]]
-"""Rows in an order: the number of a block, and which of its rows, as bits (little-endian)."""
+"""Rows in order: the number of a block, and a bit mask of its rows (little-endian)."""
 
 
 class Begun(Body, tag=209):
-    """A new, empty copy of the partition, as it was declared."""
+    """The partition was declared. Starts a new, empty copy."""
 
     definition: Definition
 
 
 class Leased(Body, tag=201):
-    """rows: in the order of the lease; of `groups` all that each has. claim: the number of the one
-    that was met."""
+    """A stage leased rows. rows: in the order of the lease; with the unit "groups", all rows of
+    each group. claim: the number of the claim."""
 
     stage: str
     unit: Unit
@@ -63,17 +62,17 @@ class Leased(Body, tag=201):
 
 
 class Returned(Body, tag=202):
-    """A holder is gone. Its leases ended without an outcome, rows of the first come first; so did
-    plans of which it was a member, and its permits."""
+    """A holder ended. Its leases ended and their rows were returned, oldest lease first. Its plans
+    and permits ended, too."""
 
     holder: int
 
 
 class Joined(Body, tag=220):
-    """A process takes part in the plan of a stage, as one of its ranks; `member` is the number that
-    it goes by. The first one begins the plan, whose rows have just been leased by `lease`. claim:
-    as in `Leased`. In a dump, acked: whether it has; rows, of the first: what all ranks have been
-    told to lay the rows out by."""
+    """A process joined the plan of a stage as one rank; `member` is its number in the plan. The
+    first member starts the plan, whose rows `lease` has just leased. claim: as in `Leased`. In a
+    dump, acked: whether the rank has acked; rows, for the first member: the rows of the plan, from
+    which all ranks compute the layout."""
 
     stage: str
     lease: int
@@ -87,13 +86,13 @@ class Joined(Body, tag=220):
 
 
 class Lost(Body, tag=205):
-    """A peer is no more; rows with bytes there went, and their groups with them."""
+    """A peer was lost, with the rows whose bytes it had and with their groups."""
 
     owner: Owner
 
 
 class Relocated(Body, tag=206):
-    """Chunks moved: what was ranges[i] of `owner` is to_ranges[i] of `to_owner` (RANGE)."""
+    """Chunks moved from ranges[i] of `owner` to to_ranges[i] of `to_owner` (RANGE records)."""
 
     owner: Owner
     ranges: bytes
@@ -102,14 +101,14 @@ class Relocated(Body, tag=206):
 
 
 class Declared(Body, tag=219):
-    """A stage that was not declared with the partition, and what a row needs before it is ready."""
+    """A stage was declared after the partition. fields: what a row needs to be ready for it."""
 
     stage: str
     fields: list[str]
 
 
 class Permitted(Body, tag=222):
-    """Somebody may open `count` groups, which are begun at a version of the trainer. used, in a
+    """A holder may open `count` groups, which start at this version of the trainer. used, in a
     dump: how many of them are open already."""
 
     permit: int
@@ -120,9 +119,8 @@ class Permitted(Body, tag=222):
 
 
 class Pacing(Body, tag=223):
-    """The trainer's version, by which groups are kept account of from now on; how far producers may
-    be ahead, per_version 0: nobody asked yet. trained: a version, and how many groups were finished
-    at it."""
+    """The trainer's version, and how far producers may run ahead; per_version 0: no call of `admit`
+    yet. trained: pairs of a version and the number of groups that were finished at it."""
 
     version: int
     max_lag: int
@@ -131,8 +129,8 @@ class Pacing(Body, tag=223):
 
 
 class Settle(Body, tag=152):
-    """The caller stops asking for a change that was not answered. Where the shard has not carried
-    it out, it never will, and refuses the change should it still arrive."""
+    """The caller stops retrying an unanswered change. If the shard has not applied it, it never
+    will, and refuses the change if it arrives later."""
 
     partition: str
     generation: int
@@ -140,8 +138,8 @@ class Settle(Body, tag=152):
 
 
 class Ended(Body, tag=208):
-    """The partition was dropped: by this change, which took so many rows and bytes. change None:
-    nobody asks again."""
+    """The partition was dropped by this change, with this number of rows and bytes. change None: no
+    caller retries it."""
 
     change: Change | None = None
     rows: int = 0
@@ -149,9 +147,10 @@ class Ended(Body, tag=208):
 
 
 class OneGroup(msgspec.Struct, array_like=True):
-    """expected: rows, -1 unknown. gone: rows it had that are no more. dropped: those of them that
-    were dropped. states: a byte a stage, 2 leased, 3 acked, 4 rows of it were taken singly. begun:
-    at which version of the trainer, 2^63 - 1 where it is finished; 0 where no account is kept."""
+    """The state of one group. expected: its number of rows; -1: unknown. gone: the number of its
+    freed rows. dropped: how many of these were dropped. states: one byte per stage: 2 leased, 3
+    acked, 4: the stage took single rows. begun: the trainer's version at its start; 2^63 - 1:
+    finished; 0: the partition does not use `admit`."""
 
     number: int
     key: bytes
@@ -165,10 +164,10 @@ class OneGroup(msgspec.Struct, array_like=True):
 
 
 class OneBlock(msgspec.Struct, array_like=True):
-    """Sets of rows are bits, little-endian. keys, names: of all the rows it came with. group: the
-    key of theirs, empty: none. live: those that are there. acked: by the number of the stage.
-    returned: as acked, rows that came
-    back from a lease of the stage, which has not acked them since; empty: no rows."""
+    """The state of one block. Sets of rows are bit masks, little-endian. keys, names: of all rows
+    that the block was created with. group: the key of their group; empty: none. live: the rows that
+    exist. acked: one mask per stage, by its number. returned: one mask per stage: rows that were
+    returned by a lease and not acked since; empty: no rows."""
 
     number: int
     group: bytes
@@ -180,20 +179,20 @@ class OneBlock(msgspec.Struct, array_like=True):
 
 
 class Groups(Body, tag=210):
-    """Groups, without their rows."""
+    """The states of groups, without their rows."""
 
     groups: list[OneGroup]
 
 
 class Blocks(Body, tag=211):
-    """Rows block by block, without their values."""
+    """The states of blocks, without their values."""
 
     blocks: list[OneBlock]
 
 
 class Given(Body, tag=212):
-    """Values of all rows of some blocks (numbers: u8). by: per piece, the stage that added it; ""
-    where none did. Empty: none of them was added."""
+    """The values of all rows of some blocks (numbers: u8). by: for each piece, the stage that added
+    it, or ""; empty: no stage added any."""
 
     numbers: bytes
     values: Values
@@ -201,7 +200,7 @@ class Given(Body, tag=212):
 
 
 class Ready(Body, tag=213):
-    """What a stage may take, oldest first; groups: KEY records."""
+    """The rows and groups that are ready for a stage, oldest first. groups: KEY records."""
 
     stage: str
     rows: Parts = []
@@ -209,8 +208,8 @@ class Ready(Body, tag=213):
 
 
 class Held(Body, tag=214):
-    """A lease, which starts anew. parts: as in `Leased`, with those of the rows that are not
-    finished. Blocks of which nothing is left may be unknown."""
+    """An active lease, whose time starts again. parts: as in `Leased`, each with a mask of
+    unfinished rows. Blocks without rows may be unknown."""
 
     stage: str
     lease: int
@@ -220,8 +219,9 @@ class Held(Body, tag=214):
 
 
 class Remembered(Body, tag=216):
-    """Oldest first: KEY records of rows and groups that are no more, with a byte each, 0: it was
-    dropped; and names of rows that were lost with a peer. missed: such that are forgotten."""
+    """Remembered keys, oldest first: KEY records of freed rows and groups, with one byte each (0:
+    it was dropped). lost: keys of rows that were lost with a peer. missed: how many such keys the
+    shard has forgotten."""
 
     keys: bytes = b""
     freed: bytes = b""
@@ -230,8 +230,8 @@ class Remembered(Body, tag=216):
 
 
 class Answers(msgspec.Struct, array_like=True):
-    """What the changes of one caller were answered, from its floor on; nil: settled before the
-    change arrived."""
+    """The replies to one caller's changes, from its floor; nil: `Settle` arrived before the
+    change."""
 
     caller: Owner
     floor: int
@@ -239,13 +239,13 @@ class Answers(msgspec.Struct, array_like=True):
 
 
 class Summary(Body, tag=217):
-    """numbers: the last that a block or group has got. closed_groups: that closed here, gone ones
-    included. short_groups: that the seal dropped. forgotten: of what was to be remembered. fields:
-    every field that some row has had. answers: one for each caller whose changes are remembered.
-    lost: stage -> rows that went with a peer before it was done with them. acked: stage
-    -> rows that it has acked so far. released: stage -> rows that came back from its leases without
-    an ack, and how many of them were leased again. put_rows: that were ever put or restored.
-    producers: (session, rows) of those that put rows, the least recent first."""
+    """The counters of a partition. numbers: the last number of a block or group. closed_groups: how
+    many groups have closed, including freed ones. short_groups: how many the seal dropped.
+    forgotten: how many remembered keys were forgotten. fields: every field that a row has ever had.
+    answers: one entry per caller whose changes are remembered. lost: stage -> rows that were lost
+    with a peer before the stage acked them. acked: stage -> rows that it has acked. released: stage
+    -> rows that were returned without an ack, and how many of these were leased again. put_rows:
+    rows that were ever put or restored. producers: (session, rows), least recent first."""
 
     sealed: bool
     numbers: int
@@ -297,15 +297,15 @@ _decoder: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
 
 
 def encode(op: Op) -> bytes:
-    """As it stands in a message, which is what bounds it."""
+    """Return the bytes of a record, as in a message."""
     return _encoder.encode(op)
 
 
 def encoded(data: bytes) -> Op:
-    """For a message: an operation that stands there as `encode` made it, and is nothing else."""
+    """Return a record for a message from the bytes that `encode` returned."""
     return cast(Op, msgspec.Raw(data))
 
 
 def decode(data: bytes | memoryview) -> Op:
-    """ProtocolError for what is no operation."""
+    """Decode a record. Raise ProtocolError for invalid bytes."""
     return decoded(_decoder, data, "an operation")

@@ -172,11 +172,16 @@ def decode(row: bytes | memoryview) -> Any:
         value = decoder.decode(head)
         if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
             raise ProtocolError(
-                "received a MessagePack timestamp (ext code -1), which is not part of this protocol"
+                "received a MessagePack timestamp (ext code -1), which is not part of this "
+                "protocol: "
+                "install one release of dataplane everywhere"
             )
         return value
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
-        raise ProtocolError(f"received a value that cannot be decoded: {exc}") from exc
+        raise ProtocolError(
+            f"received a value that cannot be decoded ({exc}): install one release of dataplane "
+            "everywhere"
+        ) from exc
 
 
 def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
@@ -204,7 +209,8 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
     elif code == EXT_SCALAR:
         return _scalar(data)
     raise ProtocolError(
-        f"received ext code {code} with {len(data)} bytes, which is not part of this protocol"
+        f"received ext code {code} with {len(data)} bytes, which is not part of this protocol: "
+        "install one release of dataplane everywhere"
     )
 
 
@@ -450,7 +456,10 @@ def _tensor(leaf: Array) -> Any:
     except ImportError:
         return leaf
     except InvalidValue as exc:
-        raise ProtocolError(f"received a tensor that cannot be decoded: {exc.message}") from exc
+        raise ProtocolError(
+            f"received a tensor that cannot be decoded ({exc.message}): install one release of "
+            "dataplane everywhere"
+        ) from exc
 
 
 def _jagged(values: Array, offsets: Array, axis: int) -> Any:

@@ -224,5 +224,5 @@ def test_what_the_driver_refuses_is_said_as_missing(runtime: Runtime) -> None:
         raise Runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
 
     runtime.hostRegister = refuse
-    with pytest.raises(DeviceMissing, match="GPU 0: cudaErrorNotSupported"):
+    with pytest.raises(DeviceMissing, match="GPU 0: CUDA reported cudaErrorNotSupported"):
         CudaDevice(0).pin_host(0, 4096, read_only=True)

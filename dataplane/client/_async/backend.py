@@ -103,7 +103,7 @@ class Connecting(Generic[P]):
 
 def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close("connecting was cancelled")
+        opening.result().close("connecting was cancelled: call dataplane.aio.connect() again")
 
 
 async def leave(keeper: Housekeeper, why: str) -> None:

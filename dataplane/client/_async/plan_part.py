@@ -119,7 +119,10 @@ async def join(
             session.spans.claim(handle.name, stage, began, lease)
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
-        raise ProtocolError("unexpected reply to a plan request: expected a plan, got a batch")
+        raise ProtocolError(
+            "unexpected reply to a plan request: expected a plan, got a batch. Install one release "
+            "of dataplane everywhere"
+        )
     part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
         await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))

@@ -153,7 +153,7 @@ class StreamLoop(AsyncIterator[Batch]):
         if stream._closed:  # meanwhile, by another thread or task
             self.lease = None
             await batch.lease.give_back(Deadline(stream._claiming.limit_s))
-            raise StreamEnd("the stream was closed")
+            raise StreamEnd("this stream was closed: call part.stream(…) again")
         return batch
 
     @property

@@ -156,7 +156,7 @@ class StreamLoop(Iterator[Batch]):
         if stream._closed:  # meanwhile, by another thread or task
             self.lease = None
             batch.lease.give_back(Deadline(stream._claiming.limit_s))
-            raise StreamEnd("the stream was closed")
+            raise StreamEnd("this stream was closed: call part.stream(…) again")
         return batch
 
     @property

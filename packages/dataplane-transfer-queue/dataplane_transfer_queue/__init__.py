@@ -408,7 +408,11 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     if not target.exists() and old.exists():  # a save was cut off between its two renames
         old.rename(target)
     if not (target / _METADATA).exists():
-        raise FileNotFoundError(f"{target} is not a checkpoint of a queue: it has no {_METADATA}")
+        raise FileNotFoundError(
+            f"{target} is not a checkpoint of a queue, because it has no {_METADATA}: pass a "
+            "directory "
+            "that save_checkpoint wrote"
+        )
     store.end()
     store.plane.restore(target / _ROWS)
     store.begin()

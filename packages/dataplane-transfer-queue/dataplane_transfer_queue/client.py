@@ -213,7 +213,9 @@ class TransferQueueClient:
                 )
             metadata = self._inserted(partition_id, data.batch_size[0], list(data.keys()))
         if not metadata:
-            raise ValueError("this batch is empty: there are no rows to write fields to")
+            raise ValueError(
+                "this batch is empty: pass a batch with rows, or partition_id to put new rows"
+            )
         if data_parser is not None:
             data = parsed(data, data_parser)
         if data.batch_size[0] != metadata.size:

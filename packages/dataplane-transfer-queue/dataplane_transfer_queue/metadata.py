@@ -82,7 +82,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
             if key in joined and not equal(joined[key], value):
                 raise ValueError(
                     f"extra_info {key!r} has conflicting values in the batches to concatenate: "
-                    f"{joined[key]!r:.80} and {value!r:.80}"
+                    f"{joined[key]!r:.80} and {value!r:.80}. Use one value in all batches"
                 )
             joined[key] = value
     return joined
@@ -423,12 +423,13 @@ class KVBatchMeta:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
             raise ValueError(
-                f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}"
+                f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}: "
+                "pass one tag dict per key"
             )
         if len(set(self.keys)) < len(self.keys):
-            raise ValueError(f"Got duplicated keys: {twice(self.keys)}")
+            raise ValueError(f"Got duplicated keys: {twice(self.keys)}; list each key once")
         if self.fields is not None and len(set(self.fields)) < len(self.fields):
-            raise ValueError(f"Got duplicated fields: {twice(self.fields)}")
+            raise ValueError(f"Got duplicated fields: {twice(self.fields)}; list each field once")
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -454,19 +455,25 @@ class KVBatchMeta:
         """Return these rows. RuntimeError for an absent key."""
         places = {key: place for place, key in enumerate(self.keys)}
         if absent := [key for key in keys_to_select if key not in places]:
-            raise RuntimeError(f"keys {absent} not found in current batch")
+            raise RuntimeError(
+                f"keys {absent} not found in current batch: select only keys of this batch"
+            )
         if len(set(keys_to_select)) < len(keys_to_select):
-            raise ValueError(f"Contain duplicate keys: {twice(keys_to_select)}")
+            raise ValueError(
+                f"Contain duplicate keys: {twice(keys_to_select)}; select each key once"
+            )
         return self._of([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
         """Put the rows of this batch in this order."""
         if len(indexes) != self.size:
             raise ValueError(
-                f"the number of indexes, {len(indexes)}, does not match the {self.size} rows"
+                f"the number of indexes, {len(indexes)}, does not match the {self.size} rows: list "
+                "each "
+                "row once"
             )
         if len(set(indexes)) < self.size:
-            raise ValueError(f"Contain duplicate indexes: {twice(indexes)}")
+            raise ValueError(f"Contain duplicate indexes: {twice(indexes)}; list each row once")
         if sorted(indexes) != list(range(self.size)):
             raise ValueError(
                 f"indexes must be from 0 to {self.size - 1} in this batch, not {max(indexes)}"

@@ -62,7 +62,7 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """Return everything that is stored."""
+        """Return the stored results of all partitions."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
@@ -210,7 +210,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 class NoPartition(ValueError, AssertionError):
-    """The weights cannot be split into this many lists. TransferQueue raises an AssertionError."""
+    """The weights cannot be split into this many lists. Also an AssertionError, as in
+    TransferQueue."""
 
 
 def get_seqlen_balanced_partitions(
@@ -226,10 +227,15 @@ def get_seqlen_balanced_partitions(
     """
     weights, parts = seqlen_list, k_partitions
     if len(weights) < parts:
-        raise NoPartition(f"{len(weights)} weights cannot be split into {parts} lists")
+        raise NoPartition(
+            f"{len(weights)} weights cannot be split into {parts} lists: pass at least one weight "
+            "per "
+            "list"
+        )
     if equal_size and len(weights) % parts:
         raise NoPartition(
-            f"{len(weights)} weights cannot be split into {parts} lists of equal length"
+            f"{len(weights)} weights cannot be split into {parts} lists of equal length: pass a "
+            f"multiple of {parts} weights"
         )
     order = sorted(range(len(weights)), key=lambda at: (weights[at], at))
     # A partial solution: so many (sum, places), heaviest first. Those that differ most are joined

@@ -256,7 +256,9 @@ class Store:
         for _ in range(_ATTEMPTS):
             found = self._partition(name, create)
             if found is None:
-                raise StorageKeyNotFoundError(f"partition {name!r} does not exist")
+                raise StorageKeyNotFoundError(
+                    f"partition {name!r} does not exist: put rows into it first"
+                )
             try:
                 return call(found[1])
             except (dataplane.PartitionGone, dataplane.PartitionUndefined):
@@ -397,7 +399,9 @@ class Store:
             for row, now in zip(without, self.find(name, keys), strict=True):
                 if now is None:
                     raise StorageKeyNotFoundError(
-                        f"row {row.key!r} of {name!r} was cleared or lost with a peer meanwhile"
+                        f"row {row.key!r} of partition {name!r} was cleared or lost with a peer "
+                        "during "
+                        "this call: list the rows again"
                     )
                 row.tags = now.tags
         base = number << INDEX_BITS

@@ -44,7 +44,10 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
     """Split a batch into pieces of `micro_batch_size` rows. The last piece may be smaller."""
     if not isinstance(td, TensorDict):
-        raise TypeError(f"a batch must be a TensorDict, not a {type(td).__name__}")
+        raise TypeError(
+            f"a batch must be a TensorDict, not a {type(td).__name__}: return one from "
+            "fetch_batch_fn"
+        )
     if not isinstance(micro_batch_size, int) or micro_batch_size <= 0:
         raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size!r}")
     if not td.batch_size or micro_batch_size > td.batch_size[0]:

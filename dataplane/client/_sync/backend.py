@@ -1,4 +1,4 @@
-"""What waiting means for the blocking client. `_async/backend.py` has the same names."""
+"""How the blocking client waits, copies and prefetches. `_async/backend.py` has the same names."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def leave(keeper: Housekeeper, why: str) -> None:
 
 
 class Fetching(Selection):
-    """Rows whose `rows["field"]` fetches the field if it is not here."""
+    """Rows whose `rows["field"]` fetches a missing field."""
 
     def fetch(self, *fields: str) -> None:
         raise NotImplementedError
@@ -88,7 +88,7 @@ def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -> T:
 
 
 class Prefetch(Generic[B]):
-    """A thread that takes up to `ahead` batches before they are asked for, `wanted` in all."""
+    """A thread that claims up to `ahead` batches before the loop needs them, `wanted` in all."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Prefetch(Generic[B]):
         self._changed = threading.Condition()
         self._ready: deque[tuple[B, Any]] = deque()
         self._making: B | None = None
-        """The batch that `collate` works on, or failed with."""
+        """The batch that `collate` is working on, or failed on."""
         self._failure: BaseException | None = None
         self._stopped = False
         self._cancel = _Cancel()
@@ -125,7 +125,7 @@ class Prefetch(Generic[B]):
         raise failure
 
     def stop(self) -> None:
-        """End the thread. A claim that waits is withdrawn."""
+        """End the thread and withdraw its waiting claim."""
         self._stopped = True
         self._cancel.cancel()
         if self._changed.acquire(blocking=False):  # else the thread holds it, and looks again
@@ -142,7 +142,7 @@ class Prefetch(Generic[B]):
         self._session.settle()
 
     def left(self) -> list[Lease]:
-        """Take the leases of batches that were prefetched and not used."""
+        """Remove the unused prefetched batches, and return their leases."""
         left, self._ready = [batch for batch, _ in self._ready], deque()
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 
@@ -216,7 +216,7 @@ _of_thread = _OfThread()
 
 
 def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
-    """Send a request and return its reply, as `Connection.exchange` does. Warns once if that blocks
+    """Send a request and return its reply, as `Connection.exchange` does. Warn once if that blocks
     an event loop."""
     if asyncio._get_running_loop() is not None:
         _warn_of_loop()

@@ -53,7 +53,7 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     if not td.batch_size or micro_batch_size > td.batch_size[0]:
         raise ValueError(
             f"micro_batch_size={micro_batch_size} is larger than the batch, whose shape is "
-            f"{tuple(td.batch_size)}"
+            f"{tuple(td.batch_size)}: pass a smaller one"
         )
     rows = td.batch_size[0]
     parts = {

@@ -84,7 +84,7 @@ def test_a_data_proto_goes_in_and_comes_out() -> None:
     assert found["index"] == ["int64", [0, 1, 10, 11]]
     assert found["media"] == "Tensor" and found["tuple"]
     assert found["meta_info"] == {"temperature": 1.0, "eos": [1, 2]}
-    assert "meta_info 'temperature' differs" in found["error"]
+    assert "different values of meta_info['temperature'], 1.0 and 0.5" in found["error"]
     assert found["claimed"] == [2, True]
 
 

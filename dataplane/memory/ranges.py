@@ -61,16 +61,14 @@ class Ranges:
         """New ranges with at least one reference each; their RANGE records."""
         self._births += 1
         self.live += len(stretches)
-        names = array("I")
+        names, spare, births = array("I"), self._spare, self._births
+        offsets, lengths, counted = self._offset, self._length, self._refs
+        admissions, born, generations = self._admission, self._born, self._generation
         for (offset, length), count in zip(stretches, _each(refs), strict=False):
-            number = self._spare.pop() if self._spare else self._new()
-            self._offset[number] = offset
-            self._length[number] = length
-            self._refs[number] = count
-            self._admission[number] = admission
-            self._born[number] = self._births
-            names.append(number)
-            names.append(self._generation[number])
+            number = spare.pop() if spare else self._new()
+            offsets[number], lengths[number], counted[number] = offset, length, count
+            admissions[number], born[number] = admission, births
+            names.extend((number, generations[number]))
         return np.frombuffer(names, RANGE)
 
     def _new(self) -> int:
@@ -83,23 +81,31 @@ class Ranges:
         """Per record, whether that generation of that range still has references."""
         return np.array([self._is_alive(*name) for name in ranges.tolist()], np.bool_)
 
-    def hold(self, ranges: Records, counts: Counts = 1) -> None:
-        """More references; a range may be named several times. RowsGone changes nothing."""
-        refs = self._refs
-        for number, count in zip(self._living(ranges), _each(counts), strict=False):
+    def hold(self, ranges: Records, counts: Counts = 1) -> list[Stretch]:
+        """More references; a range may be named several times. Return where they lie, padding
+        included. RowsGone changes nothing."""
+        refs, ids = self._refs, self._living(ranges)
+        for number, count in zip(ids, _each(counts), strict=False):
             refs[number] += count
+        return [(self._offset[n], self._length[n]) for n in ids]
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
         """Fewer references; what has none left is freed. Names of dead ranges are ignored."""
         freed: Freed = []
+        refs, generations, known = self._refs, self._generation, len(self._refs)
+        offsets, lengths, admissions = self._offset, self._length, self._admission
         for (number, generation), count in zip(ranges.tolist(), _each(counts), strict=False):
-            if self._is_alive(number, generation):
-                left = self._refs[number] - count
-                if left > 0:
-                    self._refs[number] = left
-                else:
-                    freed.append(self._stretch(number))
-                    self._bury(number)
+            if number >= known or generations[number] != generation:
+                continue
+            left = refs[number] - count
+            if left > 0:
+                refs[number] = left
+            elif refs[number] > 0:
+                freed.append((offsets[number], lengths[number], admissions[number]))
+                refs[number] = 0  # a generation of 0 says "no range" on the wire
+                generations[number] = 1 if generation == _LAST_GENERATION else generation + 1
+                self._spare.append(number)
+        self.live -= len(freed)
         return freed
 
     def places(self, ranges: Records) -> list[Stretch]:
@@ -143,7 +149,7 @@ class Ranges:
     def move(self, ranges: Records, offsets: Bytes, admission: int) -> Freed:
         """These different ranges lie elsewhere from now on; what they left."""
         ids = self._living(ranges)
-        left = [self._stretch(number) for number in ids]
+        left = [(self._offset[n], self._length[n], self._admission[n]) for n in ids]
         for number, offset in zip(ids, offsets.tolist(), strict=True):
             self._offset[number] = offset
             self._admission[number] = admission
@@ -159,25 +165,16 @@ class Ranges:
     def _living(self, ranges: Records) -> list[int]:
         """Their ids. RowsGone if any is dead."""
         names: list[tuple[int, int]] = ranges.tolist()
-        gone = sum([not self._is_alive(number, generation) for number, generation in names])
-        if gone:
+        refs, generations, known = self._refs, self._generation, len(self._refs)
+        living = [n for n, gen in names if n < known and generations[n] == gen and refs[n] > 0]
+        if gone := len(names) - len(living):
             raise RowsGone(
                 f"the bytes of {gone} of {len(names)} values were freed before this call could "
                 "read them: read or claim the rows again",
                 gone=gone,
                 asked=len(names),
             )
-        return [number for number, _ in names]
-
-    def _stretch(self, number: int) -> tuple[int, int, int]:
-        return self._offset[number], self._length[number], self._admission[number]
-
-    def _bury(self, number: int) -> None:
-        self.live -= 1
-        self._refs[number] = 0
-        generation = self._generation[number]  # 0 says "no range" on the wire
-        self._generation[number] = 1 if generation == _LAST_GENERATION else generation + 1
-        self._spare.append(number)
+        return living
 
 
 def _each(counts: Counts) -> Iterable[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from dataplane.memory.extents import (
     Piece,
     Records,
     page_down,
-    room,
     some,
 )
 from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges, Stretch
@@ -182,9 +180,10 @@ class Space:
             )
         taken = self._holder(holder).carve(pieces, admission)
         nbytes = sum(taken)
-        for granted_under, part in enumerate(taken):
-            self.shares.discharge(granted_under, part)
-        self.shares.charge(admission, nbytes)
+        if taken[admission] != nbytes:
+            for granted_under, part in enumerate(taken):
+                self.shares.discharge(granted_under, part)
+            self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
         return self._add([(start, end - start) for start, end in pieces], refs, admission)
 
@@ -239,8 +238,9 @@ class Space:
         for _, length, admission in freed:
             by_class[admission] += length
         for admission, nbytes in enumerate(by_class):
-            self._live_bytes[admission] -= nbytes
-            self.shares.discharge(admission, nbytes)
+            if nbytes:
+                self._live_bytes[admission] -= nbytes
+                self.shares.discharge(admission, nbytes)
         return sum(by_class)
 
     @property
@@ -288,12 +288,16 @@ class Space:
 
     def keep(self, holder: int, ranges: Records) -> int:
         """As `pin`, wherever their bytes are: held for somebody who does not read them."""
+        return self.keep_places(holder, ranges)[0]
+
+    def keep_places(self, holder: int, ranges: Records) -> tuple[int, list[Stretch]]:
+        """The same, and where they lie, padding included."""
         if not len(ranges):
-            return 0
-        self.hold(ranges)
+            return 0, []
+        places = self.ranges.hold(ranges)
         self._last_pin += 1
         self._holder(holder).pins[self._last_pin] = ranges
-        return self._last_pin
+        return self._last_pin, places
 
     def unpin(self, holder: int, ids: Iterable[int]) -> int:
         """Let go of pins; those not held (any more) are passed over. The bytes that got free."""
@@ -409,16 +413,16 @@ class Space:
 
     def _pieces(self, extents: Records) -> list[Piece]:
         """EXTENTs that a client named, padded, checked to be in the arena."""
-        pieces: list[Piece] = []
+        pieces, size = list[Piece](), self.size_bytes
         for start, length in extents.tolist():
-            if start >= self.size_bytes or length > self.size_bytes or start % ALIGNMENT_BYTES:
+            if start >= size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
                     f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset "
                     f"{start}) is outside the arena of {self.size_bytes} bytes, or its "
                     f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same "
                     "release on both sides"
                 )
-            pieces.append((start, start + room(length)))
+            pieces.append((start, start + (length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES)))
         return pieces
 
     def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
@@ -487,23 +491,28 @@ class Holder:
         inside the grants and none overlaps another.
         """
         starts, ends = self._starts, self._ends
-        for number, (start, end) in enumerate(pieces):
+        joined, last = list[Piece](), -1  # most pieces are neighbours
+        for start, end in sorted(pieces):
+            if start < last:
+                raise ProtocolError(
+                    f"two of the {len(pieces)} pieces of the arena in this message overlap: "
+                    "install the same release on both sides"
+                )
+            if start == last:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((start, end))
+            last = end
+        for start, end in joined:
             at = bisect_right(starts, start) - 1
             if at < 0 or end > ends[at]:
                 raise ProtocolError(
-                    f"bytes {start}..{end} of the arena are not reserved for this client "
-                    f"(piece {number} of {len(pieces)}): install the same release on both "
-                    "sides",
+                    f"bytes {start}..{end} of the arena are not reserved for this client: "
+                    "install the same release on both sides",
                     offset=start,
                     end=end,
                 )
-        pieces = sorted(pieces)
-        if any([one[1] > other[0] for one, other in pairwise(pieces)]):
-            raise ProtocolError(
-                f"two of the {len(pieces)} pieces of the arena in this message overlap: "
-                "install the same release on both sides"
-            )
-        for start, end in pieces:
+        for start, end in joined:
             at = bisect_right(starts, start) - 1
             first, last = starts[at], ends[at]
             if start > first and end < last:
@@ -515,7 +524,7 @@ class Holder:
                 starts[at] = end
             else:
                 del starts[at], ends[at]
-        return self._uncharge(sum([end - start for start, end in pieces]), admission)
+        return self._uncharge(sum([end - start for start, end in joined]), admission)
 
     def take_grants(self) -> tuple[list[Piece], list[int]]:
         """All grants and their bytes per class; the holder has none afterwards."""
@@ -526,6 +535,8 @@ class Holder:
     def _uncharge(self, nbytes: int, admission: int) -> list[int]:
         taken = [0, 0, 0]
         for candidate in (admission, 0, 1, 2):
+            if not nbytes:
+                break
             part = min(nbytes, self.granted_by_class[candidate])
             self.granted_by_class[candidate] -= part
             taken[candidate] += part

@@ -42,29 +42,32 @@ Lane = tuple[str, bytes]
 """Unit, and the filter's MessagePack form, b"" without one."""
 
 
-class WaitingClaim(msgspec.Struct, eq=False):
+class WaitingClaim:
     """A waiting claim of the peer at `address`. since: when it was made. let_by: near claims
     that overtook it."""
 
-    asked: Claim
-    holder: int
-    address: str
-    since: float
-    let_by: int = 0
-    lane: Lane = ("", b"")
-    reason: Reason = Reason.NONE
+    __slots__ = (
+        "address",
+        "asked",
+        "holder",
+        "lane",
+        "let_by",
+        "number",
+        "reason",
+        "since",
+        "want",
+    )
 
-    def __post_init__(self) -> None:
-        where = self.want.where
-        self.lane = self.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
-
-    @property
-    def number(self) -> int:
-        return self.asked.number
-
-    @property
-    def want(self) -> Want:
-        return self.asked.want
+    def __init__(self, asked: Claim, holder: int, address: str, since: float) -> None:
+        self.asked = asked
+        self.number, self.want = asked.number, asked.want
+        self.holder = holder
+        self.address = address
+        self.since = since
+        self.let_by = 0
+        self.reason = Reason.NONE
+        where = asked.want.where
+        self.lane: Lane = asked.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
 
     @property
     def least(self) -> int:
@@ -100,16 +103,12 @@ class ClaimQueue:
     def __contains__(self, number: int) -> bool:
         return number in self._claims
 
-    def add(self, claim: WaitingClaim) -> None:
-        """Queue a claim by its age. A claim with the same number is replaced and keeps its age.
-
-        Raises ProtocolError for a claim of nothing, an invalid filter, or a part that no plan
-        has.
-        """
+    @staticmethod
+    def _check(claim: WaitingClaim) -> None:
+        """Raise ProtocolError for a claim of nothing, or of a part that no plan has."""
         want, plan = claim.want, claim.asked.plan
         if plan is not None:
             plans.check(plan, claim.asked.rank)
-            self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"cannot claim {want.count} {want.unit}: ask for at least 1")
@@ -117,6 +116,31 @@ class ClaimQueue:
             raise ProtocolError(
                 f"cannot claim with a budget of {want.budget}: the budget must be above 0"
             )
+
+    def at_once(self, claim: WaitingClaim, now: float) -> Claimed | DataplaneError | None:
+        """Meet a claim if no other one is queued. Return None if it must be queued. Raises what
+        `add` raises."""
+        self._check(claim)
+        if self._claims or claim.asked.plan is not None:
+            return None
+        want = claim.want
+        counts = self.store.counts(self.stage, want.unit, want.where)
+        if self.store.sealed and not counts.to_come:
+            return self._ended(claim)[1]
+        met = self._meet(claim, counts, now, []) if counts.ready else None
+        return None if met is None else met[1]
+
+    def add(self, claim: WaitingClaim) -> None:
+        """Queue a claim by its age. A claim with the same number is replaced and keeps its age.
+
+        Raises ProtocolError for a claim of nothing, an invalid filter, or a part that no plan
+        has.
+        """
+        self._check(claim)
+        want = claim.want
+        if claim.asked.plan is not None:
+            self._claims[claim.number] = self._joining[claim.number] = claim
+            return
         before = self._claims.get(claim.number)
         if before is not None and before.lane != claim.lane:
             self.withdraw(claim.number)

@@ -95,7 +95,8 @@ def plan_put(state: State, asked: Put) -> PutPlan:
         new = [i for i, block in enumerate(known) if block is None]
     taken, count = None, incoming.count
     gone: set[int] = set()
-    if new and len(state.tombstones) and not reuse:
+    buried = bool(new) and not reuse and _are_buried(state, incoming)
+    if buried:
         gone = set(_gone(state, incoming, new))
     there: list[int] = []
     if known is not None:
@@ -111,8 +112,8 @@ def plan_put(state: State, asked: Put) -> PutPlan:
         known = [blocks[i] for i in taken]
         new = [i for i, block in enumerate(known) if block is None]
     if new:
-        _check_new_rows(state, incoming, new, reuse)
-    groups, new_groups = _plan_groups(state, incoming, new, reuse)
+        _check_new_rows(state, incoming, new, buried)
+    groups, new_groups = _plan_groups(state, incoming, new, buried)
     return PutPlan(incoming, count, tags, known, new, groups, new_groups, taken, len(gone))
 
 
@@ -158,7 +159,7 @@ def _enter(state: State, plan: PutPlan, op: Put, arrived: Arrived) -> int:
     _note_put(state, plan, op, arrived.nbytes)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, arrived)
-    parts = _known_parts(plan)
+    parts = [] if plan.known is None else _known_parts(plan)
     known = [part.block for part in parts]
     homes = [(plan.places(part.at), part.rows, part.block.count) for part in parts]
     split = distributed(arrived.pieces, homes) if parts else []
@@ -251,6 +252,14 @@ def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
 
 
+def _are_buried(state: State, rows: RowsIn) -> bool:
+    """Whether some of these rows or groups were here before."""
+    if not len(state.tombstones):
+        return False
+    has_any = state.tombstones.has_any
+    return has_any(rows.keys) or has_any([of_group(key) for key in rows.group_keys])
+
+
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
     """Those of these rows that were here under given names, or their group was, and are freed."""
     freed = state.tombstones.freed
@@ -261,8 +270,9 @@ def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
     return gone
 
 
-def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool) -> None:
-    if len(state.tombstones) and not reuse:
+def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool) -> None:
+    """buried: some rows or groups of the message were here before, and may not be used again."""
+    if buried:
         dropped = [i for i in new if state.tombstones.dropped(rows.keys[i])]
         if dropped:
             keys = shown(rows.names, rows.keys, dropped)
@@ -281,7 +291,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
         if alone:
             raise without_group(alone, size)
     if state.sealed:
-        if rows.group is not None and len(state.tombstones) and not reuse:
+        if rows.group is not None and buried:
             groups = sorted({rows.group[i] for i in new if rows.group[i] >= 0})
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
@@ -330,7 +340,7 @@ def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, in
 
 
 def _plan_groups(
-    state: State, rows: RowsIn, new: Sequence[int], reuse: bool
+    state: State, rows: RowsIn, new: Sequence[int], buried: bool
 ) -> tuple[list[Group | None], list[int]]:
     """(each group of the message, None if new; places of those that are to be made)."""
     if rows.group is None or not rows.group_keys:
@@ -342,7 +352,7 @@ def _plan_groups(
         counts = Counter([rows.group[i] for i in new])
         joining = [counts[at] for at in range(len(groups))]
     made = [at for at, group in enumerate(groups) if group is None and joining[at]]
-    if made and len(state.tombstones) and not reuse:
+    if made and buried:
         _check_new_groups(state, rows, made)
     size = state.definition.group_size
     room = UNLIMITED if size is None else size

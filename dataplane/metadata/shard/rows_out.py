@@ -24,7 +24,7 @@ from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted_many
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted
 from dataplane.metadata.tables.pieces import Pieces, pieces_of
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values_on_wire import Outgoing
@@ -152,8 +152,10 @@ def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
     group_keys, given = b"".join(groups), [state.groups[key].given for key in groups]
     if all([name is None for name in given]):
         return wire.Rows(keys, names, raw, group_keys)
-    minted = format_minted_many(group_keys)
-    shown_names = [minted[i] if name is None else name for i, name in enumerate(given)]
+    shown_names = [
+        format_minted(key) if name is None else name
+        for key, name in zip(groups, given, strict=True)
+    ]
     return wire.Rows(keys, names, raw, group_keys, shown_names)
 
 

@@ -281,20 +281,20 @@ class State:
         return values_in(values, rows, self.chunks.get, most_chunks)
 
     def hold(self, arrived: Arrived) -> None:
-        """The message is carried out now: until `settled` it uses its chunks itself, so that none
-        is let go that rows take from one block to another."""
-        for chunk in arrived.chunks:
-            if chunk.number:
+        """The message is carried out now: until `settled` it uses the chunks that rows use already
+        itself, so that none is let go that goes from one block to another."""
+        for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
+            if known:
                 self._use(chunk)
 
     def settled(self, arrived: Arrived) -> None:
         """The message was carried out: what it brought is used, or let go."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
-            if not chunk.number:
-                continue
             if known:  # the shard had a reference, and needs no other
                 self.released.append((chunk.owner, chunk.number))
-            self._let_go(chunk)
+                self._let_go(chunk)
+            elif chunk.number and not chunk.uses:  # no row takes it
+                self.released.append((chunk.owner, chunk.number))
 
     def _count_uses(self, before: Pieces, after: Pieces) -> None:
         """The values of a block change. What no block uses any more is let go."""

@@ -151,15 +151,16 @@ def take(
         offer = _near_first(stage, lane, offered, want.count, credit.address)
     else:
         offer = _Offer(first_parts(offered, want.count), range(want.count))
-    if offer.count < least:
+    many = offer.count
+    if many < least:
         return Taken()
     needed_bytes, rows = 0, offer.rows
     values = rows_out.claimed(state, rows, credit.fields, stage.name)
     if values.nbytes > GRANTED_BYTES or 0 < credit.most_bytes < credit.pulled(values):
         offer, needed_bytes = _cut(state, stage, want, offer, least, credit)
-        rows = offer.rows
+        many, rows = offer.count, offer.rows
         values = rows_out.claimed(state, rows, credit.fields, stage.name)
-    if offer.count < least or not (offer.full or sealed):
+    if many < least or not (offer.full or sealed):
         if not by_count and not kept and not needed_bytes:
             _note_short(lane, want, credit, values)
         return Taken(needed_bytes=needed_bytes)
@@ -171,7 +172,7 @@ def take(
         for group, _ in offer.units:
             stage.lease_group(group)
     lease = state.lease(stage, want.unit, rows, holder, now, claim)
-    return Taken(lease.number, offer.count, needed_bytes, rows, values)
+    return Taken(lease.number, many, needed_bytes, rows, values)
 
 
 # which units

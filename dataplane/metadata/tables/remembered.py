@@ -80,6 +80,9 @@ class Tombstones:
         """All keys, the oldest part first."""
         return list(self._parts.values())
 
+    def has_any(self, keys: Iterable[bytes]) -> bool:
+        return not self._part_of.keys().isdisjoint(keys)
+
     def dropped(self, key: bytes) -> bool:
         part = self._part_of.get(key)
         return part is not None and not part[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import gt
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -162,26 +163,35 @@ def _shape_in(
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
     """LimitExceeded where a message describes more than it may."""
-    for what, given, most in (
-        ("fields", values.fields, MAX_FIELDS),
-        ("chunks", values.chunks, most_chunks),
-        ("pieces", values.pieces, MAX_PIECES_PER_MESSAGE),
-        ("layouts", values.layouts, MAX_CHUNKS_PER_MESSAGE),
-        ("owners", values.owners, MAX_CHUNKS_PER_MESSAGE),
-    ):
-        if len(given) > most:
-            raise LimitExceeded(
-                f"the message has {len(given)} {what}, over the limit of {most}: write fewer rows "
-                "per call",
-                limit=most,
-            )
-    for layout in values.layouts:
-        if len(layout) > MAX_LAYOUT_BYTES:
-            raise LimitExceeded(
-                f"the layout of a chunk has {len(layout)} bytes, over the limit of "
-                f"{MAX_LAYOUT_BYTES}: write fewer fields per call",
-                limit=MAX_LAYOUT_BYTES,
-            )
+    counts = [
+        len(values.fields),
+        len(values.chunks),
+        len(values.pieces),
+        len(values.layouts),
+        len(values.owners),
+    ]
+    limits = [
+        MAX_FIELDS,
+        most_chunks,
+        MAX_PIECES_PER_MESSAGE,
+        MAX_CHUNKS_PER_MESSAGE,
+        MAX_CHUNKS_PER_MESSAGE,
+    ]
+    if any(map(gt, counts, limits)):
+        names = "fields", "chunks", "pieces", "layouts", "owners"
+        over = [one for one in zip(names, counts, limits, strict=True) if one[1] > one[2]]
+        what, given, most = over[0]
+        raise LimitExceeded(
+            f"the message has {given} {what}, over the limit of {most}: write fewer rows per call",
+            limit=most,
+        )
+    largest = max(map(len, values.layouts), default=0)
+    if largest > MAX_LAYOUT_BYTES:
+        raise LimitExceeded(
+            f"the layout of a chunk has {largest} bytes, over the limit of {MAX_LAYOUT_BYTES}: "
+            "write fewer fields per call",
+            limit=MAX_LAYOUT_BYTES,
+        )
 
 
 def _check_fields(fields: Sequence[str]) -> None:
@@ -202,65 +212,73 @@ def _check_fields(fields: Sequence[str]) -> None:
 def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
     owners = [_shared(owner) for owner in values.owners]
     layouts = [_shared(layout) for layout in values.layouts]
-    chunks, names = list[Chunk](), set[tuple[Owner, int]]()
+    many_owners, many_layouts = len(owners), len(layouts)
+    chunks, named = list[Chunk](), set[tuple[Owner, int]]()
     for one in values.chunks:
-        number, rows, nbytes = one.number, one.rows, one.nbytes
-        if not 0 <= one.owner < len(owners):
-            raise ProtocolError(
-                f"invalid owner {one.owner} of chunk {number}: expected an index into the "
-                f"{len(owners)} owners of the message. Install the same release on both "
-                "sides"
-            )
-        if not 0 <= one.layout < len(layouts):
-            raise ProtocolError(
-                f"invalid layout {one.layout} of chunk {number}: expected an index into "
-                f"the {len(layouts)} layouts of the message. Install the same release on "
-                "both sides"
-            )
-        if not 0 <= rows <= MAX_ROWS_PER_MESSAGE or nbytes < 0:
-            raise ProtocolError(
-                f"invalid chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 "
-                f"bytes or more, got {rows} rows and {nbytes} bytes. Install the same "
-                "release on both sides"
-            )
+        number, rows, nbytes, inline = one.number, one.rows, one.nbytes, one.inline
+        if not (
+            0 <= one.owner < many_owners
+            and 0 <= one.layout < many_layouts
+            and 0 <= rows <= MAX_ROWS_PER_MESSAGE
+            and nbytes >= 0
+        ):
+            raise _invalid(one, values)
         owner, layout = owners[one.owner], layouts[one.layout]
         if owner == INLINE:
-            if number or len(one.inline) != nbytes:
+            if number or len(inline) != nbytes:
                 raise ProtocolError(
                     f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
-                    f"got {len(one.inline)} bytes and number {number}. Install the same "
+                    f"got {len(inline)} bytes and number {number}. Install the same "
                     "release on both sides"
                 )
-            chunks.append(Chunk(owner, 0, rows, nbytes, layout, one.inline))
+            chunks.append(Chunk(owner, 0, rows, nbytes, layout, inline))
             continue
+        name = owner, number
         if number < 1:
             raise ProtocolError(
                 f"invalid chunk number {number}: expected 1 or more. "
                 "Install the same release on both sides"
             )
-        name = owner, number
-        if name in names:
+        if name in named:
             raise ProtocolError(
                 f"expected each chunk once in the message, got chunk {number} of peer "
                 f"{owner.peer} twice: install the same release on both sides"
             )
-        names.add(name)
         found = known(name)
         if found is None:
-            found = Chunk(owner, number, rows, nbytes, layout, one.inline)
+            found = Chunk(owner, number, rows, nbytes, layout, inline)
         elif (found.rows, found.nbytes, found.layout, found.inline) != (
             rows,
             nbytes,
             layout,
-            one.inline,
+            inline,
         ):
             raise ProtocolError(
                 f"chunk {number} of peer {owner.peer} differs from the stored chunk: "
                 f"expected {found.rows} rows and {found.nbytes} bytes, got {rows} rows "
                 f"and {nbytes} bytes. Install the same release on all hosts"
             )
+        named.add(name)
         chunks.append(found)
     return chunks
+
+
+def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
+    """What is wrong with the description of a chunk."""
+    if not 0 <= one.owner < len(values.owners):
+        return ProtocolError(
+            f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
+            f"{len(values.owners)} owners of the message. Install the same release on both sides"
+        )
+    if not 0 <= one.layout < len(values.layouts):
+        return ProtocolError(
+            f"invalid layout {one.layout} of chunk {one.number}: expected an index into the "
+            f"{len(values.layouts)} layouts of the message. Install the same release on both sides"
+        )
+    return ProtocolError(
+        f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 bytes or "
+        f"more, got {one.rows} rows and {one.nbytes} bytes. Install the same release on both sides"
+    )
 
 
 def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str, ...]:

@@ -90,19 +90,17 @@ class Router:
         most_s = LONG_S if isinstance(body, Claim) else TURN_S
         return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
 
-    def begin_here(self, body: WaitingCall, caller: Caller) -> asyncio.Future[Any]:
-        """Start the first turn of such a call if the shard is here, for `wait`. It may be done
-        already."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def begin_here(self, body: WaitingCall, caller: Caller) -> Body | asyncio.Future[Any]:
+        """Start the first turn of such a call if the shard is here. Return the reply, or a future
+        of it for `wait`. The turn takes over `body`."""
+        _limit(body, _first_s(body))
         try:
-            outcome = self.mesh.here(caller, _turn_of(body, _first_s(body)))
+            outcome = self.mesh.here(caller, body)
         except DataplaneError as exc:
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             fail(answer, exc)
             return answer
-        if not isinstance(outcome, Body):
-            return asyncio.ensure_future(outcome)
-        answer.set_result(outcome)
-        return answer
+        return outcome if isinstance(outcome, Body) else asyncio.ensure_future(outcome)
 
     def tell(self, body: Any) -> asyncio.Task[bool]:
         """Send a request until the shard has replied, whether or not a caller waits for that.
@@ -199,11 +197,16 @@ def _first_s(body: WaitingCall) -> float:
 def _turn_of(body: WaitingCall, turn_s: float, waited_ms: int = 0) -> WaitingCall:
     """What a shard is asked of a call that has waited so much longer; it waits no longer than the
     call does."""
-    asked, turn_ms = msgspec.structs.replace(body), int(turn_s * 1000)
-    asked.timeout_ms = turn_ms if body.timeout_ms < 0 else min(turn_ms, body.timeout_ms)
+    asked = msgspec.structs.replace(body)
+    _limit(asked, turn_s)
     if isinstance(asked, Claim | Admit):
         asked.waited_ms += waited_ms
     return asked
+
+
+def _limit(body: WaitingCall, turn_s: float) -> None:
+    turn_ms = int(turn_s * 1000)
+    body.timeout_ms = turn_ms if body.timeout_ms < 0 else min(turn_ms, body.timeout_ms)
 
 
 def ends(timeout_ms: int, now: float) -> float:

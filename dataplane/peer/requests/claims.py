@@ -105,10 +105,10 @@ class Claims:
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or body.plan is not None:
             return self._until_here(one)
-        answer = self.router.begin_here(self._asked(one), self.host.caller(session.id))
-        if not answer.done() or answer.exception() is not None:
+        answer: Any = self.router.begin_here(self._asked(one), self.host.caller(session.id))
+        if isinstance(answer, asyncio.Future):
             return self._until_here(one, answer)
-        handed = self._hand_out(one, answer.result())
+        handed = self._hand_out(one, answer)
         return handed if isinstance(handed, Body) else self._until_here(one, handed=handed)
 
     async def _until_here(

@@ -197,11 +197,14 @@ class Finishing:
             self.host.space.unpin(session.id, [body.pin])
         asked = _at_shard(lease, body, committed)
         entry = self.host.entry(asked.partition, asked.generation)
-        makes_copies = entry is not None and entry.copies is not None and asked.values.chunks
-        if makes_copies or not self.host.serves(asked.partition):
+        if (
+            not self.host.serves(asked.partition)
+            if entry is None
+            else entry.copies is not None and asked.values.chunks
+        ):
             return self._finish_carried(lease, body, asked, committed)
         try:
-            entry = self._entry_of(asked)
+            entry = entry or self._entry_of(asked)
             done = self._finish_at(entry, asked)
         except BaseException as exc:
             self._keep(lease, body, committed, exc)

@@ -33,6 +33,7 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -156,10 +157,10 @@ class Grants:
                 f"{counted(len(extents) + len(known), 'range')}: install the same release "
                 "on both sides"
             )
-        space.hold(known)
+        shared_ones = space.ranges.hold(known) if shared else []
         try:
             rooms = [room(length) for _, length in extents.tolist()]
-            rooms += [length for _, length in space.ranges.places(known)]
+            rooms += [length for _, length in shared_ones]
             _check_chunks(values, me, rooms)
             fresh = space.commit(session.id, extents, 1, kind)
         except DataplaneError:
@@ -358,7 +359,8 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
                 "ranges of the message, and no other chunk with that range. Install the "
                 "same release on both sides"
             )
-        if chunk.nbytes < 0 or room(chunk.nbytes) != rooms[number - 1]:
+        spare = rooms[number - 1] - (chunk.nbytes or 1)  # nothing takes room too
+        if chunk.nbytes < 0 or not 0 <= spare < ALIGNMENT_BYTES:
             raise ProtocolError(
                 f"chunk {number} and its range differ in size: expected {chunk.nbytes} "
                 f"bytes, but the range has {rooms[number - 1]}. Install the same release "

@@ -76,17 +76,19 @@ class Reading:
     def _placed(self, table: Table, named: _Named, local: Array, holder: int) -> Resolved:
         """local: a RANGE of this host for each chunk that is in an arena. They are pinned."""
         space = self.host.space
+        assert not space.any_away(local, holder)
         places = array("Q", bytes(EXTENT.itemsize * len(table.values.chunks)))
-        found = zip(named.at, space.ranges.places(local), named.nbytes, strict=True)
-        for at, (offset, room), nbytes in found:
+        pin, found = space.keep_places(holder, local)
+        for at, (offset, room), nbytes in zip(named.at, found, named.nbytes, strict=True):
             if room < nbytes:
+                space.unpin(holder, [pin])
                 raise ProtocolError(
                     "the shard and the owner of a chunk disagree on its size: expected "
                     f"{nbytes} bytes, but the range has {room}. Install the same release "
                     "on all hosts"
                 )
             places[2 * at], places[2 * at + 1] = offset, nbytes
-        return _with_places(table, places.tobytes()), space.pin(holder, local)
+        return _with_places(table, places.tobytes()), pin
 
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
         """Local copies take the place of chunks that are remote or away; they are pinned as they
@@ -200,26 +202,28 @@ class _Named:
 
     def __init__(self, values: Values) -> None:
         owners = values.owners
-        for chunk in values.chunks:
+        inline = [owner == INLINE for owner in owners]
+        self.at, self.owner_of, self.nbytes = list[int](), list[Owner](), list[int]()
+        numbers = list[int]()
+        for at, chunk in enumerate(values.chunks):
+            number, nbytes = chunk.number, chunk.nbytes
             if not 0 <= chunk.owner < len(owners):
                 raise ProtocolError(
-                    f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an "
-                    f"index into the {len(owners)} owners of the message. Install the "
-                    "same release on both sides"
+                    f"invalid owner {chunk.owner} of chunk {number}: expected an index into the "
+                    f"{len(owners)} owners of the message. Install the same release on both sides"
                 )
-            if chunk.number < 0 or chunk.nbytes < 0:
+            if number < 0 or nbytes < 0:
                 raise ProtocolError(
-                    f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a "
-                    "number and a size of 0 or more. Install the same release on both "
-                    "sides"
+                    f"invalid chunk {number} of {nbytes} bytes: expected a number and a size of 0 "
+                    "or more. Install the same release on both sides"
                 )
-        inline = [owner == INLINE for owner in owners]
-        self.at = [n for n, one in enumerate(values.chunks) if not inline[one.owner]]
-        chunks = [values.chunks[n] for n in self.at]
-        self.owner_of = [owners[one.owner] for one in chunks]
+            if not inline[chunk.owner]:
+                self.at.append(at)
+                self.owner_of.append(owners[chunk.owner])
+                self.nbytes.append(nbytes)
+                numbers.append(number)
         self.owners = dict.fromkeys(self.owner_of).keys()
-        self.ranges = ranges_of(np.array([one.number for one in chunks], U8))
-        self.nbytes = [one.nbytes for one in chunks]
+        self.ranges = ranges_of(np.array(numbers, U8))
 
 
 def _with_places(table: Table, places: bytes) -> Table:

@@ -23,6 +23,7 @@ from dataplane.errors import (
     DataplaneError,
     LeaseExpired,
     LimitExceeded,
+    ProtocolError,
     RowsGone,
     StaleEpoch,
     StreamEnd,
@@ -135,9 +136,35 @@ class WaitingCalls:
         assert isinstance(stage.queue, ClaimQueue)
         self._check_room(stage, body.number)
         since = self.host.now() - body.waited_ms / 1000
-        stage.queue.add(WaitingClaim(body, caller.session, caller.address, since))
+        one = WaitingClaim(body, caller.session, caller.address, since)
+        met = self._at_once(stage, stage.queue, one)
+        if isinstance(met, DataplaneError):
+            raise met
+        if met is not None:
+            self.host.label(caller.session, body.label)
+            return met
+        stage.queue.add(one)
         late = functools.partial(self._late, stage, body.want, body.number)
         return self._answer_to(stage, caller, body, late)
+
+    def _at_once(
+        self, stage: _Stage, queue: ClaimQueue, claim: WaitingClaim
+    ) -> Claimed | DataplaneError | None:
+        """Meet a claim before which there is no other one, as most, without a place in the queue.
+        None: it waits."""
+        if self.host.silent or claim.number in self._answers:
+            return None
+        try:
+            met = queue.at_once(claim, self.host.now())
+        except ProtocolError:
+            raise
+        except Exception:
+            self._failed(stage)
+            return None
+        if met is not None:
+            self._remember(claim.number)
+            self._waited(stage, claim)
+        return met
 
     def admit(self, caller: Caller, body: Admit) -> Body | Answer:
         """Grant a permit at once or return a future reply: first come, first served, whatever

@@ -1,9 +1,10 @@
-"""Admission classes: how much of the arena each kind of writer may take.
+"""Admission classes: how much of the arena each kind of writer may use.
 
-Opening new groups comes before continuing ones, and that before pulls, in the order in which they
-may be refused: what is in flight must be able to end, or a full arena never empties. Each class
-has a guaranteed share; what nobody uses of the lower ones' may be borrowed, a higher one's never.
-Pulled copies give way to all. The classes decide how much, the allocator where.
+Opening new groups ranks above continuing ones, and that above pulls, in the order in which they
+may be refused: work in flight must be able to finish, or a full arena never empties. Each class
+has a guaranteed quota. A class may borrow unused quota of lower classes, never of higher ones.
+Pulled copies are evicted for all. The classes decide how much a writer gets, and the allocator
+decides where.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataplane.wire.records import U8
 
 
 class Admission(IntEnum):
-    """Who asks for space; a higher class is admitted when a lower one is not any more."""
+    """The classes of reservations. A class ranks above another one if it is admitted when the
+    other is not."""
 
     OPEN = 0
     CONTINUE = 1
@@ -48,7 +50,7 @@ _AHEAD_PART_BYTES = 64 << 10
 
 
 class Shares:
-    """Bytes in use per class (granted and live), against the class's room."""
+    """Bytes in use per class (granted and live), compared with the class's quota."""
 
     def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
         self.size_bytes = size_bytes
@@ -63,11 +65,11 @@ class Shares:
         return f"<Shares used={self.used} caps={list(self.caps)}>"
 
     def room(self, admission: int) -> int:
-        """What is free, less what higher classes have not yet used of their guarantees."""
+        """The free bytes, less the guarantees that higher classes have not used yet."""
         return max(0, self.balance(admission))
 
     def balance(self, admission: int) -> int:
-        """`room`, below 0 where higher classes' guarantees are lent out."""
+        """`room`, below 0 if higher classes' guarantees are lent out."""
         reserved = sum(
             max(0, self.guaranteed[higher] - self.used[higher])
             for higher in range(admission + 1, len(self.used))
@@ -82,7 +84,7 @@ class Shares:
         assert self.used[admission] >= 0, (admission, nbytes)
 
     def check_unit(self, admission: int, nbytes: int) -> None:
-        """ValueTooLarge where one row or one group's part can never get its space."""
+        """Raise ValueTooLarge if one row or one group's part can never get its space."""
         needed, cap = page_up(nbytes), self.caps[admission]
         if needed > cap:
             raise ValueTooLarge(
@@ -98,10 +100,10 @@ class Shares:
 
 
 class Room:
-    """Takes stretches of free space for a class, and takes them back.
+    """Allocates ranges of free space for a class, and frees them.
 
-    What is taken is charged to its class until it is returned. Nothing waits: what does not fit is
-    answered with fewer units.
+    Allocated bytes are charged to their class until they are freed. Nothing waits: a request
+    that does not fit gets fewer units.
     """
 
     def __init__(self, allocator: Allocator, shares: Shares, copies: PulledCopies) -> None:
@@ -116,10 +118,10 @@ class Room:
         units: Sequence[npt.NDArray[np.uint64]],
         prefer: Sequence[Piece] = (),
     ) -> tuple[int, list[Piece]]:
-        """Pieces for the first units, each whole, and how many units those are.
+        """Allocate pieces for the first units, each whole. Return them, and how many units fit.
 
-        One piece holds as many units as any can; a unit that no piece holds is spread over
-        several, range by range. ValueTooLarge where a unit can never be had.
+        One piece holds as many units as possible. A unit that no piece holds is spread over
+        several, range by range. Raises ValueTooLarge if a unit can never fit.
         """
         if not units:
             return 0, []
@@ -145,7 +147,7 @@ class Room:
         return done, pieces
 
     def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Piece] = ()) -> list[Piece]:
-        """A piece that is not needed yet: only while half of the class's room stays free."""
+        """Allocate a piece in advance, only while half of the class's quota stays free."""
         nbytes = page_up(nbytes)
         if nbytes <= 0 or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
             return []
@@ -155,8 +157,8 @@ class Room:
         return self._spread(admission, np.minimum(parts, nbytes).astype(U8), prefer)
 
     def cut(self, admission: int, nbytes: int) -> int | None:
-        """Where so many bytes begin that no client is granted; None where they cannot be had as
-        one stretch now, or rather lie in several."""
+        """Allocate this many bytes that no client is granted. Return the start, or None if they
+        are not available as one range now."""
         self._evict_into(admission, nbytes)
         if nbytes > self._shares.room(admission) or self._is_spread(nbytes):
             return None
@@ -166,7 +168,7 @@ class Room:
         return start
 
     def give_back(self, pieces: Sequence[Piece], by_class: Sequence[int]) -> None:
-        """Stretches come back that were charged to the classes with these bytes."""
+        """Free ranges that were charged to the classes with these bytes."""
         self._allocator.free(pieces)
         for admission, nbytes in enumerate(by_class):
             self._shares.discharge(admission, nbytes)
@@ -174,8 +176,8 @@ class Room:
     def lengths(
         self, admission: int, units: Sequence[npt.NDArray[np.uint64]]
     ) -> tuple[Bytes, npt.NDArray[np.intp]]:
-        """Running bytes of all ranges, from 0, and where in them each unit begins and ends.
-        ValueTooLarge where a unit can never be had."""
+        """The running bytes of all ranges, from 0, and where each unit starts and ends. Raises
+        ValueTooLarge if a unit can never fit."""
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
             # before adding up: sums of what a client claims must not wrap

@@ -1,8 +1,9 @@
 """Free space of the arena: first fit by address, in columns.
 
-Lowest address first keeps the pages in use warm and few. Pages are handed out, ranges of any
-multiple of 64 bytes come back, so free stretches may begin and end inside a page; only whole pages
-of them are handed out again. Knows nothing of owners: freeing what is free is a bug of ours.
+Using the lowest address first keeps few pages in use, and keeps them warm. The allocator hands
+out pages and takes back ranges of any multiple of 64 bytes, so free ranges may start and end
+inside a page; only their whole pages are handed out again. It knows no owners: freeing what is
+free is a bug in dataplane.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _FEW = 16
 
 
 class Allocator:
-    """The free stretches of an arena, sorted and coalesced.
+    """The free ranges of an arena, sorted and coalesced.
 
-    A free is one append; the column is merged in when somebody next asks for space. So a hundred
-    thousand values that come back together cost one sort, and single ones share one.
+    A free is one append. The column is merged at the next allocation, so a hundred thousand
+    values that are freed together cost one sort.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -44,7 +45,7 @@ class Allocator:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the longest stretch of whole free pages."""
+        """Bytes of the longest range of whole free pages."""
         self._settle()
         if not len(self._starts):
             return 0
@@ -52,7 +53,7 @@ class Allocator:
 
     @property
     def largest_touched(self) -> int:
-        """As `largest_free`, of pages that somebody was granted before."""
+        """As `largest_free`, among pages that were granted before."""
         self._settle()
         known = int(self._starts.searchsorted(U8.type(self.high_water), "left"))
         if not known:
@@ -62,10 +63,8 @@ class Allocator:
         return max(longest, page_down(min(end, self.high_water)) - page_up(start))
 
     def allocate(self, nbytes: int, prefer: Iterable[tuple[int, int]] = ()) -> int | None:
-        """The start of `nbytes` (a multiple of a page), or None where no stretch is that long.
-
-        prefer: stretches (start, end) that the caller would rather have again, tried in order.
-        """
+        """The start of `nbytes` (a multiple of a page), or None if no range is that long.
+        prefer: ranges (start, end) that the caller would like again, tried in order."""
         assert nbytes > 0 and nbytes % PAGE_BYTES == 0, nbytes
         if nbytes > self.free_bytes:
             return None
@@ -85,8 +84,8 @@ class Allocator:
         return None
 
     def cut(self, nbytes: int) -> int | None:
-        """As `allocate`, to the byte: for what no client is granted. None where none of the first
-        stretches is that long."""
+        """As `allocate`, to the byte: for space that no client is granted. None if none of the
+        first ranges is that long."""
         if nbytes > self.free_bytes:
             return None
         self._settle()
@@ -97,8 +96,8 @@ class Allocator:
         return self._take(index, int(self._starts[index]), nbytes)
 
     def free(self, pieces: Sequence[Piece]) -> None:
-        """Stretches come back, in any order. AssertionError (at the latest when space is next
-        asked for) where one is free already."""
+        """Free ranges, in any order. Raises AssertionError (at the latest at the next
+        allocation) if one is free already."""
         self._returned += pieces
         self.free_bytes += sum([end - start for start, end in pieces])
 

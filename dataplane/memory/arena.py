@@ -1,12 +1,11 @@
-"""The host arena: one sealed memory file, owned by the peer and handed to clients by descriptor.
+"""The host arena: one sealed memory file, owned by the peer and passed to clients by descriptor.
 
-It lives as long as somebody maps it and leaves nothing on a file system, whoever is killed. Pages
-that nobody touched take no memory: they are brought in only as far as the caller asks. A view
-outlives its peer, and with it the pages of the whole arena: what is left of dead peers' arenas is
-looked for when a peer starts.
+It exists as long as a process maps it, and leaves nothing on a file system, whichever process is
+killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
+arena: a starting peer therefore looks for arenas that dead peers left.
 
-System calls on mapped memory go through ctypes, which lets other threads run meanwhile: Python's
-`mmap` copies the descriptor for each mapping, cannot tell numpy what keeps a mapping alive, and
+System calls on mapped memory use ctypes, which lets other threads run meanwhile. Python's `mmap`
+duplicates the descriptor for each mapping, cannot tell numpy what keeps a mapping alive, and
 holds the interpreter lock while the kernel clears pages. Linux only.
 """
 
@@ -81,7 +80,7 @@ class Arena:
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> Arena:
-        """A new arena; the size is rounded up to whole pages. `name` shows in /proc."""
+        """Create an arena. The size is rounded up to whole pages. `name` is shown in /proc."""
         size_bytes = -(-size_bytes // MAP_UNIT_BYTES) * MAP_UNIT_BYTES
         rw_fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         ro_fd = -1
@@ -101,8 +100,8 @@ class Arena:
         return f"<Arena {self.size_bytes} B {'closed' if self.rw_fd < 0 else 'open'}>"
 
     def prefault(self, start: int, length: int) -> subprocess.Popen[bytes]:
-        """Start a process that allocates pages before anybody writes; the caller waits for its end
-        or kills it. OSError where it cannot be started."""
+        """Start a process that allocates pages before a client writes. The caller waits for its
+        end or kills it. Raises OSError if it cannot start."""
         first = start // MAP_UNIT_BYTES * MAP_UNIT_BYTES
         nbytes = min(start + length, self.size_bytes) - first
         asked = (self.rw_fd, first, nbytes)
@@ -113,7 +112,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Close the descriptors. The peer's mapping goes when the last slice of it does."""
+        """Close the descriptors. The peer's mapping ends with its last slice."""
         if self.rw_fd < 0:
             return
         os.close(self.rw_fd)
@@ -127,13 +126,13 @@ class Arena:
 
 
 def map_to_read(fd: int, length: int) -> int:
-    """The address of a shared mapping that can be read."""
+    """Map the arena for reading. Return the address of a shared mapping."""
     return _shared(fd, length, mmap.PROT_READ)
 
 
 def map_to_write(fd: int, length: int) -> int:
-    """The address of a shared mapping of which nothing can be touched before it is
-    `let_write`. Forks do not inherit it."""
+    """Map the arena for writing. Return the address of a shared mapping that is inaccessible
+    until `let_write`. Forks do not inherit it."""
     address = _shared(fd, length, _PROT_NONE)
     if _libc.madvise(address, length, _MADV_DONTFORK):
         error = _os_error("cannot hide a mapping of the arena from forked children")
@@ -143,7 +142,7 @@ def map_to_write(fd: int, length: int) -> int:
 
 
 def let_write(address: int, length: int) -> None:
-    """Open a part of a mapping that was made for it. What is open already stays as it is."""
+    """Make a part of such a mapping writable. What is writable already stays so."""
     if _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE):
         raise _os_error(f"cannot make {length} bytes of the arena writable")
 
@@ -157,19 +156,19 @@ def _shared(fd: int, length: int, access: int) -> int:
 
 
 def want_huge_pages(address: int, length: int) -> None:
-    """Of a shared mapping. The kernel gives them where its `shmem_enabled` says `advise`; else, and
-    where it has none at all, nothing changes."""
+    """Ask for huge pages for a shared mapping. The kernel grants them if its `shmem_enabled` is
+    `advise`; otherwise nothing changes."""
     _libc.madvise(address, length, _MADV_HUGEPAGE)
 
 
 def unmap(address: int, length: int, pid: int) -> None:
-    """End a mapping that process `pid` made; a fork of it has none, or its own, there."""
+    """Unmap a mapping that process `pid` made. A fork of it has none there, or its own."""
     if os.getpid() == pid:
         _libc.munmap(address, length)
 
 
 def populate(address: int, length: int) -> bool:
-    """Bring the pages in for writing. False where this kernel cannot, and nothing was done."""
+    """Allocate the pages for writing. Return False if this kernel cannot; nothing was done then."""
     if not length or _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
@@ -183,8 +182,9 @@ def _os_error(what: str) -> OSError:
 
 
 def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
-    """A new arena, smaller by what is still mapped of those of this name before it, whose peers
-    crashed; at least `least_bytes`. Waits a moment for those who are about to let go."""
+    """Create an arena, smaller by what processes still map of earlier arenas of this name whose
+    peers crashed; at least `least_bytes`. Waits a moment for processes that are about to unmap
+    theirs."""
     deadline = time.monotonic() + LETTING_GO_S
     while (mapped := still_mapped_bytes(name)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -198,9 +198,9 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
 
 
 def still_mapped_bytes(name: str, proc: Path = Path("/proc")) -> int:
-    """Bytes in memory of memory files of this name that living processes map. A file that several
-    map counts once, with what the one of them that reached most of it has seen; pages that none of
-    them has touched are not visible from outside."""
+    """The bytes of memory files of this name that living processes map. A file that several
+    processes map counts once, with the largest figure of one of them. Pages that none of them
+    has touched are not visible from outside."""
     marks = f"/memfd:{name} (deleted)"
     resident: dict[str, int] = {}
     for process in proc.iterdir():

@@ -1,9 +1,11 @@
-"""Copies of other hosts' ranges, kept while there is room: never a replica, never the truth.
+"""Copies of other hosts' ranges, cached while there is space. They are neither replicas nor the
+original.
 
-Runs in the peer. A copy is a local range of the pull class that the cache holds one reference to;
-readers pin it like any other range. Unpinned copies are evicted, least recently used first; one
-whose range its owner has freed goes when that is heard of. But for `evictable_bytes`, a sum, what
-is done to some copies costs nothing for the others: a host may keep millions.
+Runs in the peer. A copy is a local range of the pull class to which the cache holds one
+reference; readers pin it like any other range. Unpinned copies are evicted, least recently used
+first. A copy whose owner has freed the range is dropped when the peer learns that. Except for
+the sum `evictable_bytes`, operations on some copies cost nothing for the others: a host may have
+millions.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class PulledCopies:
         return f"<PulledCopies {len(self)} ranges, {self.cached_bytes} B>"
 
     def lookup(self, incarnation: int, remote: Records) -> Records:
-        """The local RANGE of each remote one, generation 0 where there is no copy.
+        """The local RANGE of each remote one, generation 0 if there is no copy.
 
         Pin what is found before anything else can evict it.
         """
@@ -63,10 +65,10 @@ class PulledCopies:
         return found
 
     def insert(self, incarnation: int, remote: Records, local: Records) -> None:
-        """Keep these copies; the one reference that each local range has becomes the cache's.
+        """Add copies. The one reference of each local range becomes the cache's.
 
-        A copy that is here already stays, and the newcomer's reference is released, unless the
-        newcomer is of a later generation.
+        An existing copy stays, and the reference of the new one is released, unless the new one
+        has a later generation.
         """
         known = self._slots.setdefault(incarnation, {})
         if len(remote) > 1 and len(each_once(remote["range"])) < len(remote):
@@ -91,8 +93,8 @@ class PulledCopies:
         self.cached_bytes += int(nbytes.sum())
 
     def evict(self, nbytes: int) -> int:
-        """Let go of at least `nbytes` of copies that nobody pins, as far as there are: the bytes
-        that became free. One that is found pinned counts as used now."""
+        """Evict at least `nbytes` of unpinned copies, if there are that many. Return the freed
+        bytes. A copy found pinned counts as used now."""
         freed, pinned = 0, []
         while freed < nbytes and len(oldest := self._recency.take(_LOOK)):
             unread = self._unread(oldest)
@@ -108,22 +110,22 @@ class PulledCopies:
 
     @property
     def evictable_bytes(self) -> int:
-        """What `evict` could free now."""
+        """The bytes that `evict` could free now."""
         if not self.cached_bytes:
             return 0
         return int(self._nbytes.sum(where=self._unread(slice(None))))
 
     def drop_owner(self, incarnation: int) -> int:
-        """Let go of all copies of a peer that is gone. The bytes that became free at once; pinned
-        copies go with their pins."""
+        """Drop all copies of a peer that is gone. Return the bytes freed at once; pinned copies
+        are freed with their pins."""
         known = self._slots.get(incarnation)
         freed = self._drop(np.array(list(known.values()), np.intp)) if known else 0
         self._slots.pop(incarnation, None)
         return freed
 
     def some_of(self, incarnation: int, most: int) -> Records:
-        """The RANGE of up to so many copies of a peer, there: the next ones each time it is asked,
-        so that all have their turn."""
+        """The RANGE, at their owner, of up to this many copies of a peer: the next ones at each
+        call, so that all are visited."""
         known = self._slots.get(incarnation, {})
         ranges = list(islice(known, most))
         slots = [known.pop(number) for number in ranges]
@@ -131,13 +133,11 @@ class PulledCopies:
         return self._remote[np.array(slots, np.intp)]
 
     def drop(self, incarnation: int, remote: Records) -> int:
-        """Let go of the copies of these ranges of a peer, as far as there are. The bytes that
-        became free at once."""
+        """Drop the copies of these ranges of a peer. Return the bytes freed at once."""
         return self._drop(self._same(self._slots.get(incarnation, {}), remote)[1])
 
     def drop_dead(self, incarnation: int, alive: Callable[[Records], Mask]) -> int:
-        """Let go of the copies of ranges of a peer that are not alive any more there. The bytes
-        that became free at once."""
+        """Drop the copies of ranges that a peer has freed. Return the bytes freed at once."""
         slots = np.flatnonzero((self._local["generation"] != 0) & (self._owner == incarnation))
         return self._drop(slots[~alive(self._remote[slots])]) if len(slots) else 0
 
@@ -211,9 +211,11 @@ class PulledCopies:
 
 
 class Recency:
-    """Slots in the order in which they were last used; what is not in line was never used or was
-    forgotten. A use is one more entry at the end of a line, and an entry that a later use has
-    overtaken is passed over, so that neither a use nor taking the oldest looks at all the others.
+    """Slots in the order of their last use. Slots that were never used or were forgotten are not in
+    it.
+
+    A use appends an entry, and an outdated entry is skipped later, so neither a use nor taking
+    the oldest scans the others.
     """
 
     def __init__(self) -> None:
@@ -224,7 +226,7 @@ class Recency:
         self._head = self._tail = 0
 
     def use(self, slots: Slots) -> None:
-        """These different slots were used now, all at once."""
+        """Mark these distinct slots as used now."""
         count = len(slots)
         if not count:
             return
@@ -237,12 +239,12 @@ class Recency:
         self._tail = end
 
     def forget(self, slots: Slots) -> None:
-        """They are in line no longer."""
+        """Remove slots from the order."""
         self._used_at[slots] = 0
 
     def take(self, most: int) -> Slots:
-        """Up to so many of those used longest ago, out of the line; some may be left where fewer
-        come, unless none does."""
+        """Remove and return up to this many least recently used slots. Some may be left if fewer
+        are returned, unless none is."""
         while self._head < self._tail:
             end = min(self._head + most, self._tail)
             entries = self._line[self._head : end]
@@ -253,7 +255,7 @@ class Recency:
         return np.zeros(0, np.intp)
 
     def put_back(self, slots: Slots) -> None:
-        """The last of those that were taken just now stay the oldest, in their order."""
+        """Put back the last of the slots just taken. They stay the oldest, in their order."""
         start = self._head - len(slots)
         self._line[start : self._head] = slots
         self._ticks[start : self._head] = self._used_at[slots]

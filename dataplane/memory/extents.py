@@ -1,7 +1,7 @@
-"""Sets of disjoint stretches of the arena, as two sorted columns: starts and ends.
+"""Sets of disjoint ranges of the arena, as two sorted columns: starts and ends.
 
-Pure functions in numpy. Disjoint stretches have one order, by start and by end alike, so sorting
-the two columns on their own pairs them up again.
+Pure functions in numpy. Disjoint ranges have the same order by start and by end, so the two
+columns can be sorted separately.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def page_down(nbytes: int) -> int:
 
 
 def padded(lengths: npt.NDArray[np.uint64]) -> Bytes:
-    """What ranges of these lengths occupy: multiples of 64 bytes, and never nothing."""
+    """The space that ranges of these lengths use: multiples of 64 bytes, and never 0."""
     result: Bytes = (np.maximum(lengths, _ONE) + _ALIGN) & ~_ALIGN
     return result
 
 
 def room(nbytes: int) -> int:
-    """The same for one."""
+    """The same for one length."""
     return max(nbytes + -nbytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
 
 
 def every(mask: Mask) -> bool:
-    """`mask.all()`; for short columns, which most are, at a fifth of the cost."""
+    """`mask.all()`. For short columns, which most are, at a fifth of the cost."""
     return b"\0" not in mask.tobytes()
 
 
@@ -58,14 +58,16 @@ def some(mask: Mask) -> bool:
 
 
 def each_once(numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """In order. `np.unique` would fill a hash table first, for four times the time."""
+    """The distinct values, in order. `np.unique` would fill a hash table first, which takes four
+    times as long."""
     numbers = np.sort(numbers)
     again = numbers[1:] == numbers[:-1]
     return numbers[np.concatenate(([True], ~again))] if np.count_nonzero(again) else numbers
 
 
 def coalesce(starts: Bytes, ends: Bytes) -> Set:
-    """The set of these stretches in any order, neighbours joined. ValueError where two overlap."""
+    """The set of these ranges, which may be in any order, with neighbours merged. Raises
+    ValueError if two overlap."""
     if len(starts) < 2:
         return starts, ends
     starts, ends = np.sort(starts, kind="stable"), np.sort(ends, kind="stable")

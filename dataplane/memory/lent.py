@@ -1,7 +1,8 @@
-"""References to this arena's ranges that shards at other peers hold, by the life of that peer.
+"""References of other peers' shards to this arena's ranges, by the incarnation of that peer.
 
-Runs in the peer, without I/O. It is what comes back when such a peer is lost, which can no longer
-release anything itself; and it bounds what a peer may release, should it return after all.
+Runs in the peer, without I/O. When such a peer is lost, it can no longer release anything
+itself, so these references are released for it. They also limit what a peer may release if it
+returns after all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Counts = npt.NDArray[np.uint32]
 
 
 class Lent:
-    """How many references of each RANGE a peer's shards hold. `Owner`: which life of which peer."""
+    """How many references to each RANGE a peer's shards hold. `Owner`: the incarnation of the
+    peer."""
 
     def __init__(self) -> None:
         self._held: dict[Owner, dict[int, int]] = {}
@@ -31,13 +33,13 @@ class Lent:
         return f"<Lent {len(self)} ranges to {len(self._held)} peers>"
 
     def lend(self, to: Owner, ranges: Records) -> None:
-        """One more reference for each of these."""
+        """Add one reference for each of these."""
         held = self._held.setdefault(to, {})
         for packed in _packed(ranges):
             held[packed] = held.get(packed, 0) + 1
 
     def returned(self, by: Owner, ranges: Records, counts: Counts) -> Counts:
-        """How many of these references the peer really had; they are not lent any more."""
+        """Return how many of these references the peer really had, and remove them."""
         held = self._held.get(by, {})
         had = np.zeros(len(ranges), U4)
         for at, (packed, count) in enumerate(zip(_packed(ranges), counts.tolist(), strict=True)):
@@ -52,7 +54,7 @@ class Lent:
         return had
 
     def lost(self, to: Owner) -> tuple[Records, Counts]:
-        """The peer is no more: all that it held, RANGE and u4."""
+        """Remove all references of a lost peer, and return them: RANGE and u4."""
         held = self._held.pop(to, {})
         ranges = np.fromiter(held.keys(), U8, len(held)).view(RANGE)
         return ranges, np.fromiter(held.values(), U4, len(held))
@@ -65,9 +67,9 @@ class Lent:
         counts: Counts,
         more: bool = False,
     ) -> tuple[Records, Counts]:
-        """Another peer took over what these had, and says what that is (heir None: this peer
-        itself), each range once. Returns what they had and it does not hold; more: of these ranges,
-        for it has not told of others yet."""
+        """Handle the report of a successor (None: this peer itself), which lists each range
+        once. Return the references that the lost peers had and the successor does not hold.
+        more: of these ranges, the successor has yet to report others."""
         named = _packed(ranges)
         had: dict[int, int] = {}
         for origin in origins:
@@ -89,7 +91,7 @@ class Lent:
 
     @property
     def peers(self) -> list[Owner]:
-        """Those that hold any."""
+        """The peers that hold references."""
         return list(self._held)
 
 

@@ -1,8 +1,9 @@
-"""A client's mappings of the arena: one for reading, one of which granted extents can be written.
+"""A client's mappings of the arena: one for reading, and one in which granted extents can be
+written.
 
-Runs in the client. Views that a user holds keep the pin alive that protects their bytes, and the
-mapping under them: numpy's chain of bases leads from each view to the pin. Nothing but granted
-extents is ever opened for writing, and no view comes from there.
+Runs in the client. Views that a user holds keep the pin that protects their bytes, and the
+mapping under them: numpy's chain of bases leads from each view to the pin. Only granted extents
+are ever made writable, and views never use that mapping.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _no_arena() -> PeerLost:
 
 
 class Pin:
-    """What the peer holds for one reply. It goes when the last view of that reply is gone.
+    """What the peer pins for one reply. It is released when the last view of that reply is gone.
 
     It is no buffer, so numpy refuses to make views writable.
     """
@@ -96,7 +97,7 @@ class Pin:
 
 
 class ReadMap:
-    """The whole arena, readable. `fd` is only used here and stays the caller's."""
+    """The whole arena, readable. `fd` belongs to the caller."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -106,16 +107,17 @@ class ReadMap:
         return f"<ReadMap {self.size_bytes} B>"
 
     def pin(self, number: int, gone: Callable[[], object] | None = None) -> Pin:
-        """The pin of a reply; 0 where the peer pinned nothing. gone: called once the last view of
-        the reply is gone, from any thread and by the collector, but not when the process exits."""
+        """The pin of a reply; 0 if the peer pinned nothing. gone: called once the last view of
+        the reply is gone, from any thread or by the garbage collector, but not when the process
+        exits."""
         return Pin(self._mapping, number, gone)
 
     def close(self) -> None:
-        """Let go of the arena: it stays mapped for as long as there are views."""
+        """Release the arena. It stays mapped as long as views exist."""
         self._mapping = None
 
     def base_array(self, pin: Pin) -> ByteArray:
-        """The arena as read-only uint8 array whose base is the pin.
+        """The arena as a read-only uint8 array whose base is the pin.
 
         `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep the pin.
         """
@@ -138,11 +140,11 @@ class _Writable:
 
 
 class WriteMaps:
-    """Granted extents, kept open: the peer tends to grant the same ones again, and a page that this
-    process has written before costs no fault.
+    """Granted extents, kept writable: the peer tends to grant the same ones again, and a page that
+    this process has written before causes no fault.
 
-    For several threads. `fd` is the arena's writable descriptor and stays the caller's, open for
-    as long as this is used.
+    Thread-safe. `fd` is the arena's writable descriptor. It belongs to the caller and must stay
+    open while this object is used.
     """
 
     def __init__(self, fd: int) -> None:
@@ -160,12 +162,12 @@ class WriteMaps:
         return 0 if self._current is None else self._current.stretches
 
     def view(self, offset: int, length: int) -> ByteArray:
-        """Writable bytes of a granted extent, or of a part. It stays mapped while held."""
+        """The writable bytes of a granted extent, or of a part. They stay mapped while held."""
         return self._opened(offset, length)[0].bytes[offset : offset + length]
 
     def populate(self, offset: int, length: int) -> bool:
-        """Bring the pages of a granted extent in before it is written, from any thread: Python
-        goes on elsewhere. False where the kernel cannot, which costs speed only."""
+        """Allocate the pages of a granted extent before it is written, from any thread, without
+        the interpreter lock. Return False if the kernel cannot, which only costs speed."""
         writable, first, last = self._opened(offset, length)
         if writable.present.find(0, first, last) >= 0:
             address = writable.address + first * MAP_UNIT_BYTES
@@ -175,8 +177,8 @@ class WriteMaps:
         return True
 
     def close(self) -> None:
-        """Let go of the arena; what arrays that are still held are of stays mapped as long as
-        these. Nothing more is opened: PeerLost."""
+        """Release the arena. Mappings of arrays that are still held stay. Later calls raise
+        PeerLost."""
         with self._lock:
             self._fd, self._current = -1, None
 

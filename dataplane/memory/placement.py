@@ -1,8 +1,9 @@
 """The layout rule: where in granted extents each range of a write is.
 
-The peer grants extents by it and the client fills them by it, so both import this file. Ranges go
-in order; each is put into the current extent if it fits there, else into the next that holds it.
-No range straddles two extents, each starts at a multiple of 64 bytes and owns its padding.
+The peer grants extents by this rule and the client fills them by it, so both import this file.
+Ranges are placed in order: each into the current extent if it fits there, else into the next one
+that holds it. No range crosses extents. Each starts at a multiple of 64 bytes and owns its
+padding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Stretch = tuple[int, int]
 def assign(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
     """The offset of each range in the arena, and what is left of the extents.
 
-    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. Where the
+    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. If the
     ranges do not all fit, there are fewer offsets than ranges.
     """
     offsets: list[int] = []
@@ -48,7 +49,7 @@ def assign(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int],
 
 
 def placed(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
-    """As `assign`; LimitExceeded where the ranges do not all fit."""
+    """As `assign`, but raise LimitExceeded if the ranges do not all fit."""
     offsets, left = assign(sizes, extents)
     if len(offsets) < len(sizes):
         raise LimitExceeded(
@@ -61,8 +62,8 @@ def placed(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int],
 
 
 def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
-    """The offset of each range in the arena, u8. extents: EXTENT records. LimitExceeded where the
-    ranges do not all fit; see `fitting`."""
+    """The offset of each range in the arena, u8. extents: EXTENT records. Raises LimitExceeded
+    if the ranges do not all fit; see `fitting`."""
     return np.array(placed(np.asarray(sizes, U8).tolist(), extents.tolist())[0], U8)
 
 
@@ -72,5 +73,5 @@ def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
 
 
 def extents_of(stretches: Sequence[Stretch]) -> Records:
-    """As EXTENT records."""
+    """The ranges as EXTENT records."""
     return np.array(stretches, EXTENT)

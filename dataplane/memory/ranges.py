@@ -1,10 +1,10 @@
-"""The table of ranges: which stretches hold live values, and how many references each has.
+"""The table of ranges: which address ranges hold live values, and how many references each has.
 
-Runs in the peer. A range is named by (id, generation); ids are used again with the next
-generation, so a name that outlived its range is recognised. Counts are derived from the columns
-that shards, pins and the cache hold; a release for a name that is no longer alive does nothing.
-A range keeps its name when its bytes leave the arena for the spill file. Beside it: which live
-range holds the bytes of a digest, so that the images of a prompt are stored once.
+Runs in the peer. A range is named by (id, generation). Ids are reused with the next generation,
+so an outdated name is recognised. Counts are derived from the references of shards, pins and the
+cache. Releasing a name that is no longer alive is a no-op. A range keeps its name when its bytes
+move from the arena to the spill file. A second table says which live range holds the bytes of a
+digest, so that the images of a prompt are stored once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ranges:
         return f"<Ranges {self.live} live of {len(self._refs)} ids>"
 
     def add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
-        """New ranges with at least one reference each; their RANGE records."""
+        """Add ranges with at least one reference each. Return their RANGE records."""
         self._births += 1
         self.live += len(stretches)
         names, spare, births = array("I"), self._spare, self._births
@@ -90,7 +90,8 @@ class Ranges:
         return [(self._offset[n], self._length[n]) for n in ids]
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
-        """Fewer references; what has none left is freed. Names of dead ranges are ignored."""
+        """Remove references. Ranges without references are freed. Names of dead ranges are
+        ignored."""
         freed: Freed = []
         refs, generations, known = self._refs, self._generation, len(self._refs)
         offsets, lengths, admissions = self._offset, self._length, self._admission
@@ -109,7 +110,7 @@ class Ranges:
         return freed
 
     def places(self, ranges: Records) -> list[Stretch]:
-        """Where these ranges lie, padding included. RowsGone if any is dead."""
+        """Where these ranges are, with padding. Raises RowsGone if any is dead."""
         return [(self._offset[n], self._length[n]) for n in self._living(ranges)]
 
     def extents(self, ranges: Records) -> Records:
@@ -117,11 +118,12 @@ class Ranges:
         return np.array(self.places(ranges), EXTENT)
 
     def refs(self, ranges: Records) -> npt.NDArray[np.int64]:
-        """References of each. RowsGone if any is dead."""
+        """The references of each. Raises RowsGone if any is dead."""
         return np.array([self._refs[n] for n in self._living(ranges)], np.int64)
 
     def counts_of(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """References of whatever lives under each id, for holders that know that it is theirs."""
+        """The references of the live range under each id, for holders that know that it is
+        theirs."""
         return np.frombuffer(self._refs, np.int64)[ids]
 
     def spilled(self, ranges: Records) -> Mask:
@@ -147,7 +149,7 @@ class Ranges:
         return ranges
 
     def move(self, ranges: Records, offsets: Bytes, admission: int) -> Freed:
-        """These different ranges lie elsewhere from now on; what they left."""
+        """Move these distinct ranges. Return where they were before."""
         ids = self._living(ranges)
         left = [(self._offset[n], self._length[n], self._admission[n]) for n in ids]
         for number, offset in zip(ids, offsets.tolist(), strict=True):
@@ -185,8 +187,8 @@ class Digests:
     """Digest to range, per partition. A match says that bytes are probably equal; the client
     compares them.
 
-    An index, not an owner: it holds no references. An entry whose range died is unknown at once,
-    because the range's generation moved on, and is swept before dead entries outnumber living ones.
+    An index that holds no references. The entry of a dead range is ignored at once, because the
+    range's generation changed, and is removed before dead entries outnumber living ones.
     """
 
     def __init__(self, ranges: Ranges) -> None:
@@ -202,7 +204,7 @@ class Digests:
         return f"<Digests {self._count} of {len(self._entries)} partitions>"
 
     def lookup(self, partition: str, digests: Records) -> Records:
-        """The RANGE of each DIGEST, generation 0 where unknown. Pin before another call."""
+        """The RANGE of each DIGEST, generation 0 if unknown. Pin it before another call."""
         found = np.zeros(len(digests), RANGE)
         entries = self._entries.get(partition)
         if entries:
@@ -212,7 +214,7 @@ class Digests:
         return found
 
     def enter(self, partition: str, digests: Records, ranges: Records) -> None:
-        """These ranges may be shared from now on. The newest range of a digest is offered."""
+        """Allow these ranges to be shared. The newest range of a digest is offered."""
         entries = self._entries.setdefault(partition, {})
         before = len(entries)
         packed = np.ascontiguousarray(ranges).view(U8).tolist()

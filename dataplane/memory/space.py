@@ -1,9 +1,9 @@
-"""The arena's space as the peer sees it: who may write, what lives, who reads. Without I/O.
+"""The arena's space as the peer sees it: who may write, what lives, who reads. No I/O.
 
-The facade over allocator, ranges, shares, holders and the cache of pulled copies. Every byte is in
-one of three states: free, granted to a holder, or live in a range; the padding of a range to 64
-bytes belongs to it. Ranges may live in a spill file instead. Nothing here waits: what does not fit
-now is answered with less.
+The facade over allocator, ranges, quotas, holders and the cache of pulled copies. Every byte is
+in one of three states: free, granted to a holder, or live in a range. The padding of a range to
+64 bytes belongs to it. Ranges may be in a spill file instead. Nothing here waits: a request that
+does not fit now gets less.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Space:
         shares: ShareOfEach = DEFAULT_SHARES,
         ranges: Ranges | None = None,
     ) -> None:
-        """ranges: the table that another memory of the host keeps its ranges in as well."""
+        """ranges: the table that also has the ranges of another memory of the host."""
         assert size_bytes > 0 and size_bytes == page_down(size_bytes), size_bytes
         self.size_bytes = size_bytes
         self.ranges = Ranges() if ranges is None else ranges
@@ -81,23 +81,22 @@ class Space:
     devices: Sequence[DeviceArena] = ()
 
     def reads_in_place(self, holder: int, numbers: Iterable[int]) -> None:
-        """This client has opened these pools (1 is the first)."""
+        """Note that this client has mapped these pools, numbered from 1."""
 
     def first_read(self, holder: int) -> int:
-        """The pool that this client works with, of those that it reads in place; 0: none."""
+        """The pool that this client works with, of those that it maps; 0 if none."""
         return 0
 
     def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        """Per RANGE, which device arena it lies in (u1, 1 is the first); 0: in none."""
+        """Per RANGE, its device arena (u1, from 1), or 0."""
         return np.zeros(len(ranges), np.uint8)
 
     def device_figures(self) -> list[dict[str, Any]]:
-        """`DeviceArena.figures` of each, with the values that live there and what of it is in
-        view."""
+        """`DeviceArena.figures` of each, with the bytes of live values and of views."""
         return []
 
     def close(self) -> None:
-        """Frees the pools."""
+        """Free the pools."""
 
     @property
     def share_bytes(self) -> tuple[int, int, int]:
@@ -107,7 +106,7 @@ class Space:
 
     @property
     def pullable_bytes(self) -> int:
-        """What pulls could be granted now: room, and copies that nobody reads."""
+        """What pulls could be granted now: free space, and copies that no reader pins."""
         room = self.shares.room(Admission.PULL) + self.copies.evictable_bytes
         return page_down(min(room, self.shares.caps[Admission.PULL]))
 
@@ -119,31 +118,34 @@ class Space:
     # room to write
 
     def check_units(self, admission: int, units: Sequence[npt.NDArray[np.uint64]]) -> None:
-        """ValueTooLarge where one of these units, as for `reserve`, can never be had."""
+        """Raise ValueTooLarge if one of these units, as for `reserve`, can never fit."""
         if units:
             self._room.lengths(admission, units)
 
     def reserve(
         self, holder: int, admission: int, units: Sequence[npt.NDArray[np.uint64]]
     ) -> tuple[int, Records]:
-        """Room for the first units, each whole: how many, and the EXTENT records for them.
+        """Reserve space for the first units, each whole. Return how many fit, and the EXTENT
+        records for them.
 
         units: per unit the u8 column of its ranges' sizes. `placement.place` of all their sizes
-        into the extents succeeds. None fits: (0, empty). ValueTooLarge where one never can.
+        into the extents succeeds. If none fits: (0, empty). Raises ValueTooLarge if one never
+        can.
         """
         prefer = self._holder(holder).recent
         done, pieces = self._room.take_units(admission, units, prefer)
         return done, self._grant(holder, admission, pieces)
 
     def grant(self, holder: int, admission: int, nbytes: int) -> Records:
-        """Space ahead of need: one EXTENT, or none unless half of the class's room stays free."""
+        """Reserve space in advance: one EXTENT, or none unless half of the class's quota stays
+        free."""
         prefer = self._holder(holder).recent
         return self._grant(holder, admission, self._room.take_ahead(admission, nbytes, prefer))
 
     def give_back(self, holder: int, extents: Records) -> None:
-        """Extents, or parts of them, that the holder will not write into. ProtocolError, and
-        nothing comes back, unless all of them are granted to it. Nothing to do for a holder that
-        was forgotten: all that it had is back."""
+        """Return extents, or parts of them, that the holder will not write. Raises
+        ProtocolError, and changes nothing, unless all of them are granted to it. A no-op for a
+        holder that was forgotten."""
         known = self._holders.get(holder)
         if known is None:
             return
@@ -151,7 +153,7 @@ class Space:
         self._room.give_back(pieces, known.carve(pieces, Admission.OPEN))
 
     def give_back_all(self, holder: int) -> int:
-        """Everything granted to the holder comes back; its pins stay. Returns the bytes."""
+        """Return everything granted to the holder; its pins stay. Return the bytes."""
         known = self._holders.get(holder)
         if known is None:
             return 0
@@ -162,10 +164,12 @@ class Space:
     # ranges
 
     def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
-        """Written EXTENTs become ranges with these references (u4 each): their RANGE records.
+        """Turn written EXTENTs into ranges with these references (u4 each). Return their RANGE
+        records.
 
-        All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
-        multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
+        All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
+        a multiple of 64 bytes, overlaps no other and has references. Padding belongs to the
+        range.
         """
         pieces = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(pieces):
@@ -188,10 +192,10 @@ class Space:
         return self._add([(start, end - start) for start, end in pieces], refs, admission)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
-        """Ranges side by side that the peer itself writes now, with one reference each: where they
-        begin, and their RANGE records. None where there is no such stretch at once.
+        """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
+        their starts and RANGE records, or None if no free range is long enough now.
 
-        sizes: padded. They are live from here on: nobody else knows them yet.
+        sizes: padded. The ranges are live from here on, and unknown to others.
         """
         ends = sizes.cumsum(dtype=U8)
         nbytes = ends.item(-1)
@@ -207,15 +211,15 @@ class Space:
         return self.ranges.add(stretches, refs, admission)
 
     def alive(self, ranges: Records) -> Mask:
-        """Per RANGE, whether it is the one that lives under this id now."""
+        """Per RANGE, whether that generation lives."""
         return self.ranges.alive(ranges)
 
     def hold(self, ranges: Records, counts: Counts = 1) -> None:
-        """More references to living ranges. RowsGone, and nothing changes, if any is dead."""
+        """Add references to living ranges. Raises RowsGone, and changes nothing, if any is dead."""
         self.ranges.hold(ranges, counts)
 
     def release(self, ranges: Records, counts: Counts = 1) -> int:
-        """Fewer references; the bytes that became free here. Dead ranges are passed over."""
+        """Remove references. Return the bytes freed here. Dead ranges are skipped."""
         freed = self.ranges.release(ranges, counts)
         if self.spill is not None and self.spill.spilled_bytes:
             freed = self._freed_from_file(self.spill, freed)
@@ -245,16 +249,16 @@ class Space:
 
     @property
     def all_here(self) -> bool:
-        """Whether no range is anywhere but in the arena."""
+        """Whether all ranges are in the arena."""
         return self.spill is None
 
     def away(self, ranges: Records, holder: int = 0) -> Mask:
-        """Per RANGE, whether its bytes are where this holder does not read them: in the spill
-        file, or on a device. Only a copy of it can be read then."""
+        """Per RANGE, whether this holder needs a copy to read it, because its bytes are in the
+        spill file or on a device that the holder does not map."""
         return self.spilled(ranges)
 
     def any_away(self, ranges: Records, holder: int = 0) -> bool:
-        """Whether any is."""
+        """Whether this holder needs a copy of any."""
         return not self.all_here and some(self.away(ranges, holder))
 
     def in_place(self, ranges: Records, holder: int) -> Mask:
@@ -264,7 +268,7 @@ class Space:
     # the spill file
 
     def spilled(self, ranges: Records) -> Mask:
-        """Per RANGE, whether it lives in the spill file."""
+        """Per RANGE, whether it is in the spill file."""
         if self.spill is None or not self.spill.spilled_bytes:
             return np.zeros(len(ranges), np.bool_)
         return self.ranges.spilled(ranges)
@@ -274,15 +278,16 @@ class Space:
         return None if self.spill is None else self.spill.choose(nbytes, self._pinned())
 
     def settle_spill(self, move: Move) -> int:
-        """See `Spilled.settle`: the bytes that became free here."""
+        """See `Spilled.settle`. Return the bytes freed here."""
         assert self.spill is not None
         return self._freed(self.spill.settle(move, self._pinned()))
 
     # readers
 
     def pin(self, holder: int, ranges: Records) -> int:
-        """Hold ranges for a reader until `unpin`: the pin's id, never used again. 0 for none.
-        RowsGone, and nothing changes, if any is dead. The column stays with the pin."""
+        """Pin ranges for a reader until `unpin`. Return the pin's id, which is never reused; 0
+        for no ranges. Raises RowsGone, and changes nothing, if any is dead. The column stays
+        with the pin."""
         assert not self.any_away(ranges, holder)
         return self.keep(holder, ranges)
 
@@ -300,7 +305,7 @@ class Space:
         return self._last_pin, places
 
     def unpin(self, holder: int, ids: Iterable[int]) -> int:
-        """Let go of pins; those not held (any more) are passed over. The bytes that got free."""
+        """Release pins. Unknown ones are skipped. Return the freed bytes."""
         known = self._holders.get(holder)
         if known is None:
             return 0
@@ -310,31 +315,31 @@ class Space:
         return self.release(columns[0] if len(columns) == 1 else joined(columns, RANGE))
 
     def pinned(self, holder: int) -> dict[int, Records]:
-        """The RANGE column of each pin that the holder has."""
+        """The RANGE column of each pin of the holder."""
         known = self._holders.get(holder)
         return dict(known.pins) if known else {}
 
     # holders
 
     def holds(self, holder: int) -> bool:
-        """Whether it may write or read anything of the arena."""
+        """Whether the holder may write or read anything in the arena."""
         known = self._holders.get(holder)
         return known is not None and bool(known.granted_bytes or known.pins)
 
     def held_bytes(self, holder: int) -> int:
-        """What it may write or reads: bytes granted to it, and those of ranges that it pinned."""
+        """The bytes granted to the holder, and those of ranges that it pinned."""
         known = self._holders.get(holder)
         return known.granted_bytes + self._pinned_bytes([known]) if known else 0
 
     def disown(self, holder: int) -> None:
-        """The holder is lost but its processes may live: what it has stays, charged, and is
-        given to nobody until `forget`."""
+        """Quarantine a holder that is lost but whose processes may live: what it has stays
+        charged until `forget`, and no other holder gets it."""
         if holder in self._holders:
             self._holders[holder].quarantined = True
 
     def forget(self, holder: int) -> int:
-        """Every process of the holder is proved gone: its grants and pins come back. The bytes
-        that became free."""
+        """Free the grants and pins of a holder whose processes have all exited. Return the freed
+        bytes."""
         if holder not in self._holders:
             return 0
         freed = self.give_back_all(holder) + self.unpin(holder, list(self.pinned(holder)))
@@ -342,7 +347,7 @@ class Space:
         return freed
 
     def holders(self) -> list[tuple[int, int, int]]:
-        """(holder, bytes granted, bytes pinned) of all that hold something, most first."""
+        """(holder, bytes granted, bytes pinned) of all that hold something, the largest first."""
         held = [
             (number, holder.granted_bytes, self._pinned_bytes([holder]))
             for number, holder in self._holders.items()
@@ -350,7 +355,7 @@ class Space:
         return sorted((row for row in held if row[1] or row[2]), key=lambda row: -row[1] - row[2])
 
     def stats(self) -> dict[str, Any]:
-        """`figures`, and the waste, a part of used and spilled: whoever knows it looks at every
+        """`figures`, and the waste, which is part of used and spilled. Computing it scans every
         chunk."""
         return {**self.figures(), "waste_bytes": self.waste_bytes()}
 
@@ -359,8 +364,8 @@ class Space:
         return sum(self._live_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Figures of this moment, in bytes. size = used + granted + free, exactly; pinned and
-        cached are parts of used, quarantined of used and granted. spilled is beside them, in a
+        """Current figures, in bytes. size = used + granted + free, exactly. pinned and cached
+        are parts of used; quarantined is part of used and granted. spilled is separate, in a
         file of at most spill_bytes."""
         everybody = list(self._holders.values())
         lost = [holder for holder in everybody if holder.quarantined]
@@ -433,12 +438,12 @@ class Space:
 
 
 class Holder:
-    """One client's grants and pins, the truth that counts are derived from: they come back when it
-    gives them back, or when every process that mapped them is proved gone. Extents of one holder
-    that touch are one.
+    """One client's grants and pins, from which counts are derived. They end when the client
+    releases them, or when every process that mapped them has exited. Adjacent extents of one holder
+    are merged.
 
-    The class of a grant is remembered as bytes per class and not per extent: what a client writes
-    may be charged to another class than it was granted for, and then that one's bytes are used up.
+    The classes of grants are stored as bytes per class, not per extent: written bytes may be
+    charged to another class than they were granted for.
     """
 
     def __init__(self) -> None:
@@ -462,11 +467,11 @@ class Holder:
 
     @property
     def grants(self) -> list[Piece]:
-        """All that it may write, in order."""
+        """All extents that it may write, in order."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def grant(self, pieces: Sequence[Piece], admission: int) -> None:
-        """Pieces that nobody has."""
+        """Add free pieces."""
         starts, ends = self._starts, self._ends
         for start, end in pieces:
             self.recent.append((start // PAGE_BYTES * PAGE_BYTES, end))
@@ -485,10 +490,10 @@ class Holder:
                 ends.insert(at, end)
 
     def carve(self, pieces: Sequence[Piece], admission: int) -> list[int]:
-        """Take pieces out of the grants: the bytes per class that they were granted under.
+        """Take pieces out of the grants. Return the bytes per class that they were granted under.
 
-        `admission` is used up first. ProtocolError, and nothing is taken, unless every piece lies
-        inside the grants and none overlaps another.
+        `admission` is used up first. Raises ProtocolError, and takes nothing, unless every piece
+        is inside the grants and none overlaps another.
         """
         starts, ends = self._starts, self._ends
         joined, last = list[Piece](), -1  # most pieces are neighbours
@@ -527,7 +532,7 @@ class Holder:
         return self._uncharge(sum([end - start for start, end in joined]), admission)
 
     def take_grants(self) -> tuple[list[Piece], list[int]]:
-        """All grants and their bytes per class; the holder has none afterwards."""
+        """Remove and return all grants, and their bytes per class."""
         pieces, by_class = self.grants, self.granted_by_class
         self._starts, self._ends, self.granted_by_class = [], [], [0, 0, 0]
         return pieces, by_class
@@ -546,7 +551,7 @@ class Holder:
 
 
 def pinned_by(holders: Iterable[Holder]) -> Records:
-    """The ranges that any of these pinned, each once."""
+    """The distinct ranges that any of these pins."""
     columns = [pin for holder in holders for pin in holder.pins.values()]
     distinct: Records = np.unique(joined(columns, U8)).view(RANGE)
     return distinct

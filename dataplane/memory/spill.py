@@ -1,8 +1,8 @@
-"""What of a full arena goes to a file: which ranges, where in it they lie, and the file itself.
+"""Spilling: which ranges of a full arena move to a file, their position in it, and the file itself.
 
-Runs in the peer. The oldest ranges go first, and none that somebody reads. A range keeps its name
-on the way and stays in the file until it is freed; who reads it gets a copy of it in the arena,
-kept like one of another host's range while there is room (`PulledCopies`). `Spilled` does no I/O.
+Runs in the peer. The oldest ranges move first, and none that a reader pins. A range keeps its
+name and stays in the file until it is freed. A reader gets a copy in the arena, which is cached
+like one of another host's range (`PulledCopies`). `Spilled` does no I/O.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Ranges on their way: `sources` in the arena, `places` in the file, their padded `lengths`."""
+    """Ranges being moved: `sources` in the arena, `places` in the file, their padded `lengths`."""
 
     ranges: Records
     sources: Bytes
@@ -48,7 +48,7 @@ class Move:
 
     @property
     def start(self) -> int:
-        """Where the one stretch of the file begins that all the places are in."""
+        """The start of the one range of the file that has all the places."""
         return int(self.places[0])
 
     @property
@@ -59,8 +59,8 @@ class Move:
 class Spilled:
     """A spill file of at most `size_bytes`, a multiple of a page.
 
-    A stretch that ranges left is used again only after `cleared`, so that nobody clears what the
-    next one wrote.
+    A freed range of the file is reused only after `cleared`, so that clearing never destroys
+    newer bytes.
     """
 
     def __init__(self, size_bytes: int, ranges: Ranges) -> None:
@@ -78,12 +78,12 @@ class Spilled:
 
     @property
     def has_left(self) -> bool:
-        """Whether stretches wait to be cleared."""
+        """Whether ranges wait to be cleared."""
         return bool(self._left)
 
     def choose(self, nbytes: int, pinned: Records) -> Move | None:
-        """The oldest ranges that nobody reads, about so many bytes of them, and room for them in
-        the file. None where there are none, or no room. `settle` or `give_up` ends the move."""
+        """Choose the oldest unpinned ranges, about this many bytes, and space for them in the
+        file. None if there are none, or no space. `settle` or `give_up` ends the move."""
         ranges = self._ranges.by_age(below=Admission.PULL)
         read = np.isin(ranges.view(U8), np.ascontiguousarray(pinned).view(U8))
         ranges = ranges[~read]
@@ -99,8 +99,8 @@ class Spilled:
         return Move(ranges[:upto], extents["offset"][:upto], places, lengths)
 
     def settle(self, move: Move, pinned: Records) -> Freed:
-        """The bytes are in the file. Ranges that live and that nobody began to read lie there from
-        now on; the stretches of the arena that they left."""
+        """Note that the bytes are in the file. Ranges that live and were not pinned meanwhile
+        are there from now on. Return the ranges of the arena that they left."""
         stay = ~self._ranges.alive(move.ranges)
         stay |= np.isin(move.ranges.view(U8), np.ascontiguousarray(pinned).view(U8))
         self._leave(move.places[stay], move.lengths[stay])
@@ -109,23 +109,23 @@ class Spilled:
         return self._ranges.move(move.ranges[going], move.places[going], SPILLED)
 
     def give_up(self, move: Move) -> None:
-        """The bytes could not be written: the ranges stay where they are."""
+        """Note that the bytes could not be written: the ranges stay where they are."""
         self._leave(move.places, move.lengths)
 
     def freed(self, freed: Freed) -> None:
-        """Ranges in the file died."""
+        """Note that ranges in the file were freed."""
         self.spilled_bytes -= sum([length for _, length, _ in freed])
         self._left += [(place, place + length) for place, length, _ in freed]
         self.on_left()
 
     def take_left(self) -> Set:
-        """Drain the stretches to clear, neighbours joined."""
+        """Drain the ranges to clear, with neighbours merged."""
         left = np.array(self._left, U8)
         self._left.clear()
         return coalesce(left[:, 0], left[:, 1])
 
     def cleared(self, starts: Bytes, ends: Bytes) -> None:
-        """They hold nothing any more, and may be written again."""
+        """Note that these ranges are cleared and may be reused."""
         self._allocator.free(list(zip(starts.tolist(), ends.tolist(), strict=True)))
 
     def _allocate(self, nbytes: int) -> int:
@@ -144,12 +144,12 @@ class Spilled:
 
 
 class SpillFile:
-    """A new file in `folder`, which is this user's own (mode 0700), named by a hash, gone with the
-    peer. `arena` is the peer's view.
+    """A new file in `folder`, which belongs to this user (mode 0700). Its name is a hash, and it is
+    removed with the peer. `arena` is the peer's view.
 
-    Blocking I/O, for threads. The file takes as much of the disk as there is in it: room is
-    allocated before it is written and given back when its values were freed. Its lock tells whether
-    its peer lives; the next peer that spills to the same directory removes what dead ones left.
+    Blocking I/O, for threads. The file uses as much of the disk as it has values: space is
+    allocated before it is written, and released when values are freed. Its lock tells whether
+    its peer lives. The next peer that spills to the same directory removes files of dead ones.
     """
 
     def __init__(self, folder: Path, name: str, arena: memoryview) -> None:
@@ -164,8 +164,8 @@ class SpillFile:
         return f"<SpillFile {self.path} {'closed' if self._fd < 0 else 'open'}>"
 
     def write(self, start: int, nbytes: int, sources: Bytes, lengths: Bytes) -> None:
-        """Stretches of the arena, one behind the other, to `start` of the file. OSError where the
-        disk is full, or fails; what was written of it then means nothing."""
+        """Write ranges of the arena, one after the other, to `start` of the file. Raises OSError
+        if the disk is full or fails; what was written then is meaningless."""
         os.posix_fallocate(self._fd, start, nbytes)
         at = start
         for source, length in zip(sources.tolist(), lengths.tolist(), strict=True):
@@ -176,7 +176,7 @@ class SpillFile:
         self._forget_pages(start, nbytes)
 
     def read(self, places: Bytes, lengths: Bytes, dest: Bytes) -> None:
-        """Stretches of the file into the arena. OSError where the disk fails."""
+        """Read ranges of the file into the arena. Raises OSError if the disk fails."""
         columns = (places.tolist(), lengths.tolist(), dest.tolist())
         for place, length, to in zip(*columns, strict=True):
             done = 0
@@ -189,18 +189,18 @@ class SpillFile:
             self._forget_pages(place, length)
 
     def clear(self, starts: Bytes, ends: Bytes) -> None:
-        """Give these stretches back to the disk, whole pages of them. A file system that cannot
-        leaves them to be written again: the file's size limit holds all the same."""
+        """Return whole pages of these ranges to the disk. A file system that cannot do that
+        keeps them for reuse: the file's size limit holds all the same."""
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start)
 
     def empty(self) -> None:
-        """Give everything back, likewise."""
+        """Return all pages to the disk, likewise."""
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
-        """The file is removed."""
+        """Close and remove the file."""
         if self._fd >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._fd)

@@ -1,8 +1,9 @@
-"""Names of dtypes on the wire, and arrays of any library as plain numpy arrays.
+"""Names of dtypes in messages, and conversion of arrays of any library to plain NumPy arrays.
 
-numpy, torch, cupy, jax and whatever speaks `__array_interface__`, `__array__` or DLPack is taken;
-no library is imported for it. What comes back is always numpy, in native byte order. Masked,
-structured, text and object arrays are refused: their bytes do not say what they hold.
+Arrays of NumPy, torch, cupy, jax and any library with `__array_interface__`, `__array__` or DLPack
+are accepted, without importing the library. The result is always a NumPy array in native byte
+order. Masked, structured, text and object arrays are refused, because their bytes alone do not
+determine their values.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _INTEGERS_OF_TORCH = {1: "uint8", 2: "int16", 4: "int32"}
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """The name under which a dtype travels; None where it cannot (or not in this byte order)."""
+    """Return the name of a dtype in messages; None for an unsupported dtype or byte order."""
     name = _NAMES.get(dtype)
     if name is None and dtype.kind in "mM" and dtype.isnative:
         return dtype.name
@@ -64,7 +65,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a name that arrived; ProtocolError for any other text."""
+    """Return the dtype of a name from a message. Raise ProtocolError for an unknown name."""
     dtype = _BY_NAME.get(name)
     if dtype is not None:
         return dtype
@@ -80,7 +81,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def is_ready(value: object) -> bool:
-    """Whether `as_array` would give it back as it is: a cheap look at what most values are."""
+    """Return whether `as_array` would return the value unchanged. A fast check for most values."""
     return (
         type(value) is np.ndarray
         and value.dtype in _NAMES
@@ -90,11 +91,12 @@ def is_ready(value: object) -> bool:
 
 
 def as_array(value: object) -> Array | None:
-    """Return `value` as a plain, contiguous, native numpy array, without a copy where it is one.
+    """Return `value` as a plain, contiguous NumPy array in native byte order, without a copy if it
+    already is one.
 
-    None where it is no array. InvalidValue where it is an array that cannot travel, whatever its
-    own conversion raises; the message names no place, which the caller knows. Tensors are detached;
-    those on a device are copied to the host.
+    Return None if it is not an array. Raise InvalidValue if it is an array that cannot be stored,
+    whatever its own conversion raises; the caller adds the field and row to the message. Tensors
+    are detached, and copied from a device to the host.
     """
     try:
         array = value if isinstance(value, np.ndarray) else _foreign(value)
@@ -124,27 +126,27 @@ def as_array(value: object) -> Array | None:
 
 
 def is_time(value: Any) -> bool:
-    """Whether this is of numpy's dates or durations, whose `item` and `tolist` are ints where
-    Python has no such unit."""
+    """Return whether this is a NumPy date or duration. Their `item` and `tolist` return ints for
+    units that Python lacks."""
     return getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
 
 
 def is_torch(value: object) -> bool:
-    """Whether this is a torch tensor, without importing torch."""
+    """Return whether this is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 
 
 def is_jagged(value: Any) -> bool:
-    """Whether this is a nested tensor of torch's jagged layout."""
+    """Return whether this is a nested tensor with torch's jagged layout."""
     return is_torch(value) and value.is_nested and value.layout is sys.modules["torch"].jagged
 
 
 def jagged_parts(tensor: Any) -> tuple[Array, Array, int]:
-    """The values of a nested jagged tensor, int64 offsets of its rows and one more, and the axis of
-    a row that is ragged: along it the rows lie side by side in the values.
+    """Return the values of a nested jagged tensor, the int64 offsets of its rows and of the end,
+    and the ragged axis of a row. The rows are adjacent in the values along that axis.
 
-    InvalidValue as of `as_array`. Rows that have gaps between them are moved together.
+    Raises InvalidValue as `as_array` does. Gaps between rows are removed.
     """
     axis = tensor._ragged_idx - 1
     values, offsets = as_array(tensor.values()), np.asarray(tensor.offsets().cpu(), np.int64)
@@ -159,7 +161,8 @@ def jagged_parts(tensor: Any) -> tuple[Array, Array, int]:
 
 
 def tensor_over(array: Array) -> Any:
-    """Return a torch tensor over this array's memory; InvalidValue where torch lacks its dtype."""
+    """Return a torch tensor over this array's memory. Raise InvalidValue if torch lacks the
+    dtype."""
     import torch
 
     dtype = array.dtype
@@ -178,7 +181,7 @@ def tensor_over(array: Array) -> Any:
 
 
 def raw(array: Array) -> Array:
-    """The same contiguous array with a dtype that the buffer protocol knows."""
+    """Return the same array with a dtype that the buffer protocol supports."""
     if array.dtype.isbuiltin != _OF_OTHERS and array.dtype.kind in "biufc":
         return array
     # every other dtype here is as wide as an integer; 0-d arrays keep their width in a view
@@ -200,14 +203,14 @@ def _native(array: Array) -> Array:
 
 
 def kind_of(value: object) -> str:
-    """The class of a value, as messages name it: `a torch.Tensor`, `an int`."""
+    """Return the class of a value for an error, such as `a torch.Tensor` or `an int`."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def shown(value: object) -> str:
-    """The representation of a user's value for an error. numpy has none of a time without a unit,
-    and raises."""
+    """Return the representation of a user's value for an error. `repr` itself may fail, such as
+    NumPy's for a time without a unit."""
     try:
         return repr(value)
     except Exception:

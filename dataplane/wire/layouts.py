@@ -1,15 +1,14 @@
-"""Layouts: what the columns of a chunk are, as clients write and read it. Peers pass it on unread.
+"""Layouts: the columns of a chunk. Clients write and read layouts, and peers forward them unread.
 
 A chunk holds, for some rows, one column after the other:
 
     lengths (u4) of all columns | values of column 1 | values of column 2 | …
 
-Each of these parts starts at a multiple of 64 bytes. A row has as many lengths in a column as its
-`ColumnSpec` has open axes. A text, bytes and an object have one: their number of bytes. The values
-of a row follow those of the row before; objects are padded to multiples of 16 bytes. Where each
-value starts follows from the lengths, so a reader checks sums and trusts nothing else. The lengths
-of a chunk in device memory are not in front of its values: they travel with the message that names
-the chunk.
+Each of these parts starts at a multiple of 64 bytes. In a column, a row has one length per open
+axis of the `ColumnSpec`. A text, bytes or an object has one length: its number of bytes. Values of
+successive rows are adjacent; objects are padded to multiples of 16 bytes. The lengths determine
+where each value starts, so a reader has to check only their sums. If a chunk is in device memory,
+its lengths are in the message that names the chunk, and not before its values.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ from dataplane.wire.arrays import dtype_of
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_RANK
 
 OPEN = -1
-"""In `ColumnSpec.shape`: an axis whose length each row says itself."""
+"""In `ColumnSpec.shape`: an open axis, whose length may differ between rows."""
 OBJECT_ALIGNMENT_BYTES = 16
-"""An object starts at a multiple of this, and so does each array inside of it."""
+"""Objects, and the arrays in them, start at multiples of this."""
 VERSION = 1
 
 
 def aligned(nbytes: int) -> int:
-    """Where the next part of a chunk starts, behind a part that ends at `nbytes`."""
+    """Return the start of the next part of a chunk, after a part that ends at `nbytes`."""
     return nbytes + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
 
 
 class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_hash=True):
-    """How the bytes of a column are read.
+    """The type of a column.
 
-    `array`: `dtype` is the name that numpy or ml_dtypes has for it. loose: rows were given one by
-    one, so that a TensorDict has them as a nested tensor; of objects, that they are data and no
-    tensors.
+    dtype: for an array, its name in NumPy or ml_dtypes. loose: the rows were put one by one, so a
+    TensorDict returns them as a nested tensor; for objects, they are data and not tensors.
     """
 
     kind: Literal["array", "text", "bytes", "object"]
@@ -52,18 +50,17 @@ class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_
 
     @cached_property
     def width(self) -> int:
-        """How many lengths a row has."""
+        """The number of lengths per row."""
         return self.shape.count(OPEN) if self.kind == "array" else 1
 
     @cached_property
     def items(self) -> np.dtype[Any]:
-        """Of an array."""
+        """The dtype of an array column."""
         return dtype_of(self.dtype)
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Bytes of what lengths count: of an array whose open axes have the length 1; of an object,
-        which is padded, its alignment."""
+        """The bytes of a value with lengths of 1; for an object, its alignment."""
         if self.kind == "array":
             return self.items.itemsize * math.prod([n for n in self.shape if n != OPEN])
         return OBJECT_ALIGNMENT_BYTES if self.kind == "object" else 1
@@ -80,13 +77,13 @@ _decoder = msgspec.msgpack.Decoder(Layout)
 
 @lru_cache(1024)
 def encode(columns: tuple[ColumnSpec, ...]) -> bytes:
-    """The layout of a chunk with these columns."""
+    """Return the layout of a chunk with these columns."""
     return _encoder.encode(Layout(VERSION, columns))
 
 
 @lru_cache(1024)
 def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
-    """The columns of a chunk with this layout. ProtocolError where it is none."""
+    """Return the columns of a layout. Raise ProtocolError if it is invalid."""
     try:
         found = _decoder.decode(layout)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -2,15 +2,15 @@
 
     size of the head (u4) | head: a MessagePack value | pad to 16 | array | pad to 16 | array …
 
-An array in the head is an ext value that says its dtype, its shape and where its bytes start,
-counted from the first multiple of 16 behind the head.
+An array in the head is an ext value with its dtype, its shape and the offset of its bytes, counted
+from the first multiple of 16 after the head.
 
-What comes back has exactly the types that went in: None, bool, int of any size, float, str, bytes,
-list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays, torch tensors,
-nested jagged ones too. The set is closed: subclasses and other classes are refused, nothing is
-pickled, unknown ext codes are an error. bytearray and a memoryview of bytes come back as bytes,
-arrays of objects as lists, arrays of other libraries as numpy's; dataclasses, pydantic models and
-TensorDicts as dicts.
+These types are read back unchanged: None, bool, int of any size, float, str, bytes, list, tuple,
+dict (any scalar or tuple keys, in order), NumPy scalars and arrays, and torch tensors, including
+nested jagged ones. Other values are read back as a similar type: bytearray and memoryview as bytes,
+arrays of objects as lists, arrays of other libraries as NumPy arrays, and dataclasses, pydantic
+models and TensorDicts as dicts. Subclasses and all other classes are refused. Nothing is pickled,
+and an unknown ext code is an error.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Leaf(msgspec.Struct, array_like=True, frozen=True):
-    """An array of an object row. offset: in bytes, from the first multiple of 16 behind the
-    head."""
+    """An array of an object row. offset: in bytes, from the first multiple of 16 after the head."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,8 +79,8 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Jagged(msgspec.Struct, array_like=True, frozen=True):
-    """A nested tensor: its values, the int64 offsets of its rows and one more, and the axis of a
-    row that is ragged."""
+    """A nested tensor: its values, the int64 offsets of its rows and of the end, and the ragged
+    axis of a row."""
 
     values: Leaf
     offsets: Leaf
@@ -95,7 +94,7 @@ _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 
 
 def encode(value: object, path: str = "value") -> list[Buffer]:
-    """The bytes of a row, in order. Arrays are not copied.
+    """Return the bytes of a row, as buffers in order, without copying arrays.
 
     `path` names the value in errors (`prompt[3]`). InvalidValue for what cannot travel,
     LimitExceeded for too deep nesting, too many arrays or a head of 4 GiB.
@@ -118,8 +117,8 @@ def encode(value: object, path: str = "value") -> list[Buffer]:
 
 
 def encode_many(values: Sequence[object]) -> list[bytes] | None:
-    """The rows of a column of scalars, texts and bytes; None where a row is something else, or
-    `encode` refuses it."""
+    """Encode the rows of a column of scalars, texts and bytes. Return None if a row is something
+    else, or if `encode` refuses it."""
     others = {*map(type, values)} - _PLAIN
     if not all([issubclass(kind, np.generic) for kind in others]):
         return None
@@ -156,8 +155,8 @@ def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
 
 
 def decode(row: bytes | memoryview) -> Any:
-    """The value of a row. Its arrays are read-only views of the row's memory. ProtocolError if the
-    row is not valid."""
+    """Return the value of a row. Its arrays are read-only views of the row's memory. Raise
+    ProtocolError if the row is invalid."""
     begin = _SIZE.size + _SIZE.unpack_from(row)[0] if len(row) >= _SIZE.size else -1
     if not 0 < begin <= len(row):
         raise ProtocolError(
@@ -373,14 +372,14 @@ class _Walk:
 
 
 def as_plain(value: Any) -> Any:
-    """Return what stands for a value of these kinds on the wire, else the value: an array of
-    objects as lists; a dataclass, a pydantic model and a TensorDict as dicts of their fields."""
+    """Convert an array of objects to lists, and a dataclass, a pydantic model or a TensorDict to a
+    dict of its fields. Return any other value unchanged."""
     plain = _plainer(value)
     return value if plain is None else plain(value)
 
 
 def has_plain(value: Any) -> bool:
-    """Whether `as_plain` makes something else of this value."""
+    """Return whether `as_plain` converts this value."""
     return _plainer(value) is not None
 
 
@@ -414,19 +413,20 @@ def _of_tensordict(value: Any) -> Any:
 
 
 def is_tensordict(value: object) -> bool:
-    """Whether this is a TensorDict or a tensorclass, without importing tensordict."""
+    """Return whether this is a TensorDict or a tensorclass, without importing tensordict."""
     library = sys.modules.get("tensordict")
     return library is not None and library.is_tensor_collection(value)
 
 
 def tensordict_of(value: Any) -> Any:
-    """The TensorDict of a tensorclass, whose own `get` unwraps data that are no tensors; else the
-    value itself."""
+    """Return the TensorDict of a tensorclass, whose own `get` unwraps non-tensor data; otherwise
+    return the value itself."""
     return value._tensordict if sys.modules["tensordict"].is_tensorclass(value) else value
 
 
 def listed(stack: Any) -> list[Any]:
-    """The data of a NonTensorStack, an item a row; of one of several dimensions lists of lists."""
+    """Return the data of a NonTensorStack, one item per row; with several dimensions, nested
+    lists."""
     return [
         listed(item) if sys.modules["tensordict"].is_non_tensor(item) else item
         for item in list(stack.tolist())
@@ -434,8 +434,9 @@ def listed(stack: Any) -> list[Any]:
 
 
 def uneven_keys(tensordict: Any) -> tuple[str, int, int] | None:
-    """A key that only some members of a lazy stack have, a member that lacks it, and one that has
-    it: the stack itself shows only the keys that all have. None where there is none."""
+    """Return a key that only some members of a lazy stack have, a member without it and a member
+    with it; None if there is no such key. The stack itself shows only keys that all members have.
+    """
     if not isinstance(tensordict, sys.modules["tensordict"].LazyStackedTensorDict):
         return None
     members = list(map(tensordict_of, tensordict.tensordicts))

@@ -191,6 +191,8 @@ def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
+    if code == EXT_SCALAR:  # first, because a column of scalars has one in every row
+        return _scalar(data)
     if code == EXT_ARRAY:
         return _array(arrays, _leaf_decoder.decode(data))
     if code == EXT_TENSOR:
@@ -205,8 +207,6 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
             return tuple(items)
     elif code == EXT_INT:
         return int.from_bytes(data, "little", signed=True)
-    elif code == EXT_SCALAR:
-        return _scalar(data)
     raise ProtocolError(
         f"received ext code {code} with {len(data)} bytes, which is not part of this protocol: "
         "install one release of dataplane everywhere"
@@ -514,7 +514,7 @@ def _scalar(data: memoryview) -> Any:
             f"received a scalar of dtype {dtype} with {len(data) - end} bytes: expected "
             f"{dtype.itemsize} bytes"
         )
-    return np.frombuffer(data[end:], dtype)[0]
+    return np.frombuffer(data, dtype, 1, end)[0]
 
 
 def _holds_time(value: Any) -> bool:

@@ -107,9 +107,7 @@ def test_a_layout_is_read_and_written_as_these_bytes(vector: Vector) -> None:
 
 @each_chunk
 def test_the_rows_of_a_chunk_are_read(vector: Vector) -> None:
-    memory, lengths = (
-        np.frombuffer(bytes.fromhex(vector.get(name, "")), np.uint8) for name in ("hex", "lengths")
-    )
+    memory, lengths = (bytes.fromhex(vector.get(name, "")) for name in ("hex", "lengths"))
     specs = layouts.decode(bytes.fromhex(vector["layout"]))
     rows = len(vector["rows"][0])
     columns = columns_of(specs, rows, memory, lengths if "lengths" in vector else None)

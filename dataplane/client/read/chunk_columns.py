@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from struct import unpack_from
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,21 @@ Memory = npt.NDArray[np.uint8]
 class ChunkColumn:
     """One column of a chunk.
 
-    lengths: of its rows in order, `spec.width` per row. memory: of the chunk. start: where in it
-    the first row starts. bounds: where each row starts behind that, and where the last one ends,
-    in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a chunk has few rows, and
-    numpy's fixed cost per call would dominate.
+    lengths: of its rows in order, `spec.width` per row. memory: of the chunk, in the arena or
+    inline. start: where in it the first row starts. bounds: where each row starts behind that, and
+    where the last one ends, in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a
+    chunk has few rows, and numpy's fixed cost per call would dominate.
     """
 
     __slots__ = ("_flat", "bounds", "lengths", "memory", "rows", "spec", "start")
 
     def __init__(
-        self, spec: ColumnSpec, rows: int, lengths: list[int], memory: Memory, start: int = 0
+        self,
+        spec: ColumnSpec,
+        rows: int,
+        lengths: Sequence[int],
+        memory: Memory | bytes,
+        start: int = 0,
     ) -> None:
         self.spec = spec
         self.rows = rows
@@ -50,7 +56,7 @@ class ChunkColumn:
     def of(cls, array: Array) -> ChunkColumn:
         """A column with this array, which is contiguous, as its only row."""
         spec = ColumnSpec("array", dtype_name(array.dtype) or "", array.shape, True)
-        return cls(spec, 1, [], array.reshape(-1).view(np.uint8))
+        return cls(spec, 1, (), array.reshape(-1).view(np.uint8))
 
     @property
     def is_array(self) -> bool:
@@ -103,19 +109,24 @@ class ChunkColumn:
 
     def cells(self, first: int, last: int) -> list[memoryview]:
         """The bytes of texts, of bytes or of objects, row by row."""
-        memory: memoryview = memoryview(self.memory)[self.start :]  # type: ignore[arg-type]
-        unit = self.spec.unit_bytes
+        memory: memoryview = memoryview(self.memory)  # type: ignore[arg-type]
+        unit, start = self.spec.unit_bytes, self.start
         rows = zip(self.bounds[first:last], self.lengths[first:last], strict=True)
-        return [memory[bound * unit : bound * unit + length] for bound, length in rows]
+        return [memory[(at := start + bound * unit) : at + length] for bound, length in rows]
 
     def span(self, first: int, last: int) -> Memory:
         """The bytes of neighbouring rows, one after the other. Objects include their padding."""
-        start, unit = self.start, self.spec.unit_bytes
-        return self.memory[start + self.bounds[first] * unit : start + self.bounds[last] * unit]
+        memory, start, unit = self.memory, self.start, self.spec.unit_bytes
+        if isinstance(memory, bytes):
+            memory = np.frombuffer(memory, np.uint8)
+        return memory[start + self.bounds[first] * unit : start + self.bounds[last] * unit]
 
 
 def columns_of(
-    specs: Sequence[ColumnSpec], rows: int, memory: Memory, lengths: Memory | None = None
+    specs: Sequence[ColumnSpec],
+    rows: int,
+    memory: Memory | bytes,
+    lengths: bytes | None = None,
 ) -> list[ChunkColumn]:
     """The columns of a chunk of this many rows.
 
@@ -130,7 +141,10 @@ def columns_of(
             f"a chunk of {rows} rows with {width} lengths each: expected "
             f"{'at least ' if lengths is None else ''}{head_bytes} bytes, got {len(source)}"
         )
-    numbers: list[int] = source[:head_bytes].view(U4).tolist()
+    numbers: tuple[int, ...] = unpack_from(
+        f"<{width * rows}I",
+        source,  # type: ignore[arg-type]
+    )
     end, begin = head_bytes if lengths is None else 0, 0
     found = []
     for spec in specs:
@@ -146,7 +160,7 @@ def columns_of(
     return found
 
 
-def _closed(shape: tuple[int, ...], lengths: list[int]) -> tuple[int, ...]:
+def _closed(shape: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...]:
     """The shape of a row, with its own lengths on the open axes."""
     if len(shape) == 1:
         return tuple(lengths)

@@ -125,7 +125,7 @@ class TableReader:
             )
         specs = layouts.decode(known[chunk.layout])
         if not chunk.number:
-            return columns_of(specs, chunk.rows, np.frombuffer(chunk.inline, np.uint8))
+            return columns_of(specs, chunk.rows, chunk.inline)
         offset, nbytes = self._places[2 * number : 2 * number + 2]
         if nbytes != chunk.nbytes:
             raise ProtocolError(
@@ -135,7 +135,7 @@ class TableReader:
         memory = self._memory(offset, nbytes)
         if not chunk.inline and isinstance(memory, np.ndarray):
             return columns_of(specs, chunk.rows, memory)
-        return columns_of(specs, chunk.rows, memory, np.frombuffer(chunk.inline, np.uint8))
+        return columns_of(specs, chunk.rows, memory, chunk.inline)
 
     def _memory(self, offset: int, nbytes: int) -> Memory:
         """A place in the arena."""

@@ -1,4 +1,4 @@
-"""`dataplane watch`: show live which workers wait, in this terminal or on a web page."""
+"""`dataplane watch`: show which workers wait, and for what, in this terminal or on a web page."""
 
 from __future__ import annotations
 

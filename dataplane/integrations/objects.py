@@ -92,7 +92,7 @@ def _image(told: dict[str, Any]) -> Any:
     if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
         raise ValueError(
             f"the stored image is truncated: {pixels.nbytes} bytes are too few for {width} x "
-            f"{height} pixels"
+            f"{height} pixels. Put the image again"
         )
     made = Image.frombytes(told["mode"], (width, height), pixels.data)
     if "palette" in told:

@@ -235,7 +235,9 @@ def joined() -> TransferQueueClient:
             if store.told("config") is None:
                 _here.store = None
                 store.plane.close()
-                raise RuntimeError("no process has started a queue here: call init() first")
+                raise RuntimeError(
+                    "no process has started a queue in this plane: call init() first"
+                )
             _client(store)
         return get_client()
 

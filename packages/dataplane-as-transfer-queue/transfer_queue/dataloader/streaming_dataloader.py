@@ -1,4 +1,4 @@
-"""`StreamingDataLoader` where TransferQueue has it."""
+"""`StreamingDataLoader` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.streaming import StreamingDataLoader
 

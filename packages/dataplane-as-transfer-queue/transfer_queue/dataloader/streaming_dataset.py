@@ -1,4 +1,4 @@
-"""`StreamingDataset` and its functions where TransferQueue has them."""
+"""`StreamingDataset` and its functions under their names in TransferQueue."""
 
 from dataplane_transfer_queue.streaming import (
     StreamingDataset,

@@ -1,3 +1,3 @@
-"""`dataplane_transfer_queue.sampler` under TransferQueue's name."""
+"""The module `dataplane_transfer_queue.sampler` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import *  # noqa: F403

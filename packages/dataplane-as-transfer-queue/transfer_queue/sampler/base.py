@@ -1,4 +1,4 @@
-"""`BaseSampler` where TransferQueue has it."""
+"""`BaseSampler` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import BaseSampler
 

@@ -1,4 +1,4 @@
-"""`GRPOGroupNSampler` where TransferQueue has it."""
+"""`GRPOGroupNSampler` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import GRPOGroupNSampler
 

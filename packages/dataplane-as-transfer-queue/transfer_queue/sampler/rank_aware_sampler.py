@@ -1,4 +1,4 @@
-"""`RankAwareSampler` where TransferQueue has it."""
+"""`RankAwareSampler` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import RankAwareSampler
 

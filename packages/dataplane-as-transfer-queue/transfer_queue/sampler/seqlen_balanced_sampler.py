@@ -1,4 +1,4 @@
-"""`SeqlenBalancedSampler` where TransferQueue has it, and how it balances."""
+"""`SeqlenBalancedSampler` and its balancing function under their names in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import (
     SeqlenBalancedSampler,

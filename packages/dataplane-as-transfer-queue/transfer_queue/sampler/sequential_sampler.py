@@ -1,4 +1,4 @@
-"""`SequentialSampler` where TransferQueue has it."""
+"""`SequentialSampler` under its name in TransferQueue."""
 
 from dataplane_transfer_queue.sampler import SequentialSampler
 

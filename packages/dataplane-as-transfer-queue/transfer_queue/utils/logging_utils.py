@@ -1,4 +1,4 @@
-"""`get_logger` where TransferQueue has it."""
+"""`get_logger` under its name in TransferQueue."""
 
 from __future__ import annotations
 

@@ -172,7 +172,11 @@ def held(plane: dataplane.Plane) -> dict[str, int]:
 
 @contextmanager
 def running(
-    *names: str, alone: str = "", arena: str = "256MiB", metrics: dict[str, str] | None = None
+    *names: str,
+    alone: str = "",
+    arena: str = "256MiB",
+    arenas: dict[str, str] | None = None,
+    metrics: dict[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
     with tempfile.TemporaryDirectory(prefix="dp-") as folder, pytest.MonkeyPatch.context() as patch:
@@ -181,7 +185,7 @@ def running(
         try:
             if alone:
                 cluster.start(alone, arena=arena)
-            cluster.start(*names, arena=arena, metrics=metrics)
+            cluster.start(*names, arena=arena, arenas=arenas, metrics=metrics)
             yield cluster
         finally:
             cluster.stop()

@@ -37,10 +37,8 @@ PRODUCER = """
 
 
 @pytest.fixture
-def one(cluster: Cluster) -> Iterator[Plane]:
-    cluster.start("one")
-    with cluster.connect("one") as plane:
-        yield plane
+def one(plane: Plane) -> Plane:
+    return plane
 
 
 def ids(rows: Any) -> set[Any]:
@@ -362,10 +360,10 @@ def told(worker: Any, text: str) -> None:
 
 
 def test_a_client_killed_half_way_leaves_nothing_of_that_name(
-    cluster: Cluster, one: Plane, tmp_path: Path
+    alone: Cluster, one: Plane, tmp_path: Path
 ) -> None:
     put_groups(one, 3)
-    worker = cluster.worker(HALF_WAY)
+    worker = alone.worker(HALF_WAY)
     told(worker, str(tmp_path / "c"))
     assert line(worker) == "written"
     worker.kill()
@@ -378,7 +376,7 @@ def test_a_client_killed_half_way_leaves_nothing_of_that_name(
 
 
 def test_a_full_disk_is_said_and_nothing_is_left(
-    cluster: Cluster, one: Plane, tmp_path: Path
+    alone: Cluster, one: Plane, tmp_path: Path
 ) -> None:
     part = put_groups(one, 3)
     limited = HALF_WAY.replace(
@@ -388,7 +386,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "    plane = dataplane.connect()",
     )
-    worker = cluster.worker(limited)
+    worker = alone.worker(limited)
     told(worker, str(tmp_path / "c"))
     assert line(worker) == "CheckpointFailed"
     assert left_over(tmp_path) == []

@@ -203,31 +203,6 @@ def test_memory_stays_flat_while_ten_arenas_flow_through(cluster: Cluster) -> No
         assert max(seen) - min(seen) < (32 << 20) + (8 << 20), (who, seen)
 
 
-def test_many_single_row_claims_leave_nothing_behind(cluster: Cluster) -> None:
-    cluster.start("a", arena="64MiB")
-    peer = cluster.peers["a"].pid
-    with cluster.connect("a") as plane:
-        part = plane.partition("p", stages={"s": ["x"]})
-
-        def cycle(n: int) -> None:
-            part.put({"x": np.arange(n)})
-            for _ in range(n):
-                with part.claim("s", rows=1, timeout=5) as batch:
-                    batch["x"][0]
-
-        cycle(200)
-        until(lambda: plane.stats()["arena"]["pins"] == 0, "pins went", 5)
-        before = {p: len(os.listdir(f"/proc/{p}/fd")) for p in (peer, os.getpid())}
-        threads = {p: len(os.listdir(f"/proc/{p}/task")) for p in (peer, os.getpid())}
-        cycle(5000)
-        until(lambda: plane.stats()["arena"]["pins"] == 0, "pins went", 5)
-        stats = plane.stats()["arena"]
-        assert (stats["ranges"], stats["used_bytes"]) == (0, 0)
-        for pid in (peer, os.getpid()):
-            assert len(os.listdir(f"/proc/{pid}/fd")) <= before[pid] + 1
-            assert len(os.listdir(f"/proc/{pid}/task")) <= threads[pid] + 1
-
-
 def test_garbage_at_the_local_door_ends_only_that_connection(alone: Cluster) -> None:
     path = str(alone.run_dir / PLANE / "a.sock")
     with alone.connect("a") as plane:

@@ -12,7 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition
-from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.conftest import Cluster, lent, running, until
 
 MIB = 1 << 20
 
@@ -30,10 +30,19 @@ class Ends:
             self.near.put({"x": [np.full(mib * MIB - 4096, i, np.uint8)]})
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running("a", "b", arenas={"b": "16MiB"}) as started:
+        yield started
+
+
 @pytest.fixture
-def ends(cluster: Cluster) -> Iterator[Ends]:
-    cluster.start("a", "b", arenas={"b": "16MiB"})
-    with cluster.connect("a") as here, cluster.connect("b") as there:
+def ends(cluster: Cluster, no_launcher: None, request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with (
+        lent(cluster, request.node),
+        cluster.connect("a") as here,
+        cluster.connect("b") as there,
+    ):
         near = here.partition("p", stages={"train": ["x"]})
         yield Ends(near, there.partition("p"), there)
 

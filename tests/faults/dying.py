@@ -29,7 +29,7 @@ def killed(replicas: int) -> Outcome:
     bytes, and one that only reads, of five."""
     names = (*FOUR, "e")
     with peers(names) as cluster:
-        busy = Busy(cluster, replicas)
+        busy = Busy(cluster, replicas, pause_s=0.03)
         busy.join(KEEPER)
         for role in ("primary", "backup", "owner", "reader"):
             for host in names[1:]:

@@ -12,6 +12,7 @@ from bench.cli import main
 SHORT = ["--seconds", "3", "--frames", "100"]
 
 
+@pytest.mark.timeout(300)  # four hosts die one after the other, each when all are in sync again
 @pytest.mark.parametrize(
     "scenario",
     [

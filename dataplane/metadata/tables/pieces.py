@@ -91,6 +91,11 @@ class MessagePiece(NamedTuple):
         return self.base + self.given.bit_length()
 
 
+SHARED_SHAPE_BYTES = 8 << 10
+"""Larger shapes are not shared, because they hardly repeat. This bounds the memory of those that
+are."""
+
+
 class Place(msgspec.Struct, frozen=True, gc=False):
     """A piece without its chunk. chunk: which of the block's. The rest is as in `Piece`."""
 
@@ -114,15 +119,20 @@ class Shape(msgspec.Struct, frozen=True, gc=False, eq=False):
     nbytes: int
 
 
-@lru_cache(1_024)
 def shape_of(count: int, places: tuple[Place, ...]) -> Shape:
-    """The shape of a block of so many rows."""
+    """Return the shape of a block of `count` rows."""
+    nbytes = sum([200 + (0 if place.at is None else 36 * len(place.at)) for place in places])
+    made = _shape if nbytes <= SHARED_SHAPE_BYTES else _shape.__wrapped__
+    return made(count, places, nbytes)
+
+
+@lru_cache(1_024)
+def _shape(count: int, places: tuple[Place, ...], nbytes: int) -> Shape:
     live: dict[str, int] = {}
     for place in places:
         for field in place.fields:
             if field != UNUSED:
                 live[field] = live.get(field, 0) | place.live
-    nbytes = sum([200 + (0 if place.at is None else 36 * len(place.at)) for place in places])
     return Shape(count, places, live, nbytes)
 
 
@@ -230,7 +240,9 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         mine = self.shape.live
         meet = {f: both for f, bits in new.shape.live.items() if (both := bits & mine.get(f, 0))}
         if not meet and set(self.chunks).isdisjoint(new.chunks):
-            return Pieces(_beside(self.shape, new.shape), self.chunks + new.chunks), {}
+            is_shared = self.nbytes + new.nbytes <= SHARED_SHAPE_BYTES
+            made = _beside if is_shared else _beside.__wrapped__
+            return Pieces(made(self.shape, new.shape), self.chunks + new.chunks), {}
         old, came = self.parts, new.parts
         if meet and keep:
             came = _without(came, meet)
@@ -255,7 +267,9 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def written_by(self, stage: str) -> Pieces:
         """As values that this stage added."""
-        return Pieces(_written_by(self.shape, stage), self.chunks)
+        is_shared = self.nbytes <= SHARED_SHAPE_BYTES
+        made = _written_by if is_shared else _written_by.__wrapped__
+        return Pieces(made(self.shape, stage), self.chunks)
 
 
 def pieces_of(count: int, parts: Sequence[Piece] = ()) -> Pieces:

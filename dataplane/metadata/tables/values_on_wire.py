@@ -20,6 +20,7 @@ from dataplane.memory.extents import PAGE_BYTES
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, picked, rows_of
 from dataplane.metadata.tables.names import PROGRESS
 from dataplane.metadata.tables.pieces import (
+    SHARED_SHAPE_BYTES,
     UNUSED,
     Chunk,
     MessagePiece,
@@ -49,8 +50,6 @@ Known = Callable[[tuple[Owner, int]], Chunk | None]
 """The chunk that a shard has under this name."""
 SHARED_BYTES = 1_024
 """Larger descriptions of pieces are not looked up: they hardly repeat."""
-SHARED_PARTS = 8
-"""The same of blocks whose values leave together."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[wire.Piece])
@@ -396,7 +395,8 @@ class Outgoing:
     def __init__(
         self, parts: Sequence[tuple[Pieces, int]], fields: Sequence[str] | None = None
     ) -> None:
-        made = _skeleton if len(parts) <= SHARED_PARTS else _skeleton.__wrapped__
+        is_shared = sum([block.nbytes for block, _ in parts]) <= SHARED_SHAPE_BYTES
+        made = _skeleton if is_shared else _skeleton.__wrapped__
         shapes = tuple([(block.shape, bits) for block, bits in parts])
         self._skeleton = skeleton = made(shapes, None if fields is None else tuple(fields))
         if len(parts) == 1:

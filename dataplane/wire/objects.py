@@ -479,7 +479,14 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
     except ImportError:
         return np.split(values, offsets[1:-1], axis)
     nested: Any = torch.nested.nested_tensor_from_jagged
-    return nested(_tensor(values), tensor_over(offsets.copy()), jagged_dim=axis + 1)
+    lengths = np.diff(offsets).tolist()
+    return nested(
+        _tensor(values),
+        tensor_over(offsets.copy()),
+        jagged_dim=axis + 1,
+        min_seqlen=min(lengths, default=0),
+        max_seqlen=max(lengths, default=0),
+    )
 
 
 def _lowered_buffer(value: bytearray | memoryview) -> bytes:

@@ -115,6 +115,16 @@ def test_rows_are_padded_behind(arena: Any) -> None:
         to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
 
 
+def test_nested_tensors_are_padded_to_their_longest_row(arena: Any) -> None:
+    """torch pads to the sum of all lengths where it was not told the longest."""
+    rows = [torch.arange(n) for n in (2, 0, 3)]
+    own = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 2, 5]))
+    read = (to_torch(arena.view(rows), "jagged"), arena.view([{"x": own}])[0]["x"])
+    for jagged in read:
+        padded = torch.nested.to_padded_tensor(jagged, -1)
+        assert padded.shape == (3, 3) and padded[2].tolist() == jagged.unbind()[2].tolist()
+
+
 def test_rows_are_jagged_in_their_first_length(arena: Any) -> None:
     rows = [torch.full((n, 2), n, dtype=torch.bfloat16) for n in (2, 0, 3)]
     jagged = to_torch(arena.view(rows), "jagged")

@@ -261,11 +261,13 @@ class Offsets:
         if offsets is None:
             ends = torch.from_numpy(np.array(ragged.ends, np.int64))
             offsets = self._made[named] = ends.to(values.device)
-        known: dict[str, int] = {}
-        if values.device.type != "cpu":  # torch finds them when they are used, and would wait then
-            known = {
-                "min_seqlen": min(lengths, default=0),
-                "max_seqlen": max(lengths, default=0),
-            }
         nested: Any = torch.nested.nested_tensor_from_jagged
-        return nested(values, offsets, jagged_dim=ragged.axis + 1, **known)
+        # Without the lengths, torch waits for a GPU to find them, and to_padded_tensor pads each
+        # row to the sum of all lengths.
+        return nested(
+            values,
+            offsets,
+            jagged_dim=ragged.axis + 1,
+            min_seqlen=min(lengths, default=0),
+            max_seqlen=max(lengths, default=0),
+        )

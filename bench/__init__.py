@@ -1,1 +1,2 @@
-"""A bench for what moves rows between the stages of RL post-training. Runs alone."""
+"""A benchmark for data planes that move rows between the stages of RL post-training. It runs
+without dataplane."""

@@ -6,8 +6,8 @@ import sys
 
 
 def main() -> int:
-    """As the command line says; 130 also for Ctrl-C while its modules are still being loaded, 2
-    where a package that the bench needs is missing."""
+    """Run the command line. Return 130 for Ctrl-C even while modules load, and 2 if a package
+    that the bench needs is missing."""
     try:
         from bench.cli import main
 

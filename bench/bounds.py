@@ -1,7 +1,7 @@
-"""How much of anything a run on one machine may be asked for, and why no more.
+"""Limits on the size of a run on one machine, with their reasons.
 
-Every process of a run holds the whole trace, and the runner a digest of every value, so neither
-hosts nor rows may be as many as somebody can type. A cluster's size is the simulator's matter.
+Every process of a run holds the whole trace, and the runner a digest of every value, so the
+numbers of hosts and rows are limited. `bench sim` models larger clusters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ frames = up_to(100_000_000, "a peer takes only a few thousand a second")
 
 
 class Impossible(ValueError):
-    """Options that are possible one by one, and not together."""
+    """Options that are valid one by one, but not together."""
 
 
 class TooMuch(Impossible):
-    """Together they are more than a run may be."""
+    """Options that together exceed the limits of a run."""
 
 
 def check(prompts: int, steps: int) -> None:
-    """Raises TooMuch."""
+    """Raise TooMuch if a run of this size exceeds the limits."""
     if (groups := prompts * steps) > _GROUPS:
         raise TooMuch(
             f"{steps} steps of {prompts} prompts are {groups} groups, over the limit of "

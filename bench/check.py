@@ -1,7 +1,7 @@
-"""Did every row arrive, once, in its group, with exactly the content that was put?
+"""Checks that every row arrived once, in its group, with exactly the content that was put.
 
-The ledger lives in the runner, outside of any plane: workers report digests of what they wrote and
-of what the trainers read, and the two are compared when the run is over.
+The ledger is in the runner, outside of any plane. Workers report digests of what they wrote and
+of what the trainers read, and the runner compares the two after the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ledger:
         return len(self._filtered) * self.samples
 
     def record(self, event: dict[str, Any]) -> None:
-        """An event of a worker about rows; others are none of the ledger's business."""
+        """Record a worker's event about rows. Other events are ignored."""
         rows = [(int(p), int(s)) for p, s in event.get("rows", ())]
         if event["event"] == "produced":
             for name, digests in event["digests"].items():

@@ -24,8 +24,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 1 for a report that cannot be written any more, 2 for a wrong command line,
-    130 for Ctrl-C, else what the command says."""
+    """Run a command, and return its exit code: 1 if a report cannot be written any more, 2 for
+    an invalid command line, 130 for Ctrl-C, else that of the command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     options.no_links = _enter_links(options, arguments, argv is None)

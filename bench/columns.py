@@ -1,7 +1,7 @@
-"""The columns of a row: who writes them, who needs them, their shapes and their bytes.
+"""The columns of a row: which stage writes them, which stages read them, their shapes and bytes.
 
-These are the fields of a verl row at their true dtypes. Advantages, returns and token-level
-rewards are computed by the trainer where it stands and never travel.
+These are the fields of a verl row with their real dtypes. The trainer computes advantages,
+returns and token-level rewards locally, so they never travel.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _REWARD_NEEDS = ("uid", "responses", "response_mask")
 
 
 def rollout_fields(task: Task) -> tuple[Field, ...]:
-    """What a rollout worker writes for each row. A video's raw frames stay where they are: no stage
-    reads them once there are pixel values."""
+    """The fields that a rollout worker writes for each row. A video's raw frames are left out,
+    because no stage reads them once there are pixel values."""
     return (*_TEXT, *_MEDIA) if task.media else _TEXT
 
 
 def all_fields(task: Task) -> tuple[Field, ...]:
-    """All fields that a row has in the end."""
+    """All fields of a finished row."""
     return (*rollout_fields(task), *_REWARD, *_REFERENCE)
 
 

@@ -1,4 +1,5 @@
-"""Processor time of a process tree, by kind of process: what a plane costs beside the clock."""
+"""Processor time of a process tree, by kind of process: the cost of a plane besides the elapsed
+time."""
 
 from __future__ import annotations
 
@@ -47,6 +48,6 @@ def between(before: Spent, after: Spent) -> dict[str, float]:
 
 
 def machine_seconds() -> float:
-    """Processor seconds that all processes of this machine have taken, and its hypervisor."""
+    """Processor seconds that all processes of this machine, and its hypervisor, have used."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

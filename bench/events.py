@@ -1,4 +1,4 @@
-"""What a process of the bench tells the runner: one JSON object a line, on its stdout."""
+"""Events from a process of the bench to the runner: one JSON object per line, on stdout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _lock = threading.Lock()
 
 
 def emit(event: str, **details: Any) -> None:
-    """One line. Whatever else a process has to say goes to stderr, which is its log."""
+    """Write one event. Any other output of a process goes to stderr, which is its log."""
     line = msgspec.json.encode({"event": event, **details}) + b"\n"
     with _lock:
         sys.stdout.buffer.write(line)
@@ -20,7 +20,7 @@ def emit(event: str, **details: Any) -> None:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, or None for a line that is none."""
+    """Parse the event of a line, or return None for any other line."""
     try:
         event = msgspec.json.decode(line)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""What a run's processes said about themselves, added up for its report."""
+"""Sums of the reports of a run's processes, for the report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_cost(done: Said, memory_sampling_s: float) -> dict[str, float]:
 
 
 def others_cores(run: Mapping[str, Any]) -> float:
-    """Cores that programs beside the run took of this machine in its timed part, on average."""
+    """The average number of cores that programs outside the run used in its timed part."""
     told = run["cpu_seconds"]
     ours = sum(sum(worker["cpu_seconds"].values()) for worker in run["workers"].values())
     ours += sum(seconds for name, seconds in told.items() if name != "machine")

@@ -1,7 +1,8 @@
-"""What the workers do, whatever the plane: rollout → reward and reference → trainer ranks (GRPO).
+"""The work of the workers, on any plane: rollout → reward and reference → trainer ranks (GRPO).
 
-Runs inside the worker processes. Each writes events: digests of what it wrote or read, so that the
-runner can compare the trainer's rows with what was put, and at the end where its time went.
+Runs inside the worker processes. Each writes events: digests of what it wrote or read, so that
+the runner can compare the trainer's rows with what was put, and at the end a summary of its
+time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NEVER_ZERO = 1e-6  # keeps a group of equal rewards at advantage 0
 
 
 def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
-    """A worker's life: attach, wait for the start, work, say how it went."""
+    """Run a worker: attach, wait for the start, work, and report."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
     work = Work(worker, attach(worker), pace.Pace(worker.job.pace))
     body = roles[worker.role](work)
@@ -44,7 +45,7 @@ def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
 
 
 def reward(work: Work) -> Iterator[None]:
-    """Score groups as they come: a number and its place on the response's last token."""
+    """Score groups as they arrive: a number, and its position on the response's last token."""
     prompts = work.job.generate()
 
     def scores(batch: Batch) -> Columns:
@@ -62,7 +63,7 @@ def reward(work: Work) -> Iterator[None]:
 
 
 def reference(work: Work) -> Iterator[None]:
-    """A reference model's stand-in: log-probs that depend on the tokens."""
+    """Stand in for a reference model: compute log-probs that depend on the tokens."""
 
     def log_probs(batch: Batch) -> Columns:
         tokens = batch.column("responses")
@@ -113,7 +114,7 @@ def at_the_end(reward: float, response: Array) -> Array:
 
 
 def train(work: Work) -> Iterator[None]:
-    """Read every byte of whole groups as they come, and compute the advantages of the step."""
+    """Read every byte of whole groups as they arrive, and compute the advantages of the step."""
     job = work.job
     prompts = job.generate()
     fields = job.stages()["train"]

@@ -1,8 +1,8 @@
 """`bench headline` and `bench links`: fixed sets of runs that show what a plane is for.
 
-The headline answers four questions from the runs alone, a sentence each: how long a step's
-transfers take through each plane, where rollout has hosts of its own and where it has not; what
-that is of a whole step; what each plane needs of memory; where a controller is faster.
+The headline answers four questions with one sentence each: how long a step's transfers take
+through each plane, with and without separate rollout hosts; what share of a step that is; how
+much memory each plane needs; and where a controller is faster.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def _without_links() -> Iterator[Job]:
 
 
 def sentences(runs: list[Run]) -> list[str]:
-    """The headline. The first trace has transfers, their share of a step, memory, and links of
-    usual nodes; the others have transfers and shares. Then runs without dedup, and where a
-    controller is faster."""
+    """The sentences of the headline. The first trace has transfers, their share of a step,
+    memory, and links of usual nodes; the others have transfers and shares. Then come runs
+    without dedup, and jobs in which a controller is faster."""
     linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r)]
     traces = list(_by_trace([run for run in linked if run["dedup"]]))
     told = [said for mine in traces for said in (_transfers(mine), _shares(mine))]

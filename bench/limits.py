@@ -1,8 +1,9 @@
-"""A limit on the memory of each host of a run: one memory cgroup (v1 or v2) a host.
+"""A memory limit for each host of a run: one memory cgroup (v1 or v2) per host.
 
-Runs in the runner. Groups are made below the runner's own, so that limits on it hold as well. All
-processes of a host are in its group from their first instruction on, and the kernel charges a page
-that several of them share once. Never a stand-in: where no group can be made, `NoLimits` says why.
+Runs in the runner. The groups are created below the runner's own, so that its limits still
+apply. All processes of a host are in its group from their first instruction, and the kernel
+charges a shared page once. There is no substitute: if no group can be created, `NoLimits` says
+why.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LAST_CHARGE = 4 << 20
 
 
 class NoLimits(RuntimeError):
-    """This machine lets the bench limit no memory; the message says what is in the way."""
+    """The bench cannot limit memory on this machine. The message says why."""
 
 
 class OutOfMemory(RuntimeError):
@@ -33,7 +34,7 @@ class OutOfMemory(RuntimeError):
 
 
 class MachineFull(RuntimeError):
-    """The kernel killed a process below its host's limit: the machine itself had no memory left,
+    """The kernel killed a process below its host's limit: the machine itself ran out of memory,
     which says nothing about the plane."""
 
 
@@ -81,17 +82,17 @@ class HostLimit:
         return ["/bin/sh", "-c", enter, str(self.path / "cgroup.procs"), *argv]
 
     def held_bytes(self) -> int:
-        """What the kernel charges the host for, without the file pages that it would give back."""
+        """The bytes that the kernel charges the host, without file pages that it could reclaim."""
         stat = _table(self.path / "memory.stat")
         usage = int((self.path / self.files.usage).read_text())
         return max(0, usage - stat[self.files.file_cache] + stat[self.files.shared])
 
     def kills(self) -> int:
-        """How many of the host's processes the kernel killed for want of memory."""
+        """How many of the host's processes the kernel killed because memory ran out."""
         return _table(self.path / self.files.kills)["oom_kill"]
 
     def met_limit(self) -> bool:
-        """Whether the host ever had as much as its limit: else a kill was not for that."""
+        """Whether the host ever reached its limit. Otherwise a kill had another cause."""
         if self.files is _V2:
             return _table(self.path / "memory.events")["max"] > 0
         # Its counter of refusals stays 0 on new kernels. The last charge asks for up to 2 MiB.
@@ -106,7 +107,7 @@ class HostLimit:
             swap.write_text(str(self.limit_bytes if self.files is _V1 else 0))
 
     def close(self) -> None:
-        """Remove the group, and whoever is left in it."""
+        """Remove the group, and kill the processes that are left in it."""
         deadline = time.monotonic() + _EMPTY_S
         while self.path.exists():
             for pid in (self.path / "cgroup.procs").read_text().split():
@@ -122,7 +123,7 @@ class HostLimit:
 
 @contextmanager
 def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
-    """A group a host, removed at the end. Raises NoLimits where the machine allows none."""
+    """One cgroup per host, removed at the end. Raises NoLimits if the machine allows none."""
     limits: list[HostLimit] = []
     try:
         try:
@@ -144,7 +145,7 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
 
 
 def check(limits: Sequence[HostLimit]) -> None:
-    """Raises OutOfMemory or MachineFull when the kernel has killed somebody on one of the hosts."""
+    """Raise OutOfMemory or MachineFull if the kernel has killed a process on one of the hosts."""
     for host, limit in enumerate(limits):
         if limit.kills():
             if not limit.met_limit():

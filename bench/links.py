@@ -1,8 +1,9 @@
-"""Hosts with links of their own, on one machine: a namespace a host, plugged into a bridge.
+"""Hosts with links of their own, on one machine: one network namespace per host, connected to a
+bridge.
 
-Everything lies in a network namespace of the bench's own, which the whole process enters first
-(`enter`): when it ends, in whatever way, the kernel takes bridge, links and hosts with it, and
-nothing of the machine is ever changed. Root is not needed where users may have namespaces.
+Everything is inside a network namespace of the bench, which the whole process enters first
+(`enter`). When it ends, for any reason, the kernel removes bridge, links and hosts, and nothing
+of the machine is ever changed. Root is not needed if users may create namespaces.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ NODE_CORES, NODE_BITS = 64, 100e9
 
 
 class NoNamespaces(Exception):
-    """This machine allows no hosts with links of their own; says why."""
+    """This machine allows no hosts with links of their own. The message says why."""
 
 
 def bits_per_second(rate: str) -> float:
-    """`400mbit`, as tc writes it: kbit, mbit or gbit. ValueError where tc would not take it, or
-    nobody could wait for it."""
+    """The bits per second of `400mbit`, in tc's notation: kbit, mbit or gbit. Raises ValueError
+    if tc would not accept it, or if it is too slow."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(kbit|mbit|gbit)", rate)
     if match is None:
         raise ValueError(f"{rate!r} is not a rate: use a rate such as 400mbit or 10gbit")
@@ -59,14 +60,14 @@ def bits_per_second(rate: str) -> float:
 
 
 def rated(rate: str) -> str:
-    """`520mbit`, as tc writes it, for people: `520 Mbit/s`."""
+    """The rate `520mbit` in tc's notation as text for people: `520 Mbit/s`."""
     number = rate.rstrip("kmgbit")
     return f"{number} {rate.removeprefix(number).capitalize()}/s"
 
 
 def fair_rate(hosts: int) -> str:
-    """The rate that a host's link has here if it is to its cores as 100 Gbit/s is to 64 cores, a
-    usual training node: `390mbit` for one of eight hosts on two cores."""
+    """The rate of a host's link here if it relates to the host's cores as 100 Gbit/s to 64
+    cores, a usual training node: `390mbit` for one of eight hosts on two cores."""
     cores = len(os.sched_getaffinity(0)) / hosts
     mbit = max(1.0, cores / NODE_CORES * NODE_BITS / 1e6)
     return f"{float(f'{mbit:.2g}'):g}mbit"
@@ -86,10 +87,8 @@ def inside() -> bool:
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
-    """Become `python -m module` with these arguments, in a network namespace of its own.
-
-    Returns where this process is in one already. NoNamespaces.
-    """
+    """Become `python -m module` with these arguments, in a new network namespace. Return if this
+    process is in one already. Raises NoNamespaces."""
     if inside():
         return
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
@@ -112,12 +111,12 @@ def enter(module: str, arguments: Sequence[str]) -> None:
 
 
 def address(host: int) -> str:
-    """By which the other hosts reach it."""
+    """The address at which other hosts reach a host."""
     return f"{_NET}.{_FIRST + host}"
 
 
 class Network:
-    """Hosts number 0 to n-1. A context manager: its hosts end with it."""
+    """The hosts, numbered 0 to n-1. A context manager: its hosts end with it."""
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
         """rate: of every link and direction, as `tc` writes it (`10gbit`); None: no limit."""
@@ -155,14 +154,14 @@ class Network:
         return ["nsenter", f"--net=/proc/{self._holders[host].pid}/ns/net", "--", *argv]
 
     def cut(self, host: int) -> None:
-        """Pull its cable: nothing arrives, and nobody is told."""
+        """Disconnect a host: nothing arrives, and no process is notified."""
         _run("ip", "link", "set", _port(host), "down")
 
     def heal(self, host: int) -> None:
         _run("ip", "link", "set", _port(host), "up")
 
     def carried(self) -> list[tuple[int, int]]:
-        """Bytes that came to each host over its link, and that left it, headers included."""
+        """The bytes that arrived at each host over its link, and that left it, with headers."""
         counted: dict[str, tuple[int, int]] = {}
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
             port, _, counters = line.partition(":")
@@ -204,7 +203,7 @@ class Network:
 
 
 class Traffic:
-    """What the links carry while the body runs, from their own counters, ten times a second."""
+    """The traffic of the links while the body runs, from their own counters, ten times a second."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -226,8 +225,9 @@ class Traffic:
         self._thread.join()
 
     def busiest(self) -> dict[str, Any]:
-        """The link that carried most. bytes: of both directions; busy_share: the share of 100 ms
-        in which either direction carried at least 80 % of its rate, None where it has none."""
+        """The link that carried most. bytes: of both directions. busy_share: the share of 100 ms
+        intervals in which either direction carried at least 80 % of its rate, None without a
+        rate."""
         pairs = zip(self._before, self._after, strict=True)
         moved = [(new[0] - old[0], new[1] - old[1]) for old, new in pairs]
         host = max(range(len(moved)), key=lambda h: sum(moved[h]))

@@ -1,4 +1,5 @@
-"""What the figures were measured on. Ratios travel between machines; absolutes do not."""
+"""The machine on which figures were measured. Ratios travel between machines, absolute figures
+do not."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with `+` if files were changed since; "" without a checkout or git."""
+    """The commit of this checkout, with `+` if files were changed since; "" without a checkout
+    or git."""
     if shutil.which("git") is None:
         return ""
     said = subprocess.run(
@@ -65,7 +67,7 @@ def _chosen(path: str) -> str:
 
 
 def memory_bytes() -> int:
-    """What the host has, or what the memory cgroup allows where that is less."""
+    """The memory of the host, or the limit of the memory cgroup if that is lower."""
     total = int(_line("/proc/meminfo", "MemTotal").split()[0]) * 1024
     for path in _CGROUP_LIMITS:
         if path.exists() and (text := path.read_text().strip()).isdigit():
@@ -74,7 +76,7 @@ def memory_bytes() -> int:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

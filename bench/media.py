@@ -1,7 +1,8 @@
-"""Contents: cheap, seeded, different for every value, and known again by a digest.
+"""Contents: cheap, seeded, different for every value, and identified by a digest.
 
-A value is one random block of 16 KiB, repeated, each repetition XORed with its number: so it costs
-a memory write to make, holds valid token ids and finite floats, and no two of its blocks are equal.
+A value is one random block of 16 KiB, repeated, and each repetition is XORed with its number. It
+therefore costs a memory write to make, holds valid token ids and finite floats, and no two of
+its blocks are equal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MANTISSA = 1 << 23
 
 
 class Source:
-    """Makes the values of one rollout worker. Media lie in a buffer that the next prompt reuses."""
+    """Makes the values of one rollout worker. Media are in a buffer that the next prompt reuses."""
 
     def __init__(self, seed: int, media_bytes: int = 0) -> None:
         """media_bytes: of the prompt with the largest media."""
@@ -33,7 +34,7 @@ class Source:
         self._media = np.ones(media_bytes // 4, np.uint32)
 
     def column(self, field: Field, prompt: Prompt) -> list[Array]:
-        """One value a row; a shared value is one array, n times."""
+        """One value per row. A shared value is one array, n times."""
         samples = range(len(prompt.samples))
         if field.shared:
             return [self.value(field, prompt, 0)] * len(samples)

@@ -1,9 +1,9 @@
-"""How much memory each process of a run takes, sampled about ten times a second by the runner.
+"""The memory of each process of a run, sampled about ten times a second by the runner.
 
-A process counts with its proportional set size without shared memory; arenas (memfds, and Ray's
-object stores in /dev/shm) count once, for the first process that has them, with the pages that
-exist, whoever maps them. Never summed RSS. A host with a limit (bench.limits) counts with what the
-kernel charges it for.
+A process counts with its proportional set size without shared memory. Arenas (memfds, and Ray's
+object stores in /dev/shm) count once, for the first process that has them, with their resident
+pages, whichever processes map them. RSS is never summed. A host with a limit (bench.limits)
+counts with what the kernel charges it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARENAS = ("/memfd:", "/dev/shm/plasma")
 
 
 def process_bytes(pid: int) -> int:
-    """Private and file-backed PSS of a process; 0 once it is gone."""
+    """Private and file-backed PSS of a process; 0 once it has exited."""
     try:
         with Path(f"/proc/{pid}/smaps_rollup").open() as rollup:
             fields = dict(line.split(":", 1) for line in rollup if ":" in line and "kB" in line)
@@ -52,7 +52,7 @@ def memfds(pid: int) -> dict[tuple[int, int], int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Child processes and all below them, where the kernel tells them."""
+    """Child processes and all their descendants, as far as the kernel lists them."""
     found = [pid]
     for parent in found:  # grows while it is walked
         found += _children(parent)
@@ -68,7 +68,7 @@ def _children(pid: int) -> list[int]:
 
 
 class Sampler:
-    """Keeps the curve and the peak of every process, of the arenas and of their sum."""
+    """Records the curve and the peak of every process, of the arenas and of their sum."""
 
     def __init__(
         self, pids: Callable[[], dict[str, int]], limits: Sequence[HostLimit] = ()
@@ -123,7 +123,7 @@ class Sampler:
                 return
 
     def sample(self, processes: bool = True) -> None:
-        """One look at the hosts' counters and, unless told not to, at all processes."""
+        """Sample the hosts' counters and, unless told not to, all processes."""
         with self._looking:
             self._sample(processes)
 
@@ -162,7 +162,8 @@ class Sampler:
 
 
 def oom_kills() -> int:
-    """How often the kernel's OOM killer has struck on this machine (memory cgroups included)."""
+    """How often the kernel's OOM killer has killed a process on this machine, memory cgroups
+    included."""
     try:
         with Path("/proc/vmstat").open() as counters:
             return next((int(x.split()[1]) for x in counters if x.startswith("oom_kill ")), 0)

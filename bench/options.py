@@ -1,7 +1,7 @@
-"""Types of options, for argparse: what is wrong is refused before anything starts.
+"""Types of options for argparse, which refuse invalid values before anything starts.
 
-So is what no machine can hold: a number of anything that is kept has an end (`up_to`), and the
-message says which and why.
+They also refuse what no machine can hold: every number of things that are kept has a limit
+(`up_to`), and the message says which and why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def count(text: str) -> int:
 
 
 def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Callable[[str], int]:
-    """As `parse` (or `count`), and no more than `most`. why: what there is no room or time for."""
+    """As `parse` (or `count`), but at most `most`. why: the reason for the limit."""
 
     def bounded(text: str) -> int:
         value = (parse or count)(text)
@@ -74,7 +74,7 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time: more than 0, a day at most."""
+    """A time in seconds: more than 0, at most a day."""
     value = _number(text)
     if not 0 < value <= _DAY_S:
         raise ArgumentTypeError(
@@ -84,7 +84,7 @@ def seconds(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """More than 0, and neither so small nor so large that no clock could count with it."""
+    """A number above 0, within the range that clocks can handle."""
     value = _number(text)
     if not _LEAST <= value <= _MOST:
         raise ArgumentTypeError(f"{text!r} is not valid: use a number from {_LEAST:g} to {_MOST:g}")

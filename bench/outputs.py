@@ -1,6 +1,5 @@
-"""The files that commands write: looked at before anything starts, so that an hour of measuring
-never ends in a path that cannot be written.
-"""
+"""The files that commands write. They are tested before anything starts, so that an hour of
+measuring never ends with a path that cannot be written."""
 
 from __future__ import annotations
 
@@ -17,18 +16,19 @@ _ROOM_BYTES = 64 * 1024  # of a small report: on a full disk files can be made, 
 
 
 class NotWritten(RuntimeError):
-    """A report that could be written when the command began, and cannot now: the disk is full."""
+    """A report cannot be written, although it could when the command started: the disk may be
+    full."""
 
 
 def output(text: str) -> Path:
-    """A file that can be written, in a folder that is made where it is missing."""
+    """A file that can be written, in a folder that is created if missing."""
     path = Path(text)
     _try(path)
     return path
 
 
 def report(text: str) -> Path:
-    """A JSON file; the page beside it, of the same name, can be written too."""
+    """A JSON file. Its page, with the same name, can be written too."""
     path = Path(text)
     if path.suffix == PAGE:
         raise ArgumentTypeError(
@@ -45,7 +45,7 @@ def write_json(path: Path, told: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole: whoever is stopped meanwhile leaves the one before. Raises NotWritten."""
+    """Write a whole file. An interrupted write leaves the previous file. Raises NotWritten."""
     with replacing(path) as partial:
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
@@ -53,8 +53,8 @@ def write(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` when the body is done. A body that breaks
-    off leaves nothing behind. Raises NotWritten."""
+    """A file to write, which replaces `path` when the body ends. A body that raises leaves
+    nothing behind. Raises NotWritten."""
     special = _special(path)
     partial = path if special else _partial(path)
     try:

@@ -1,4 +1,5 @@
-"""Recorded time, replayed at a speed: who sleeps, and how long a run takes without a plane."""
+"""Replaying recorded time at a given speed: which workers sleep, and how long a run takes
+without a plane."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ OPTIMISER_SECONDS = 2.0  # A: a step
 
 
 class Pace:
-    """A worker's clock of recorded time. With speed 0 nothing is waited for."""
+    """A worker's clock of recorded time. With speed 0 it never waits."""
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
@@ -25,12 +26,12 @@ class Pace:
         self._zero = time.monotonic()
 
     def until(self, recorded: float) -> None:
-        """Until so much recorded time has passed since the restart."""
+        """Wait until this much recorded time has passed since the restart."""
         if self._speed:
             self._sleep(self._zero + recorded / self._speed - time.monotonic())
 
     def spend(self, recorded: float, since: float | None = None) -> None:
-        """Work that takes so much recorded time. since: when it began, if not now."""
+        """Do work that takes this much recorded time. since: when it started, if not now."""
         if self._speed:
             spent = 0.0 if since is None else time.monotonic() - since
             self._sleep(recorded / self._speed - spent)
@@ -54,7 +55,7 @@ def train_seconds(prompt: Prompt) -> float:
 
 
 def optimiser_seconds(prompts: Sequence[Prompt]) -> float:
-    """Of a step with these prompts."""
+    """The optimiser's seconds of a step with these prompts."""
     times = prompts[0].times if prompts else None
     return times.optimiser if times else OPTIMISER_SECONDS
 
@@ -76,8 +77,8 @@ class _Servers:
 
 
 def ideal_seconds(job: Job) -> float:
-    """How long a paced run takes when nothing but recorded time passes: planes and checks cost
-    nothing. 0 where the run waits for no recorded time."""
+    """How long a paced run takes if planes and checks cost nothing. 0 if the run waits for no
+    recorded time."""
     return recorded_seconds(job) / job.pace if job.pace else 0.0
 
 

@@ -1,7 +1,7 @@
-"""What a peer on this machine is started with: its ports, its command line, its token.
+"""How the bench starts peers on this machine: their ports, command line and token.
 
-Ports are taken from below those that systems hand out (Linux: 32768 and up): there a connection of
-anybody's could take one between the look and the start.
+Ports are below the range that systems assign (Linux: from 32768), where another connection could
+take one between the check and the start.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ATTEMPTS = 1_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now. All are held until all are known, so that they differ.
-    OSError where hardly any is."""
+    """Free ports of loopback. All are held until all are found, so that they differ. Raises
+    OSError if there are too few."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for _ in range(ATTEMPTS):
@@ -34,7 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_addresses(count: int) -> list[str]:
-    """The same, as peers take them."""
+    """The same ports as addresses of peers."""
     return [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
 
 
@@ -44,7 +44,7 @@ def peer_command(name: str, run: str, *options: str) -> list[str]:
 
 
 def token_file(folder: Path, token: str = "") -> Path:
-    """A file with a cluster token, a new one unless given, as `$DATAPLANE_TOKEN_FILE` takes it."""
+    """A file with a cluster token, created unless `$DATAPLANE_TOKEN_FILE` names one."""
     from dataplane.launch.token import new_token
 
     path = folder / "token"

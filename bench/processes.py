@@ -1,7 +1,7 @@
-"""The processes and files of a run: started together, listened to, and never left behind.
+"""The processes and files of a run: started together, watched, and always removed.
 
 Each process has its own session and log file, and asks the kernel to be killed when the runner
-dies, so that no process outlives a run, not even one whose runner was killed with -9.
+dies. No process outlives a run, even if the runner was killed with -9.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOCK = "lock"
 
 
 class ProcessDied(RuntimeError):
-    """A process ended that should not have, or with an exit code other than 0."""
+    """A process exited early, or with an exit code other than 0."""
 
     def __init__(self, name: str, returncode: int, log: str, services: str = "") -> None:
         told = f"{name} ended with {_how(returncode)}; its last log lines:\n{log or '  (none)'}"
@@ -54,8 +54,8 @@ def _how(returncode: int) -> str:
 def run_folder() -> Iterator[Path]:
     """A folder for a run's sockets and logs, removed when the body ends.
 
-    A runner that is killed with -9 leaves its folder. The next runner removes it: a folder whose
-    lock nobody holds belongs to no living runner.
+    A runner that is killed with -9 leaves its folder. The next runner removes every folder whose
+    lock no process holds.
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
         with suppress(OSError), lock.open() as left:  # OSError: its runner lives, or removes it
@@ -68,7 +68,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def die_with(parent: int) -> None:
-    """Called in a child: the kernel kills this process when `parent` dies."""
+    """Have the kernel kill this process when `parent` dies. Called in a child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         raise SystemExit("the runner has ended")
@@ -76,7 +76,7 @@ def die_with(parent: int) -> None:
 
 @dataclass(slots=True)
 class Member:
-    """One process. `done` once it said so; from then on it may end."""
+    """One process. `done`: it has reported that it finished, so it may exit."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -92,7 +92,7 @@ class Member:
 
 @dataclass(slots=True)
 class Crew:
-    """All processes of one run; a context manager that ends them, in whatever way it is left."""
+    """All processes of one run. A context manager that ends them, however it is left."""
 
     folder: Path
     members: dict[str, Member] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Crew:
         env: Mapping[str, str] | None = None,
         speaks: bool = True,
     ) -> None:
-        """Start a process. One that speaks writes events to its stdout; stderr is its log."""
+        """Start a process. One that speaks writes events to stdout; stderr is its log."""
         log = self.folder / f"{name}.log"
         path = os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as out:
@@ -137,14 +137,14 @@ class Crew:
         }
 
     def account(self) -> str:
-        """Who was stopped, by SIGSTOP or a debugger, and the ends of all logs."""
+        """The processes that were stopped by SIGSTOP or a debugger, and the ends of all logs."""
         stopped = [name for name, pid in self.pids().items() if _state(pid) in ("T", "t")]
         told = [f"\n{name} is suspended, and nothing has resumed it" for name in stopped]
         told += [f"\n{m.name}:\n{tail}" for m in self.members.values() if (tail := m.tail())]
         return "".join(told)
 
     def endings(self) -> list[str]:
-        """A sentence for each process that ended out of turn, or with an exit code other than 0."""
+        """A sentence for each process that exited early, or with an exit code other than 0."""
         ended = [m for m in self.members.values() if m.process.poll() is not None]
         return [
             f"{m.name} ended with {_how(m.process.returncode)}"
@@ -174,7 +174,7 @@ class Crew:
             stdin.flush()
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """What was said within a tick. Raises ProcessDied when somebody ended out of turn."""
+        """The events of one tick. Raises ProcessDied if a process exited early."""
         said: list[tuple[str, dict[str, Any]]] = []
         ended = [m for m in self.members.values() if m.process.poll() is not None]
         timeout = 0 if any(not m.done for m in ended) else _TICK_S
@@ -205,7 +205,8 @@ class Crew:
         return said
 
     def end(self) -> None:
-        """End all: services that never speak are asked first, then every session is killed."""
+        """End all processes: first ask services that never write events, then kill every
+        session."""
         running = [m for m in self.members.values() if m.process.returncode is None]
         services = [m for m in running if not m.speaks]
         for member in services:

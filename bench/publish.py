@@ -1,7 +1,7 @@
 """`bench publish`: the pictures and tables of README, docs/performance.md and docs/choosing.md.
 
-All come from one report. It is kept beside the pictures, without what no picture or table shows. A
-test makes everything from it again and compares, so that a page never shows figures of two days.
+All come from one report, which is stored with the pictures, without what is not shown. A test
+generates everything from it again and compares, so a page never shows figures of two days.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def publish(root: Path, whole: Report) -> list[Path]:
 
 
 def trimmed(told: Report) -> dict[str, Any]:
-    """The report without what nothing that is published shows."""
+    """The report without what no published picture or table shows."""
     runs = []
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
@@ -85,7 +85,7 @@ def trimmed(told: Report) -> dict[str, Any]:
 
 
 def filled(text: str, made: Mapping[str, str]) -> str:
-    """A page whose blocks have these contents. KeyError where it has one that is not made."""
+    """A page with these contents in its blocks. Raises KeyError for a block without contents."""
     return _BLOCK.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
 
 

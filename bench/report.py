@@ -1,4 +1,4 @@
-"""What people and programs get to see of the runs: a table, a progress bar, a JSON file."""
+"""The results of runs for people and programs: a table, a progress bar, a JSON file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def table(runs: list[Run], machine: dict[str, Any]) -> Table:
 
 
 def cells(run: Run) -> dict[str, str]:
-    """What a table says of a run, by its columns."""
+    """The cells of a run in the table, by column."""
     nbytes = max(run["peak_memory_bytes"].values(), default=0)
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
@@ -87,7 +87,7 @@ def _switch(on: bool) -> str:
 
 
 def show(console: Console, runs: list[Run], headline: list[str], machine: dict[str, Any]) -> None:
-    """The table, what the bench itself cost, what went wrong, and last the headline."""
+    """Show the table, the cost of the bench itself, failures, and last the headline."""
     console.print(table(runs, machine))
     console.print(
         "A step is timed from the end of the previous step. Steady: median and range of all steps "
@@ -130,7 +130,7 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
 
 
 def label(run: Mapping[str, Any]) -> str:
-    """Which run of a report, or which job."""
+    """The name of a run in a report, or of a job."""
     where = "apart, " if run["apart"] else "phased, " if run["phased"] else ""
     dedup = f"dedup {_switch(run['dedup'])}"
     link = f"{run['link']} links" if run["link"] else "no link limit"
@@ -140,7 +140,7 @@ def label(run: Mapping[str, Any]) -> str:
 
 
 def first_line(error: str) -> str:
-    """What went wrong, without the logs that follow it."""
+    """The failure without the logs that follow it."""
     return error.partition("\n")[0].rstrip(".;:")
 
 
@@ -159,6 +159,6 @@ def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Repor
 def write(
     path: Path, runs: list[Run], headline: list[str], machine: dict[str, Any], command: str
 ) -> None:
-    """The same as JSON, and the command that made it."""
+    """Write the same as JSON, with the command that made it."""
     told = {"headline": headline, "runs": runs, "machine": machine, "command": command}
     outputs.write_json(path, told)

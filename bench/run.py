@@ -1,8 +1,9 @@
-"""One run after the other: start a plane's services and the workers, listen, check, add up.
+"""Executes runs one after the other: start a plane's services and the workers, collect events,
+check, add up.
 
-A run ends `ok` only when every row reached a trainer with the content that was put; a worker that
-dies, a deadline or the kernel's OOM killer end it with `error` or `oom` and the last log lines. The
-logs of a run that ends with `error` are kept.
+A run ends with `ok` only if every row reached a trainer with the content that was put. A worker
+that dies, a deadline or the kernel's OOM killer ends it with `error` or `oom` and the last log
+lines. The logs of a run that ends with `error` are kept.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Progress = Callable[[int, int], None]  # rows trained, rows expected
 
 
 class RunTimeout(RuntimeError):
-    """The run was not over at its deadline."""
+    """The run did not finish before its deadline."""
 
 
 def execute(job: Job, progress: Progress) -> dict[str, Any]:
-    """One run, as a plain dict for the report."""
+    """Execute one run, and return it as a plain dict for the report."""
     with run_folder() as folder:
         job = prepared(job, folder)
         prompts = job.generate()

@@ -1,4 +1,4 @@
-"""`bench run`: its options, and a run for each trace, plane and way asked for."""
+"""`bench run`: its options, and one run for each trace, plane and setting."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _default(options: argparse.Namespace, recording: Recording | None) -> None:
 
 
 def told(recording: Recording) -> list[str]:
-    """What a reader of a replay should know of the recording."""
+    """What a reader of a replay should know about the recording."""
     took = median(recording.step_seconds)
     lines = [
         (

@@ -1,4 +1,4 @@
-"""What every worker's part of the flow stands on: its end of the plane, its clocks, its orders."""
+"""What every worker uses: its connection to the plane, its clocks, its orders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bench.planes.base import Array, Batch, Endpoint, Job, Worker
 
 
 class Clock:
-    """Seconds by activity, on the clock and of processors.
+    """Seconds by activity, elapsed and of processors.
 
-    What nothing else claims is the plane's: putting, waiting, acking.
+    Time that no other activity claims belongs to the plane: putting, waiting, acking.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Orders:
         self._version = self._rolled = -1
 
     def wait_for_policy(self, version: int) -> None:
-        """Until the trainers have finished `version` steps; 0 is the start of the run."""
+        """Wait until the trainers have finished `version` steps; 0 is the start of the run."""
         while self._version < version:
             self._hear()
 
     def wait_for_rollout(self, step: int) -> None:
-        """Until all rollout workers have finished the step."""
+        """Wait until all rollout workers have finished the step."""
         while self._rolled < step:
             self._hear()
 
@@ -67,7 +67,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One worker at work."""
+    """A worker and its tools."""
 
     worker: Worker
     endpoint: Endpoint
@@ -85,7 +85,7 @@ class Work:
         self.pace.spend(recorded, came if self.job.is_recorded else None)
 
     def batches(self, step: int) -> Iterator[Batch]:
-        """The stage's batches; the wait for each is the clock's `claim`."""
+        """The stage's batches. The wait for each counts as `claim`."""
         if self.job.phased:
             with self.clock.timing("phase"):
                 self.orders.wait_for_rollout(step)
@@ -100,7 +100,7 @@ class Work:
 
 
 def digests(values: Sequence[Array]) -> list[int]:
-    """A digest a row. Rows that share their memory (address, shape, dtype) are read once."""
+    """One digest per row. Rows that share their memory (address, shape, dtype) are read once."""
     read: dict[tuple[int, tuple[int, ...], str], int] = {}
     found = []
     for value in values:

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, which fetches nothing; and its pictures."""
+"""The report as one self-contained HTML file, and its pictures."""
 
 from bench.page.document import load, write
 

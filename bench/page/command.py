@@ -1,4 +1,4 @@
-"""`python -m bench report`: a page from reports that other commands wrote."""
+"""`python -m bench report`: makes a page from reports that other commands wrote."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def register(commands: Any) -> None:
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
-    """0: written; 2: no report, or a page that would take the place of a report."""
+    """Return 0 if the page was written, and 2 for a file that is no report, or a page that would
+    replace a report."""
     told = _perform(options)
     if told:
         Console(stderr=True).print(f"python -m bench: {told}", markup=False, soft_wrap=True)

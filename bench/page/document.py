@@ -1,4 +1,4 @@
-"""One HTML file from reports in JSON: what came out, pictures, figures, machines and commands."""
+"""One HTML file from JSON reports: results, pictures, figures, machines and commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAGE = Template("""<!doctype html>
 
 
 def load(path: Path) -> Report:
-    """A report that a command of the bench wrote. ValueError where it is something else."""
+    """Load a report that a command of the bench wrote. Raises ValueError for any other file."""
     try:
         told = json.loads(path.read_text(), parse_constant=_no_figure)
     except ValueError as exc:
@@ -56,8 +56,8 @@ def write(path: Path, reports: Sequence[Report]) -> None:
 
 
 def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:
-    """A file a panel and theme: memory-light.svg, memory-dark.svg, those of a second panel
-    memory-2-light.svg. Raises OSError."""
+    """Return one file per panel and theme: memory-light.svg, memory-dark.svg, and
+    memory-2-light.svg for a second panel. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for figure in found:

@@ -1,7 +1,7 @@
-"""What is drawn of runs, and what a reader sees in it.
+"""The drawings of runs, and the sentences below them.
 
-Only runs that did the same work are set beside each other: the same rows, bytes, columns, hosts,
-links and limit. Over hosts it is the same work a host.
+Only runs that did the same work are compared: the same rows, bytes, columns, hosts, links and
+limit. Over hosts, it is the same work per host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gib(nbytes: float) -> str:
 
 
 def label(run: Run, among: Sequence[Run]) -> str:
-    """The plane, and of the settings those in which the runs differ."""
+    """The plane, and those settings in which the runs differ."""
     parts = [run["plane"]]
     if differ(among, "dedup"):
         parts.append(f"dedup {switch(run['dedup'])}")
@@ -93,7 +93,7 @@ def _job(run: Run, runs: Sequence[Run]) -> str:
 
 
 def step(run: Run) -> tuple[float, str] | None:
-    """Seconds of a step, and of which: a steady one, else the first, which is cold."""
+    """The seconds of a step, and which step: a steady one, else the first, which is cold."""
     if run["status"] != "ok":
         return None
     steady = steady_seconds(run)

@@ -1,11 +1,11 @@
-"""The interface between the bench and a plane: what the runner starts, and what a worker holds.
+"""The interface between the bench and a plane: what the runner starts, and what a worker uses.
 
-The runner sees a `Plane` (services to start, where workers find them, what they moved); a worker
-sees an `Endpoint` (put rows, take batches). Neither side ever sees another plane's types.
+The runner uses a `Plane` (services to start, their addresses, what they moved), and a worker uses
+an `Endpoint` (put rows, take batches). Neither side sees another plane's types.
 
-A run is `Job.steps` steps. Prompts are numbered through all of them; each belongs to one step, and
-the rows of a step meet only rows of the same step. Stages: `reward` and `reference` add fields to
-whole groups, `train` gets a group when both have; see `Job.phases`.
+A run is `Job.steps` steps. Prompts are numbered through all steps. Each belongs to one step, and
+rows meet only rows of the same step. Stages: `reward` and `reference` add fields to whole
+groups, and `train` gets a group that has both; see `Job.phases`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: what is asked for, and all that a service or a worker must know, as JSON."""
+    """One run: its settings, and everything that a service or a worker must know, as JSON."""
 
     plane: str
     trace: str
@@ -60,7 +60,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """Rows of a group."""
+        """The number of rows of a group."""
         return len(self.generate()[0].samples)
 
     def generate(self) -> Sequence[Prompt]:
@@ -131,10 +131,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """Payload bytes that a plane copied; a copy between hosts counts as `across`, and only so.
-
-    pulled, sent: of those, the ones that came to each host and that left it, where it is known.
-    """
+    """Payload bytes that a plane copied. A copy between hosts counts only as `across`. pulled,
+    sent: of those, the bytes that arrived at each host and that left it, if known."""
 
     copied_in: int = 0
     across: int = 0
@@ -162,11 +160,11 @@ class Service:
 
 
 class Batch(ABC):
-    """Rows that a stage holds. Values stay valid until the next batch is asked for."""
+    """The rows of a stage. Values are valid until the next batch is requested."""
 
     @abstractmethod
     def column(self, field: str) -> Sequence[Array]:
-        """One array a row, read-only."""
+        """One read-only array per row."""
 
     def buffers(self, field: str) -> Sequence[Array]:
         """The same values as contiguous arrays, as large as the plane has them."""
@@ -174,11 +172,12 @@ class Batch(ABC):
 
     @abstractmethod
     def add(self, columns: Columns) -> None:
-        """New fields for these rows, once."""
+        """Add new fields to these rows, once."""
 
     @abstractmethod
     def drop(self, prompts: Collection[int]) -> None:
-        """Free these groups: no stage gets them any more. The batch is the other groups."""
+        """Free these groups, so that no stage gets them any more. The batch keeps the other
+        groups."""
 
     def rows(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each row, as the rollout worker wrote them into `uid`."""
@@ -205,30 +204,28 @@ class Group(Batch):
 
 
 class Endpoint(ABC):
-    """A worker's end of a plane."""
+    """A worker's connection to a plane."""
 
     @abstractmethod
     def put(self, step: int, prompt: int, columns: Columns) -> None:
-        """One whole group. The caller may overwrite the arrays afterwards."""
+        """Put one whole group. The caller may overwrite the arrays afterwards."""
 
     @abstractmethod
     def finish(self, step: int) -> None:
-        """This rollout worker has put all its groups of the step."""
+        """Note that this rollout worker has put all its groups of the step."""
 
     @abstractmethod
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        """Batches of a stage until the step is drained: whole groups, for `train` one at a time.
-
-        Asking for the next batch says that the last one is done.
-        """
+        """Batches of a stage until the step has no more: whole groups, for `train` one at a
+        time. Requesting the next batch finishes the last one."""
 
     def moved(self) -> Moved:
-        """What this end copied, for planes whose services cannot know it."""
+        """What this endpoint copied, for planes whose services cannot count it."""
         return Moved()
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the plane in order."""
+        """Disconnect from the plane."""
 
 
 class Plane(ABC):
@@ -243,7 +240,7 @@ class Plane(ABC):
 
     @classmethod
     def missing(cls) -> list[str]:
-        """Those of its packages that are not installed."""
+        """Its packages that are not installed."""
         return [package for package in cls.packages if version(package) is None]
 
     @abstractmethod
@@ -251,18 +248,19 @@ class Plane(ABC):
 
     @abstractmethod
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        """Whether workers can attach now. `ready` holds the ready events of services that speak."""
+        """Whether workers can attach now. `ready` has the ready events of services that write
+        events."""
 
     @abstractmethod
     def address(self, host: int) -> dict[str, Any]:
-        """What a worker on this host needs in order to attach."""
+        """What a worker on this host needs to attach."""
 
     def rolled(self, step: int) -> None:  # noqa: B027  # many planes need not know it
-        """All rollout workers have finished the step: it gets no further rows."""
+        """Note that all rollout workers have finished the step, so it gets no further rows."""
 
     @abstractmethod
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """What was moved, asked when all workers are done. `done`: every process's last event."""
+        """What was moved, after all workers have finished. `done`: every process's last event."""
 
     def messages(self) -> Counts | None:
         """Messages so far by kind, between services and at their local doors, if it counts them."""
@@ -270,9 +268,9 @@ class Plane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what the runner itself holds of this plane."""
+        """Release what the runner itself holds of this plane."""
 
     @classmethod
     @abstractmethod
     def attach(cls, worker: Worker) -> Endpoint:
-        """Called in the worker process."""
+        """Attach a worker process. Called in that process."""

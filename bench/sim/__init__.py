@@ -1,5 +1,5 @@
-"""A discrete-event model of both designs: fitted on small runs, checked on larger ones.
+"""A discrete-event model of both designs, fitted on small runs and checked on larger ones.
 
-Then it is carried to clusters that no test machine has. What it says of those is a model, and is
-called one.
+It is then applied to clusters that no test machine has. Its results for those are a model, and
+are labelled so.
 """

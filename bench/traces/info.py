@@ -1,4 +1,4 @@
-"""What is in a trace: a table of its distributions."""
+"""The contents of a trace: a table of its distributions."""
 
 from __future__ import annotations
 

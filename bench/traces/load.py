@@ -61,7 +61,7 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
 
 
 def recorded_job(paths: Sequence[Path]) -> Recording | None:
-    """What `dataplane record` recorded, if it is that. Raises TraceError."""
+    """Return the recording of `dataplane record`, or None for other files. Raises TraceError."""
     if not recordings.is_recording(paths[0]):
         return None
     if len(paths) > 1:
@@ -82,12 +82,12 @@ def _check_replay(path: Path, task: Task, recording: Recording) -> None:
 
 
 def names_task(path: Path) -> bool:
-    """Whether a file says of which task it is, or needs none. Raises TraceError."""
+    """Whether a file names its task, or needs none. Raises TraceError."""
     return recordings.is_recording(path) or is_parquet(path)
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins as Parquet does. Raises TraceError where it cannot be read."""
+    """Whether a file starts like a Parquet file. Raises TraceError if it cannot be read."""
     if path.is_dir():
         return False
     try:
@@ -100,7 +100,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
-    """The first prompts of the first steps, numbered anew."""
+    """The first prompts of the first steps, renumbered."""
     taken: Counter[int] = Counter()
     kept: list[Prompt] = []
     for prompt in prompts:

@@ -66,7 +66,7 @@ SCHEMA = pyarrow.schema(
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be used: which, where, and why."""
+    """A trace file that cannot be used: its path and line, and the reason."""
 
     def __init__(self, path: Path, why: str, line: int | None = None) -> None:
         super().__init__(f"{path}:{line}: {why}" if line else f"{path}: {why}")
@@ -81,8 +81,8 @@ def write(
     prompts: Iterable[Prompt],
     tick: Callable[[int], None] = lambda rows: None,
 ) -> None:
-    """Write a trace; a file that was there is replaced once all is written. The folder must be
-    there. tick(rows): so many are written. Raises NotWritten."""
+    """Write a trace. An existing file is replaced once the new one is complete. The folder must
+    exist. tick(rows): called with the number of rows written. Raises NotWritten."""
     metadata = {b"bench.trace": _FORMAT, b"task": task.encode(), b"seed": str(seed).encode()}
     schema = SCHEMA.with_metadata(metadata)
     with (

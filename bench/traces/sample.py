@@ -1,6 +1,6 @@
-"""What a trace is made of: prompts, the samples that were drawn from each, their turns and media.
+"""The parts of a trace: prompts, the samples drawn from each, their turns and media.
 
-Lengths are in tokens and times in seconds, as recorded or as drawn; nothing here holds contents.
+Lengths are in tokens and times in seconds, as recorded or drawn. There are no contents here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ PATCH_VALUES = 1176  # 2 frames × 3 channels × 14 × 14 pixels: one row of pix
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One go of the model. A tool call that ends it takes `tool_seconds` and answers so much."""
+    """One turn of the model. The tool call that ends it takes `tool_seconds` and returns this
+    many tokens."""
 
     tokens: int
     seconds: float = 0.0  # of the engine
@@ -23,7 +24,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response: what the model wrote and what tools answered, in turns."""
+    """One response: what the model wrote and what tools returned, in turns."""
 
     turns: tuple[Turn, ...]
     reward: float = 0.0

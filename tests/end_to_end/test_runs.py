@@ -327,7 +327,7 @@ def test_fresh_ends_what_another_launch_left_and_once(launch: Launch) -> None:
     old.communicate()
     before = living()["grpo"]
     first = launch("run=grpo", "fresh=1")
-    assert line(first).startswith("ended run 'grpo', started ")
+    assert line(first).startswith("run 'grpo': ended, started ")
     assert line(first).startswith("started run 'grpo'") and line(first).endswith(" 2")
     after = living()["grpo"]
     assert after != before
@@ -356,7 +356,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
         assert "step-0" not in plane.partitions()
         who = f'(pid {os.getpid()}) with connect(fresh="force"), with 2 rows and 1 client'
         assert who in (run_dir / "grpo" / "embedded.log.old").read_text()
-        assert "ended run 'grpo', started " in caplog.text and f"(pid {step.pid}, " in caplog.text
+        assert "run 'grpo': ended, started " in caplog.text and f"(pid {step.pid}, " in caplog.text
         assert "starts empty" not in caplog.text  # as it was asked to
         told = step.communicate("\n")[0]
         assert not told.startswith("read")
@@ -395,7 +395,7 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
         assert said.levelname == "WARNING"
         assert "the run starts empty: its last peer 'embedded'" in said.getMessage()
         assert re.search(
-            r"was killed; \S+ m?s ago it had 3 rows. See its log, .*embedded.log.old", caplog.text
+            r"was killed. It had 3 rows \S+ m?s ago. See its log, .*embedded.log.old", caplog.text
         )
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 

@@ -40,7 +40,7 @@ async def test_only_the_process_that_began_a_session_joins_it(sessions: Sessions
     assert Owner("a", 3 << 40 | 5).has_session(mine.id) and not Owner("b", 6).has_session(mine.id)
     assert sessions.join(mine.id, pid, pid) is mine
     for session_id, other in ((mine.id, os.getppid()), (mine.id + 2, pid)):
-        with pytest.raises(ClientClosed, match="connect again"):
+        with pytest.raises(ClientClosed, match="call dataplane.connect"):
             sessions.join(session_id, other, other)
 
 
@@ -50,7 +50,7 @@ async def test_clients_of_other_pid_namespaces_are_told_apart(sessions: Sessions
     assert one.label != other.label and not one.is_of(other) and one.is_of(one)
     assert one.label == "pid 7 in another container on host a (client 1)"
     assert sessions.join(one.id, 0, 7) is one
-    with pytest.raises(ClientClosed, match="connect again"):
+    with pytest.raises(ClientClosed, match="call dataplane.connect"):
         sessions.join(one.id, 0, 8)
 
 

@@ -1,4 +1,4 @@
-{{/* A pod's name is its peer's, which has 32 letters at most: NAME-joined-999. */}}
+{{/* A pod's name is also its peer's name, which has at most 32 letters: NAME-joined-999. */}}
 {{- define "dataplane.name" -}}
 {{- .Release.Name | trunc 20 | trimSuffix "-" -}}
 {{- end -}}
@@ -20,7 +20,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- else }}{{ $number }}{{ end -}}
 {{- end -}}
 
-{{/* What a pod needs: the arena counts towards its limit. */}}
+{{/* The memory of a pod. The arena counts towards its limit. */}}
 {{- define "dataplane.memory" -}}
 {{- $arena := include "dataplane.mebibytes" .Values.arena | int64 -}}
 {{- $needed := add $arena (include "dataplane.mebibytes" .Values.overhead | int64) -}}
@@ -35,7 +35,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ include "dataplane.name" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
 {{- end -}}
 
-{{/* The founding peers, by the names that are in each pod's own /etc/hosts too. */}}
+{{/* The founding peers, by names that each pod also has in its own /etc/hosts. */}}
 {{- define "dataplane.seeds" -}}
 {{- $root := . -}}
 {{- $seeds := list -}}

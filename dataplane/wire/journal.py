@@ -1,8 +1,9 @@
 """Log records of one partition, which its backup replays.
 
 A record says what happened, not what a client requested: a claim has the rows that it got. So the
-result depends only on the records and their order. A dump consists of the same records; those that
-only a dump has use the tags 210 to 218. Blocks and groups have the same numbers in every copy.
+result depends only on the records and their order. A snapshot consists of the same records; those
+that only a snapshot has use the tags 210 to 218. Blocks and groups have the same numbers in every
+copy.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Returned(Body, tag=202):
 class Joined(Body, tag=220):
     """A process joined the plan of a stage as one rank; `member` is its number in the plan. The
     first member starts the plan, whose rows `lease` has just leased. claim: as in `Leased`. In a
-    dump, acked: whether the rank has acked; rows, for the first member: the rows of the plan, from
-    which all ranks compute the layout."""
+    snapshot, acked: whether the rank has acked; rows, for the first member: the rows of the plan,
+    from which all ranks compute the layout."""
 
     stage: str
     lease: int
@@ -109,7 +110,7 @@ class Declared(Body, tag=219):
 
 class Permitted(Body, tag=222):
     """A holder may open `count` groups, which start at this version of the trainer. used, in a
-    dump: how many of them are open already."""
+    snapshot: how many of them are open already."""
 
     permit: int
     holder: int

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dataplane import ClaimTimeout, PartitionUndefined, PeerLost, Plane, StaleEpoch, Unavailable
+from dataplane import (
+    ClaimTimeout,
+    DeadlineExceeded,
+    PartitionUndefined,
+    PeerLost,
+    Plane,
+    StaleEpoch,
+    Unavailable,
+)
 from tests.end_to_end.conftest import free_addresses, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
 from tests.end_to_end.test_succession import check, planes, put, rows
@@ -65,8 +74,9 @@ def test_where_all_seeds_died_the_plane_begins_anew_for_who_joined_too(
         hosts.launch(name)
     with pytest.raises(PeerLost):
         while True:
-            with contextlib.suppress(ClaimTimeout, StaleEpoch, Unavailable):
+            with contextlib.suppress(ClaimTimeout, DeadlineExceeded, StaleEpoch, Unavailable):
                 before.claim("s", rows=20, timeout=0.2)
+            time.sleep(0.05)  # some fail at once
     planes["d"] = hosts.connect("d")
     with pytest.raises(PartitionUndefined):
         planes["d"].partition("p").stats(timeout=20)

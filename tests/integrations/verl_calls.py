@@ -332,7 +332,7 @@ def main(count: int, media_bytes: int) -> None:
         while not done.wait(0.05):
             looks.append(memory())
 
-    looking = threading.Thread(target=look)
+    looking = threading.Thread(target=look, daemon=True)  # a step that fails ends the process
     looking.start()
     steps = {"first": step("sync", "first", buffers["sync"], trainer, count)}
     for mode, buffer in buffers.items():

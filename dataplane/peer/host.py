@@ -79,6 +79,13 @@ def _bounded(label: str, among: Mapping[str, object]) -> str:
     return label if label in among or len(among) < MAX_SUMS else OTHER
 
 
+def _recent(among: dict[str, Recent], label: str, now: float) -> Recent:
+    found = among.get(label)
+    if found is None:
+        found = among[label] = Recent(now)
+    return found
+
+
 class ByLabel:
     """Sums by a name that a user chose: one for each of the first MAX_SUMS names, and one for
     all others."""
@@ -378,16 +385,17 @@ class Host:
             before, sums = entry.metered.get(name, (0, 0, 0)), _sums(entry.store.stages[name])
             if sums != before:
                 entry.metered[name] = sums
-                acked, released, redelivered = (a - b for a, b in zip(sums, before, strict=True))
-                if acked:
-                    entry.acked.setdefault(name, Recent(now)).add(now, acked)
-                self.released.add(name, released)
-                self.redelivered.add(name, redelivered)
+                acked, released, redelivered = sums
+                if acked != before[0]:
+                    _recent(entry.acked, name, now).add(now, acked - before[0])
+                self.released.add(name, released - before[1])
+                self.redelivered.add(name, redelivered - before[2])
 
     def acked_here(self, stage: str, rows: int) -> None:
         """Note that a client of this host has acked rows of a stage."""
         stage = _bounded(stage, self.acked_by_clients)
-        self.acked_by_clients.setdefault(stage, Recent(self.now())).add(self.now(), rows)
+        now = self.now()
+        _recent(self.acked_by_clients, stage, now).add(now, rows)
 
     def label(self, holder: int, label: str) -> None:
         """Remember the name of a client of any host. The oldest names are forgotten."""

@@ -45,6 +45,7 @@ from dataplane.wire.tables import INLINE, Owner
 _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 """About what one takes in a message."""
 _Same = TypeVar("_Same", Owner, bytes)
+_NO_VALUES = wire.Values()
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 Known = Callable[[tuple[Owner, int]], Chunk | None]
 """The chunk that a shard has under this name."""
@@ -141,6 +142,8 @@ def values_in(
 
     ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
     """
+    if values == _NO_VALUES:
+        return Arrived(MessageShape(rows, (), {}, ()), [], [])
     check_sizes(values, most)
     chunks = _chunks_in(values, known)
     pieces = _encoder.encode(values.pieces)

@@ -147,7 +147,8 @@ class Grants:
         shares: all or none."""
         space, me = self.host.space, self.host.owner
         if not written and not shared:
-            _check_chunks(values, me, [])
+            if values.chunks or values.owners:
+                _check_chunks(values, me, [])
             return Committed(values, NO_RANGES)
         extents, known = column(written, EXTENT), column(shared, RANGE)
         if len(extents) + len(known) > len(values.chunks):

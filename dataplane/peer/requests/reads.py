@@ -39,6 +39,7 @@ ATTEMPTS = 3
 LEARN_S = 1.0
 """A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 
+_NONE_IN_ARENAS: tuple[list[Owner], ...] = ([], [INLINE])
 Resolved = tuple[Table, int]
 """A table with places, and the pin that holds them (0: nothing to hold)."""
 
@@ -60,9 +61,10 @@ class Reading:
     ) -> Resolved | Awaitable[Resolved]:
         """Resolve a table, at once if all chunks are here, else after pulling them. in_place:
         also on devices, if the holder maps those."""
-        named = _Named(table.values)
-        if not named.at:
-            return _with_places(table, bytes(EXTENT.itemsize * len(table.values.chunks))), 0
+        values = table.values
+        named = None if values.owners in _NONE_IN_ARENAS else _Named(values)
+        if named is None or not named.at:
+            return _with_places(table, bytes(EXTENT.itemsize * len(values.chunks))), 0
         reader = holder if in_place else PULLER
         if named.owners == {self.host.owner} and not self.host.space.any_away(named.ranges, reader):
             return self._placed(table, named, named.ranges, holder)

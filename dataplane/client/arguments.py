@@ -103,7 +103,7 @@ def moment(value: object, what: str) -> float:
     """Return a time on a monotonic clock, in seconds."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
-            f"{what}={value!r:.80}: expected a time in seconds, such as `at` of an event"
+            f"{what}={value!r:.80}: expected a time in seconds, such as the `at` of an event"
         )
     found: Any = value
     return float(max(-_FOREVER_S, min(found, _FOREVER_S)))

@@ -145,7 +145,11 @@ def flip(saved: Path) -> None:
         (None, ["{0}/none", "{0}/out"], "found no checkpoint in {0}/none: pass a directory that"),
         (None, ["{0}", "{0}/out"], "{0}/manifest.json has changed since it was written: it is "),
         (flip, ["{0}/saved", "{0}/out"], "{0}/saved/0000/bytes.bin has changed since it was "),
-        (None, ["{0}/saved", "{0}/saved"], "{0}/saved already exists, and nothing is overwritten"),
+        (
+            None,
+            ["{0}/saved", "{0}/saved"],
+            "{0}/saved already exists, and an export never overwrites",
+        ),
         (None, ["{0}/saved", "{0}/no/out"], "could not write {0}/no/out: No such file or directo"),
         (None, ["{0}/saved", "{0}/out", "--field", "z"], "no row of {0}/saved has the field 'z': "),
     ],

@@ -103,8 +103,8 @@ class Plane:
         - `free`: "acked" frees a row when every stage has acked it; "drop" keeps rows until they
           are dropped. Default: "acked" if there are stages.
         - `replicas`: 2 keeps a replica of all values on another peer.
-        - `fields`: types of fields, such as `{"tokens": "int64[*]"}`. A put of another dtype or
-          rank raises InvalidValue. `float32` is one number, `float32[3,*]` is three vectors per
+        - `fields`: the types of fields, such as `{"tokens": "int64[*]"}`. A put with another dtype
+          or rank raises InvalidValue. `float32` is one number, `float32[3,*]` is three vectors per
           row, `bfloat16[...]` is any shape, and `object` is a Python object.
 
         All processes that declare the partition must pass the same definition; otherwise the call
@@ -186,11 +186,11 @@ class Plane:
     ) -> None:
         """Write all rows, their values and the state of the stages to a new directory.
 
-        Other calls continue meanwhile, and each group is saved as it was at one moment. The
-        checkpoint has every row that was put before the call, unless the row was freed meanwhile.
-        Leased rows are saved as ready. With `timeout=None`, each request to a peer has a limit of
-        30 s, and the whole call has none. If the checkpoint cannot be completed, the call raises
-        CheckpointFailed and leaves no directory of that name.
+        Other calls continue in the meantime, and each group is saved as it was at one moment. The
+        checkpoint contains every row that was put before the call, except rows that are freed
+        before the call ends. Leased rows are saved as ready. With `timeout=None`, each request to a
+        peer times out after 30 s, and the whole call has no limit. If the checkpoint cannot be
+        completed, the call raises CheckpointFailed and leaves no directory of that name.
         """
         await save.checkpoint(self._session, directory, timeout)
 

@@ -38,7 +38,8 @@ class Admission:
     block, and returns the unused ones at its end.
 
     `n` is the number of groups that may start. `version` is the trainer's version when the shard
-    granted the permits. Groups that start now sample from these weights, or from newer ones.
+    granted the permits. Groups that start now sample from the weights of that version or
+    of a newer one.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Admission:
         except DataplaneError as failure:
             # The peer frees them with the session, if it has not received this.
             log.warning(
-                "%r: could not return the permits, which are freed when the session ends: %s",
+                "%r: could not return the permits (the peer frees them when the session ends): %s",
                 self,
                 failure,
             )

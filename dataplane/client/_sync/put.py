@@ -163,10 +163,10 @@ def _check_passed_over(work: Putting, field: str) -> None:
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
         raise FieldExists(
-            f"nothing was put: partition {partition!r} already has all {counted(n, 'row')} of "
-            f"this put with these fields{freed}, for example {keys[0]!r}. If this put is a retry, "
-            "the first attempt succeeded. Fields are written once; pass replace=True to write "
-            "new values",
+            f"nothing was put: partition {partition!r} already has these fields for all "
+            f"{counted(n, 'row')} of this put{freed}, for example {keys[0]!r}. If this put is a "
+            "retry, the first attempt succeeded. Fields are written once; pass replace=True to "
+            "write new values",
             field=field,
             keys=keys,
         )

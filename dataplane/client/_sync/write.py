@@ -66,8 +66,8 @@ CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
 
 
 class OtherMemory(Protocol):
-    """The fields of a put whose values go to memory other than the host arena, in the same
-    units."""
+    """The fields of a put whose values go to memory other than the host arena. The units are the
+    same as for the other fields."""
 
     @property
     def memory(self) -> int:
@@ -78,7 +78,7 @@ class OtherMemory(Protocol):
         """The units of the put, with only these fields."""
 
     def upto(self, first: int, last: int) -> int:
-        """Return how many of these units fit one run: at least one."""
+        """Return how many of the units from `first` to `last` fit in one run, at least one."""
 
     def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
@@ -87,8 +87,8 @@ class OtherMemory(Protocol):
 
 
 class Putting(msgspec.Struct, eq=False):
-    """One put in progress. order: the rows of the put in the order of its units; None:
-    unchanged."""
+    """One put in progress. order: the rows of the put in the order of its units, or None if the
+    units keep the order of the rows."""
 
     handle: Handle
     generation: int
@@ -126,7 +126,8 @@ class Putting(msgspec.Struct, eq=False):
             )
 
     def put_units(self, units: list[Unit], row_cost: int) -> None:
-        """Send the units run by run. Raise PutIncomplete if one fails after another took effect."""
+        """Send the units run by run. Raise PutIncomplete if a run fails after an earlier one took
+        effect."""
         done = 0
         others = [other.units for other in self.others]
         while done < len(units):

@@ -74,8 +74,10 @@ def export(
         known = list(dict.fromkeys(name for part in parts for name in part.known))
         if absent := [name for name in fields or [] if name not in known]:
             raise FieldUnknown(
-                f"no row of {directory} has the field {absent[0]!r}: its fields are "
-                f"{few(known, _NAMED) if known else 'none'}",
+                f"no row of {directory} has the field {absent[0]!r}: choose from "
+                f"{few(known, _NAMED)}"
+                if known
+                else f"no row of {directory} has any field: leave out --field",
                 field=absent[0],
             )
         return [part.write(partial, target) for part in parts]
@@ -88,7 +90,8 @@ def _new_directory(target: Path) -> Iterator[Path]:
     with _writing(target):
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointFailed(
-                f"{target} already exists, and nothing is overwritten: choose another name",
+                f"{target} already exists, and an export never overwrites files: choose another "
+                "name",
                 path=str(target),
             )
         partial.mkdir(mode=0o777)
@@ -259,8 +262,8 @@ class _Part:
 
     def _mixed(self, name: str, one: pa.DataType, other: pa.DataType) -> InvalidValue:
         return InvalidValue(
-            f"partition {self.name!r}, field {name!r}: it has {one} in some rows and {other} in "
-            f"others, but a Parquet column has one type; {self._instead(name)}",
+            f"partition {self.name!r}, field {name!r}: the values are {one} in some rows and "
+            f"{other} in others, but a Parquet column has one type; {self._instead(name)}",
             field=name,
         )
 

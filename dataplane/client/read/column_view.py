@@ -32,7 +32,7 @@ _SHOWN = 4
 
 
 class Run(NamedTuple):
-    """Rows `first` to `last` of a column of a chunk; None: of rows that lack the field."""
+    """Rows `first` to `last` of a column of a chunk. column: None for rows that lack the field."""
 
     column: ChunkColumn | None
     first: int
@@ -42,9 +42,9 @@ class Run(NamedTuple):
 class ColumnView(Sequence[Any]):
     """One field of some rows, as a sequence: entry i is the value of row i.
 
-    Arrays are read-only NumPy views of shared memory, without a copy. If an array has one number
-    per row, an entry is a 0-d array. Objects have the Python types they were put with. Reading a
-    row that lacks the field raises FieldUnknown.
+    Arrays are read-only NumPy views of shared memory, without a copy. If the field has one
+    number per row, each entry is a 0-d array. Objects have the Python types they were put with.
+    Reading a row that lacks the field raises FieldUnknown.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ColumnView(Sequence[Any]):
         return chain.from_iterable(map(self.run_values, self.runs, [0, *self._ends]))
 
     def run_values(self, run: Run, row: int = 0) -> Iterable[Any]:
-        """Return the values of one run. row: the first row of the run."""
+        """Return the values of one run. row: the position of its first row in this view."""
         column, first, last = run
         if column is None:
             raise self.lacking(row)
@@ -138,7 +138,7 @@ class ColumnView(Sequence[Any]):
         return column, last - self._ends[number] + row
 
     def take(self, rows: npt.ArrayLike) -> ColumnView:
-        """Return the same field of only the rows at these positions, without a copy."""
+        """Return a view of only the rows at these positions, without a copy."""
         chosen: npt.NDArray[np.intp] = np.arange(len(self))[np.asarray(rows, np.intp)]
         name_of = self.name_of
         return type(self)(
@@ -165,7 +165,7 @@ class ColumnView(Sequence[Any]):
 
     @property
     def specs(self) -> list[ColumnSpec | None]:
-        """Each spec that rows have, once. None stands for rows that lack the field."""
+        """The distinct specs of the rows. None stands for rows that lack the field."""
         specs = self._specs
         if specs is None:
             found = [None if column is None else column.spec for column, _, _ in self.runs]
@@ -174,7 +174,7 @@ class ColumnView(Sequence[Any]):
 
     @cached_property
     def absent(self) -> npt.NDArray[np.bool_]:
-        """Per row whether it lacks the field."""
+        """For each row, whether it lacks the field."""
         lacks = [run.column is None for run in self.runs]
         return np.repeat(np.array(lacks, bool), [run.last - run.first for run in self.runs])
 
@@ -187,19 +187,19 @@ class ColumnView(Sequence[Any]):
 
     @property
     def loose(self) -> bool:
-        """Whether rows were given one by one: a nested tensor, a list of arrays; or are kept as
-        objects that are no tensors."""
+        """Whether some rows were put one by one, as a nested tensor or a list of arrays, or are
+        objects that are not tensors."""
         return any([spec is not None and spec.loose for spec in self.specs])
 
     @property
     def dtypes(self) -> list[np.dtype[Any]]:
-        """Those of the rows that are arrays."""
+        """The distinct dtypes of the rows that are arrays."""
         arrays = [spec for spec in self.specs if spec is not None and spec.kind == "array"]
         return list(dict.fromkeys([spec.items for spec in arrays]))
 
     @cached_property
     def uniform(self) -> Form | None:
-        """dtype and shape that all rows share; None where they differ or are no arrays."""
+        """The dtype and shape that all rows share. None if they differ or a row is not an array."""
         if not self.holds_arrays:
             return None
         dtype, *others = self.dtypes
@@ -208,7 +208,7 @@ class ColumnView(Sequence[Any]):
         return None if others or shapes or shape is None else (dtype, shape)
 
     def forms(self) -> list[Form]:
-        """dtype and shape of each row, where all are arrays."""
+        """Return the dtype and shape of each row. All rows must be arrays."""
         return [
             (run.column.spec.items, run.column.shape_of(row))
             for run in self.runs
@@ -218,8 +218,9 @@ class ColumnView(Sequence[Any]):
 
     @cached_property
     def ragged(self) -> Ragged | None:
-        """How the rows lie side by side, where they are arrays of one dtype that differ along one
-        axis at most; of numbers, None. Where all are alike it is the axis as it was put."""
+        """How the rows join along one axis. None unless they are arrays of one dtype and rank whose
+        shapes differ along at most one axis; None for single numbers. If all shapes are equal, the
+        axis is the variable one of their specs, or 0."""
         if not self.holds_arrays:
             return None
         dtype, *others = self.dtypes
@@ -237,7 +238,7 @@ class ColumnView(Sequence[Any]):
 
     @property
     def nbytes(self) -> int:
-        """Of all rows that have the field."""
+        """The size in bytes of all rows that have the field."""
         return sum(
             [
                 (column.bounds[last] - column.bounds[first]) * column.spec.unit_bytes
@@ -247,11 +248,12 @@ class ColumnView(Sequence[Any]):
         )
 
     def spans(self) -> list[Memory]:
-        """The bytes of all rows, which are arrays, run by run."""
+        """Return the bytes of each run of rows. All rows must be arrays."""
         return [run.column.span(run.first, run.last) for run in self.runs if run.column is not None]
 
     def dense(self) -> Array | None:
-        """All rows as one read-only array [n, ...] where they lie side by side."""
+        """Return all rows as one read-only array [n, ...]. None unless they are contiguous arrays
+        of one dtype and shape."""
         if self.uniform is None:
             return None
         dtype, shape = self.uniform
@@ -259,7 +261,7 @@ class ColumnView(Sequence[Any]):
         return None if memory is None else np.ndarray((len(self), *shape), dtype, memory)
 
     def pack(self, target: Memory) -> None:
-        """Copy the bytes of all rows, which are arrays, one behind the other into `target`."""
+        """Copy the bytes of all rows into `target`, row after row. All rows must be arrays."""
         at, copies = 0, []
         for span in self.spans():
             copies.append((target[at : at + len(span)], span))
@@ -268,8 +270,8 @@ class ColumnView(Sequence[Any]):
 
 
 def arrays_of(view: ColumnView) -> ColumnView:
-    """The view with its rows as arrays, where all of them are. Arrays of several dtypes or ranks
-    are stored as objects."""
+    """Return a view with its rows as arrays, or the same view if some row is not an array. Arrays
+    of several dtypes or ranks are stored as objects."""
     if view.holds_arrays:
         return view
     runs: list[Run] = []
@@ -292,7 +294,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
 
 
 def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Rows that follow each other, as (first, last) each."""
+    """Return the stretches of consecutive rows, each as (first, last)."""
     if not len(rows):
         return []
     bounds = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
@@ -304,7 +306,8 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
 
 
 def cut(runs: Sequence[Run], chosen: Iterable[tuple[int, int]]) -> list[Run]:
-    """The runs of these stretches of rows, in this order. Rows that no run has lack the field."""
+    """Return the runs of these stretches of rows, in this order. Rows outside all runs lack the
+    field."""
     ends = list(accumulate([run.last - run.first for run in runs]))
     found: list[Run] = []
     for first, last in chosen:
@@ -350,7 +353,8 @@ def _shown(value: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to the last bit: types, order of keys, dtypes, shapes."""
+    """Return whether two values are equal bit by bit, with equal types, key order, dtypes and
+    shapes."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (np.ndarray, np.generic)):

@@ -142,7 +142,7 @@ class Selection:
         return field in self._fetched
 
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
-        """Return the part with the rows at these positions, in this order, without a copy.
+        """Return the rows at these positions as a part, in this order, without a copy.
 
         A part of a batch shares the lease of the batch. Its `add`, `ack`, `release` and `drop`
         apply only to its own rows. Raises InvalidRows if a position is out of range or given twice.

@@ -176,7 +176,7 @@ def _rows_of(piece: Piece, count: int) -> Sequence[int]:
     if not given or piece.base < 0 or piece.base + given.bit_length() > count:
         raise ProtocolError(
             f"invalid rows of a piece: expected one or more of the {count} rows of the table, got "
-            f"{given.bit_count()} from row {piece.base} on"
+            f"{given.bit_count()} starting at row {piece.base}"
         )
     return rows_of(given)
 
@@ -188,8 +188,8 @@ def _stretches(piece: Piece, chunk_rows: int, count: int) -> list[_Stretch]:
     end = first + len(rows) if at is None else max(at) + 1
     if first < 0 or end > chunk_rows:
         raise ProtocolError(
-            f"invalid rows of a piece: expected rows of its chunk below {chunk_rows}, got row "
-            f"{first if first < 0 else end - 1}"
+            f"invalid row {first if first < 0 else end - 1} of a piece: its chunk has {chunk_rows} "
+            "rows"
         )
     if at is None and isinstance(rows, range):
         return [(base + rows.start, first, end)]
@@ -208,7 +208,8 @@ def _check_page(table: Table) -> None:
     for number, chunk in enumerate(values.chunks):
         if not 0 <= chunk.layout < len(values.layouts):
             raise ProtocolError(
-                f"chunk {number} has layout {chunk.layout} of {len(values.layouts)}"
+                f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
+                f"{len(values.layouts)} layouts of the table"
             )
     for piece in values.pieces:
         _rows_of(piece, count)

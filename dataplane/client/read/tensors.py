@@ -189,8 +189,8 @@ class Form:
             unknown = [f for f in given if f not in fields] if isinstance(given, Mapping) else []
             if unknown:
                 raise InvalidCall(
-                    f"{name}= names field {unknown[0]!r}, which this call does not convert: name "
-                    f"only fields among {list(fields)}"
+                    f"{name}= names field {unknown[0]!r}, which this call does not convert: "
+                    f"choose from {list(fields)}"
                 )
         for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
             _check_layout(layout)

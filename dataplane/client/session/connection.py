@@ -352,8 +352,8 @@ def answer(reply: Reply, rid: int) -> Body:
     """The body of the reply to request `rid`."""
     if reply.rid != rid:
         raise ProtocolError(
-            f"unexpected reply from the peer: expected one to request {rid}, got one to request "
-            f"{reply.rid}"
+            f"unexpected reply from the peer: expected a reply to request {rid}, got one to "
+            f"request {reply.rid}"
         )
     return reply.body
 
@@ -373,7 +373,7 @@ def frame_of(request: Request) -> bytes:
         name = type(request.body).__name__
         raise InvalidValue(
             f"cannot encode the {name} message of this call: {exc}. Pass tags, keys and group ids "
-            "as a str, bool, float or 64-bit int"
+            "as str, bool, float or 64-bit int values"
         ) from exc
 
 

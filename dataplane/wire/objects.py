@@ -157,14 +157,15 @@ def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
 def decode(row: bytes | memoryview) -> Any:
     """Return the value of a row. Its arrays are read-only views of the row's memory. Raise
     ProtocolError if the row is invalid."""
-    begin = _SIZE.size + _SIZE.unpack_from(row)[0] if len(row) >= _SIZE.size else -1
-    if not 0 < begin <= len(row):
+    nbytes = len(row)
+    begin = _SIZE.size + _SIZE.unpack_from(row)[0] if nbytes >= _SIZE.size else -1
+    if not 0 < begin <= nbytes:
         raise ProtocolError(
             f"received a truncated object: expected a head of {max(begin, _SIZE.size)} bytes, got "
-            f"{len(row)} bytes in all"
+            f"{nbytes} bytes in all"
         )
     head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
-    if len(row) > begin:
+    if nbytes > begin:
         arrays = memoryview(row)[begin + -begin % OBJECT_ALIGNMENT_BYTES :]
         decoder = _decoder_of(arrays.toreadonly())
     try:

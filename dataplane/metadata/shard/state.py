@@ -79,13 +79,13 @@ def _became_ready(stage: Stage, by: Written) -> Record:
 
 
 class State:
-    """One partition. `definition`: with stages that were declared later. fields: all that rows have
-    had (True), or that stages wait for.
+    """One partition. `definition`: with stages that were declared later. fields: those that rows
+    have had (True), or that stages wait for.
 
-    emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
-    nothing is recorded. A record says what was decided; what follows from records is not recorded.
-    note: takes a record of each event, for people; it must not raise. None: as at a backup.
-    numbers: give one to all stores of a peer.
+    emit: receives the record of each change, at once, after it succeeded; it must not raise.
+    None: nothing is recorded. A record contains what was decided, but not what follows from
+    records. note: receives a record of each event, for people; it must not raise. None at a
+    backup. numbers: the same object for all stores of a peer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class State:
             self.add_stage(name, fields)
 
     def tell(self, op: Op) -> None:
-        """It was done."""
+        """Emit the record of a change."""
         if self.emit is not None:
             self.emit(op)
 
@@ -173,11 +173,12 @@ class State:
             self.note(of, since)
 
     def knows(self, change: Change | None) -> bool:
-        """Whether the change was carried out, or settled."""
+        """Whether the change was applied, or settled."""
         return change is not None and change in self.answers
 
     def remember(self, change: Change | None, answer: Body) -> None:
-        """The change was carried out, and its retries are answered so. None: nobody can retry."""
+        """Remember the reply to a change that was applied, for its retries. None: the change
+        cannot be retried."""
         if change is not None:
             self.answers.remember(change, answer)
 
@@ -188,8 +189,8 @@ class State:
     # dumps
 
     def keep_images(self) -> BeforeImages:
-        """A dump begins: what it tells is kept before it changes, until `drop_images`. One dump of
-        a store is told at a time: a new one takes the place of the one before."""
+        """Start to save images for a dump, until `drop_images`. A store has one dump at a time:
+        a new one replaces the previous one."""
         self.images = BeforeImages(self.last_number)
         for stage in self.stages.values():
             stage.keep_images(self.images)
@@ -197,7 +198,7 @@ class State:
         return self.images
 
     def drop_images(self, images: BeforeImages) -> None:
-        """A dump is over."""
+        """End a dump."""
         if self.images is images:
             self.images = self.tombstones.on_change = None
             for stage in self.stages.values():
@@ -219,7 +220,7 @@ class State:
             ) from None
 
     def check_stage_room(self, name: str, fields: Sequence[str]) -> None:
-        """LimitExceeded unless there may be this stage too."""
+        """Raise LimitExceeded unless the partition may have this stage too."""
         if len(self.stages) >= MAX_STAGES or not 0 < len(name) <= MAX_NAME_BYTES:
             raise LimitExceeded(
                 f"cannot add stage {name[:40]!r}, because a partition can have at most "
@@ -249,8 +250,8 @@ class State:
     # fields
 
     def check_fields(self, names: Iterable[str], stage: str | None = None) -> None:
-        """Raise unless the partition may have these fields too. stage: it gives progress of
-        them."""
+        """Raise unless the partition may have these fields too. stage: the stage that adds
+        progress of these fields."""
         names = list(names)
         if wrong := next((name for name in names if PROGRESS in name), None):
             raise InvalidRows(
@@ -277,18 +278,18 @@ class State:
     def arrived(
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
     ) -> Arrived:
-        """Check the values of a message about so many rows, and change nothing."""
+        """Check the values of a message about this many rows, and change nothing."""
         return values_in(values, rows, self.chunks.get, most_chunks)
 
     def hold(self, arrived: Arrived) -> None:
-        """The message is carried out now: until `settled` it uses the chunks that rows use already
-        itself, so that none is let go that goes from one block to another."""
+        """Hold the chunks of a message that is being applied, until `settled`, so that none is
+        freed while it moves from one block to another."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
             if known:
                 self._use(chunk)
 
     def settled(self, arrived: Arrived) -> None:
-        """The message was carried out: what it brought is used, or let go."""
+        """End the application of a message: its chunks are used, or released."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
             if known:  # the shard had a reference, and needs no other
                 self.released.append((chunk.owner, chunk.number))
@@ -328,11 +329,11 @@ class State:
 
     @property
     def rows(self) -> Rows:
-        """All of them."""
+        """All rows."""
         return Rows([(block, block.live) for block in self.blocks.values()])
 
     def find(self, raw: bytes) -> Rows:
-        """The rows of these KEY records that are here, in their order."""
+        """The existing rows of these KEY records, in their order."""
         parts: list[tuple[Block, int]] = []
         at, index = 0, self.index
         while at < len(raw):
@@ -352,22 +353,22 @@ class State:
         return Rows(parts)
 
     def matching(self, where: Where) -> Rows:
-        """All rows for which a filter holds."""
+        """All rows that match a filter."""
         found = [(b, self.test(where, b, b.live)) for b in self.blocks.values()]
         return Rows([one for one in found if one[1]])
 
     def groups_of(self, parts: Iterable[tuple[Block, int]]) -> list[Group]:
-        """The different groups of these rows, in the order in which they occur."""
+        """The distinct groups of these rows, in order of occurrence."""
         keys = dict.fromkeys([block.group for block, _ in parts])
         return [self.groups[key] for key in keys if key]
 
     def chunks_at(self, owner: Owner) -> list[Chunk]:
-        """Those of an owner."""
+        """The chunks of an owner."""
         return [chunk for chunk in self.chunks.values() if chunk.owner == owner]
 
     def at(self, owner: Owner) -> Rows:
-        """The rows with a value at this owner. What they have there of a stage's progress is no
-        more a reason to lose them than it was one to be ready."""
+        """The rows with a value at this owner. A stage's progress there does not count, because
+        it did not make them ready either."""
         found = []
         for block, fields in self._in_chunks(self.chunks_at(owner)):
             bits = 0
@@ -379,7 +380,7 @@ class State:
         return Rows(found)
 
     def lose_progress(self, owner: Owner) -> None:
-        """What was at a peer that is no more of anybody's progress is gone."""
+        """Remove progress values at a lost peer."""
         for block, fields in self._in_chunks(self.chunks_at(owner)):
             for field, rows in fields.items():
                 if PROGRESS in field:
@@ -393,7 +394,8 @@ class State:
                     yield block, fields
 
     def dead_bytes(self, owner: Owner) -> int:
-        """About how many bytes of chunks at this owner are of rows that no longer use them."""
+        """The approximate bytes of chunks at this owner that belong to rows which no longer use
+        them."""
         used = Counter[Chunk]()
         for block in self.blocks.values():
             for chunk, rows in block.values.rows_by_chunk().items():
@@ -402,12 +404,12 @@ class State:
         return sum([one.nbytes * rows // one.rows for one, rows in dead if rows > 0])
 
     def forget_owner(self, owner: Owner) -> None:
-        """Drop collected references to chunks of a peer that is no more."""
+        """Discard collected references to chunks of a peer that is gone."""
         self.released = [one for one in self.released if one[0] != owner]
 
     def move_chunks(self, old: Owner, numbers: Mapping[int, int], new: Owner) -> list[int]:
-        """Chunks move from one owner to another: which of these did. The references to the old ones
-        are collected as freed. ProtocolError, and none did, where a new one is used already."""
+        """Move chunks from one owner to another. Return which were moved. The old references are
+        collected as freed. Raises ProtocolError, and moves none, if a new one is in use already."""
         here = {number: there for number, there in numbers.items() if (old, number) in self.chunks}
         for there in here.values():
             if there < 1:
@@ -439,7 +441,7 @@ class State:
         return self.last_number
 
     def add_group(self, key: bytes, name: Name | None, expected: int, number: int = 0) -> Group:
-        """A new open group. number: what it has elsewhere; 0: it is new everywhere."""
+        """Add an open group. number: its number at the primary; 0 if it is new everywhere."""
         shown = None if name is None else given([name])
         group = Group(
             number or self._next(),
@@ -465,8 +467,8 @@ class State:
         number: int = 0,
         live: int = 0,
     ) -> Block:
-        """New rows. `written` follows. number, live: what it has elsewhere, and which of these rows
-        are there; 0: it is new everywhere."""
+        """Add rows; call `written` afterwards. number, live: the block's number at the primary,
+        and which of its rows exist; 0 if it is new everywhere."""
         many = len(keys)
         block = Block(
             number or self._next(),
@@ -499,8 +501,8 @@ class State:
         return block
 
     def merge(self, block: Block, values: Pieces, keep: bool) -> dict[str, int]:
-        """Values of rows that are here; per field how many stayed that were there (`keep`).
-        `written` follows."""
+        """Merge values into existing rows. Return, per field, how many rows kept their value
+        (`keep`). Call `written` afterwards."""
         found, kept = block.values.overlaid(values, keep)
         self._note_fields(values.fields)
         self.change(block, found)
@@ -516,7 +518,7 @@ class State:
     def set_tags(
         self, block: Block, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]
     ) -> None:
-        """`retag` follows."""
+        """Set tags of rows; call `retag` afterwards."""
         if self.images is not None:
             self.images.keep_block(block)
         before = 0 if block.tags is None else block.tags.nbytes
@@ -526,7 +528,7 @@ class State:
         self.used_bytes += block.tags.nbytes - before
 
     def change(self, block: Block, values: Pieces) -> None:
-        """Another set of values."""
+        """Replace the values of a block."""
         if self.images is not None:
             self.images.keep_block(block)
         self.used_bytes += values.nbytes - block.values.nbytes
@@ -536,7 +538,7 @@ class State:
     def end_progress(
         self, block: Block, stage: str, bits: int, fields: Iterable[str] | None = None
     ) -> None:
-        """A stage has no progress with these rows any more: of these fields, None: of any."""
+        """Remove a stage's progress of these rows: of these fields, or of all (None)."""
         mine = progress_in(block.values.fields, stage)
         gone = [field for field, name in mine.items() if fields is None or name in fields]
         if gone:
@@ -545,8 +547,9 @@ class State:
     def written(
         self, blocks: Sequence[Block], groups: Iterable[Group], by: Written = NOBODY
     ) -> int:
-        """Rows were written, in these groups. Returns how many groups closed that count as made.
-        What an open group is follows from what was leased and acked of it, and stays."""
+        """Update readiness after rows of these groups were written. Return how many closed
+        groups count as made. The start version of an open group depends on what was leased and
+        acked of it, and does not change."""
         ready = []
         for one in self.stages.values():
             if rows := [(block, bits) for block in blocks if (bits := one.complete(block))]:
@@ -563,7 +566,8 @@ class State:
         return made
 
     def close_group(self, group: Group) -> bool:
-        """It closes at the size it has. Whether it counts as made: it was not cancelled."""
+        """Close a group at its current size. Return whether it counts as made, because it was
+        not cancelled."""
         if self.images is not None:
             self.images.keep_group(group)
         group.expected, group.closed = group.seen, True
@@ -576,7 +580,7 @@ class State:
         return made
 
     def retag(self, blocks: Sequence[Block]) -> None:
-        """The tags of rows changed."""
+        """Update lanes after the tags of rows changed."""
         groups = self.groups_of([(block, 0) for block in blocks])
         for stage in self.stages.values():
             stage.retest(blocks, groups)
@@ -599,8 +603,8 @@ class State:
     def remove(
         self, parts: Sequence[tuple[Block, int]], dropped: bool = False, freed: bool = False
     ) -> int:
-        """Rows (each once) are no more. Dropped ones are remembered, and given names of freed ones.
-        Returns about how many bytes the values of dropped ones had."""
+        """Remove distinct rows. Remember dropped ones, and freed ones with names from the user.
+        Return the approximate bytes of dropped values."""
         by_block = dict[int, int]()
         for block, bits in parts:
             by_block[block.number] = by_block.get(block.number, 0) | bits
@@ -650,8 +654,8 @@ class State:
         block.live ^= bits
 
     def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
-        """Groups without rows are no more. ended: those of which not every row was dropped are
-        finished, and their given names remembered."""
+        """Remove groups without rows. ended: those of which not every row was dropped are
+        finished, and names from the user are remembered."""
         if ended:
             names = [one.key for one in groups if one.given is not None and not one.all_dropped]
             self.tombstones.add(map(of_group, names), freed=True)
@@ -687,8 +691,8 @@ class State:
         claim: int = 0,
         number: int = 0,
     ) -> Lease:
-        """A lease of rows that were just taken: which they are is told, and not how they were
-        found. number: what it has elsewhere; 0: it is new everywhere."""
+        """Record a lease of rows that were just taken. The record contains the rows, not how
+        they were found. number: its number at the primary; 0 if it is new everywhere."""
         left = [bits for _, bits in rows.parts]
         number = number or next(self.numbers)
         lease = Lease(number, stage, rows, left, holder, now, claim)
@@ -702,7 +706,7 @@ class State:
         return lease
 
     def take_rows(self, stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
-        """Ready rows are leased singly."""
+        """Lease ready rows singly."""
         for block, bits in parts:
             stage.move(block, bits, READY, LEASED)
         for group in self.groups_of(parts):
@@ -724,7 +728,7 @@ class State:
             self.happened(ended, lease.started)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
-        """Rows of a lease are ready again, before all others. Returns how many there still are."""
+        """Make rows of a lease ready again, ahead of all others. Return how many still exist."""
         if parts is None:
             back = list(lease.held.parts)
         else:

@@ -214,7 +214,8 @@ class Link:
         answer, way = self._expect(rid), self._way(kind)
         if self.ended is not None or way is None:
             closed = LinkBroken(
-                f"the connection to {self.address} is not open", address=self.address
+                f"the connection to {self.address} is not open: repeat the call",
+                address=self.address,
             )
             fail(answer, again(self.ended or closed))
             return answer

@@ -145,17 +145,17 @@ class Plane:
     async def metrics(
         self, step: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Return metrics of this client since the last call, and of its peer, as a flat dict of
-        floats. Call it once per step, for `wandb.log` or TensorBoard. docs/observe.md lists the
-        metrics.
+        """Return metrics of this client and its peer as a flat dict of floats. The client's
+        metrics cover the time since the last call. Call this once per step, for `wandb.log` or
+        TensorBoard. docs/observe.md lists the metrics.
 
         Each stage has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others. Other
         metrics cover puts, gets, copied and pulled bytes, and the arena. The call takes as long as
         `stats`.
 
-        `step`: the name of a step's partition. With it, the call asks all peers for their events
-        and adds a sentence that says why the step took so long, the idle share of the step, the
-        staleness of its groups, what workers waited for, and the bytes between hosts.
+        `step`: the name of a step's partition. With `step`, the call asks all peers for their
+        events and adds the idle share of the step, the staleness of its groups, what workers waited
+        for, the bytes between hosts, and a sentence that says why the step took so long.
         """
         deadline = Deadline(timeout)
         stats = await self.stats(timeout=timeout)

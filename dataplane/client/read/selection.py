@@ -59,7 +59,7 @@ class Selection:
 
     @cached_property
     def keys(self) -> list[Name]:
-        """The key of each row. A generated key is "~" and 32 hexadecimal digits."""
+        """The key of each row. A generated key is "~" followed by 32 hexadecimal digits."""
         return row_names(self._rows)
 
     @cached_property

@@ -78,6 +78,18 @@ def test_minted_keys_carry_the_session_and_count_on(peer: ScriptedPeer, part: Pa
     assert peer.bodies(Put)[0].rows.names is None
 
 
+def test_up_to_256_minted_keys_differ_only_in_their_last_byte(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    counters = []
+    for n in (10, 250, 6, 300, 1):
+        keys = part.put({"a": list(range(n))}).keys
+        first = int(keys[0][17:], 16)
+        assert keys == [f"~{77:016x}{first + at:016x}" for at in range(n)]
+        counters.append(first)
+    assert counters == [0, 256, 506, 512, 812]
+
+
 def test_given_keys_and_groups_travel_as_names_and_records(
     peer: ScriptedPeer, part: Partition
 ) -> None:

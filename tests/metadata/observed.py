@@ -64,14 +64,15 @@ def accounts(store: Store) -> list[str]:
     inline = sum(len(one.inline) for one in uses)
     if any(one.uses != many for one, many in uses.items()):
         wrong.append("chunks miscount the blocks that use them")
-    if {*state.chunks.values()} != {one for one in uses if one.number}:
+    if {*state.chunks} != {one for one in uses if one.number}:
         wrong.append("the chunks that rows use are not those that the store knows")
-    if any((one.owner, one.number) != name for name, one in state.chunks.items()):
+    if any(state.chunk(one.owner, one.number) is not one for one in state.chunks):
         wrong.append("a chunk is known under another name")
     if (used, inline) != (state.used_bytes, state.inline_bytes):
         wrong.append(f"{used} and {inline} bytes, not {state.used_bytes}, {state.inline_bytes}")
-    there = {block.key(row): block for block in blocks for row in rows_of(block.live)}
-    if there != state.index:
+    there = {block.keys[row]: block for block in blocks for row in rows_of(block.live)}
+    found = {key: state.index.get(key) for key in there}
+    if there != found or len(there) != len(state.index):
         wrong.append(f"{len(there)} rows are there, {len(state.index)} in the index")
     for stage in state.stages.values():
         leased: Counter[int] = Counter()
@@ -96,14 +97,14 @@ def accounts(store: Store) -> list[str]:
 
 
 def _keys(parts: Any) -> list[bytes]:
-    return [block.key(row) for block, row in Rows(list(parts))]
+    return [block.keys[row] for block, row in Rows(list(parts))]
 
 
 def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
     rows = store.rows
     table = rows_out.table(store, rows, stage=stage)
     result: dict[bytes, Any] = {
-        block.key(row): (block.name(row), block.group, {}, {}) for block, row in rows
+        block.keys[row]: (block.name(row), block.group, {}, {}) for block, row in rows
     }
     keys = list(result)
     for field, found in cells(table.values, len(keys)).items():
@@ -135,7 +136,7 @@ def cells(values: Values, rows: int) -> dict[str, list[Any]]:
 
 def _stage(store: Store, name: str) -> dict[str, Any]:
     state, stage = store, store.stages[name]
-    standing = {block.key(row): (stage.of(block), 1 << row) for block, row in state.rows}
+    standing = {block.keys[row]: (stage.of(block), 1 << row) for block, row in state.rows}
     return {
         "sums": (stage.acked_rows, stage.released_rows, stage.redelivered_rows),
         "fields": list(stage.fields),
@@ -160,14 +161,14 @@ def _added(store: Store, stage: str) -> dict[bytes, list[str]]:
         for number, block in blocks.items()
     }
     return {
-        block.key(row): [field for field, bits in added[id(block)] if bits >> row & 1]
+        block.keys[row]: [field for field, bits in added[id(block)] if bits >> row & 1]
         for block, row in store.rows
     }
 
 
 def _lease(lease: Any) -> Any:
     positions = [
-        "finished" if not left >> row & 1 else block.key(row) if block.live >> row & 1 else "gone"
+        "finished" if not left >> row & 1 else block.keys[row] if block.live >> row & 1 else "gone"
         for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
         for row in rows_of(bits)
     ]

@@ -24,7 +24,7 @@ from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import bits_of, bytes_of, rows_of
-from dataplane.metadata.tables.incoming import keys_in
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Lost, Op, Relocated, encode
@@ -115,7 +115,7 @@ class Story:
         for owner, ranges, counts in self.store.freed():
             numbers = ids_of(ranges).tolist()
             held.subtract(dict(zip([(owner, n) for n in numbers], counts.tolist(), strict=True)))
-        self.kept = set(self.store.chunks)
+        self.kept = {(one.owner, one.number) for one in self.store.chunks}
         assert +held == dict.fromkeys(self.kept, 1) and min(held.values(), default=0) >= 0
 
     # what there is
@@ -214,7 +214,7 @@ class Story:
         self.store.close(group, self.any.randint(1, 4))
 
     def do_tag(self) -> None:
-        keys = self.some(self.store.index)
+        keys = self.some(keys_in(self.store.rows.keys))
         expect = {"v": self.any.choice([1, 2])} if self.any.random() < 0.3 else None
         self.store.tag(Rows(b"".join(keys)), self.tags(len(keys)), expect)
 
@@ -278,7 +278,7 @@ class Story:
             for lease in list(self.store.leases):
                 if lease.holder:
                     self.store.finish(Finish(lease.number, "release"))
-            for key in list(self.store.index):
+            for key in keys_in(self.store.rows.keys):
                 values = self.values(1, ["a", "b"])
                 op = Put("p", 1, Rows(key), values, {"v": [1]}, replace=True)
                 self.store.put(op)
@@ -302,7 +302,7 @@ class Story:
         elif how == 1:
             self.store.drop(groups=self.some(range(8), 1))
         else:
-            keys = self.some([*self.store.index, self.key()[0]], 2)
+            keys = self.some([*keys_in(self.store.rows.keys), self.key()[0]], 2)
             self.store.drop(rows=Rows(b"".join(keys)))
 
     def do_reset(self) -> None:

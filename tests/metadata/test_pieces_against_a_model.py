@@ -273,8 +273,8 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     raw = msgspec.msgpack.encode(values)
     arrived = msgspec.msgpack.decode(raw, type=wire.Values)
     rows = 1 + max([row for row, _ in expected], default=0)
-    block = values_in(arrived, rows, lambda name: None).block
-    placed = values_in(arrived, rows, lambda name: None).pieces
+    block = values_in(arrived, rows, lambda owner, number: None).block
+    placed = values_in(arrived, rows, lambda owner, number: None).pieces
     assert len(divided(placed, [range(rows)])[0].parts) == len(block.parts)
     assert {cell: at[1:] for cell, at in expected.items()} == {
         cell: at[1:]
@@ -283,7 +283,7 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     named = {(one.owner, one.number) for one in block.chunks if one.number}
     assert len(named) == len([one for one in block.chunks if one.number])
     here = {(one.owner, one.number): one for one in block.chunks}
-    again = values_in(arrived, rows, here.get).pieces
+    again = values_in(arrived, rows, lambda *name: here.get(name)).pieces
     assert {id(one.chunk) for one in again if one.chunk.number} <= set(map(id, block.chunks))
 
 
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
             table.append(data.draw(st.sampled_from(["a", "", "x" * 600])))
     try:
         arrived = msgspec.convert(told, wire.Values)
-        placed = values_in(arrived, count, lambda name: None).pieces
+        placed = values_in(arrived, count, lambda owner, number: None).pieces
     except (DataplaneError, msgspec.ValidationError):
         return
     block = divided(placed, [range(count)])[0]

@@ -258,7 +258,7 @@ def test_a_row_can_take_a_chunk_over_from_another_row() -> None:
         s.put(wrote(named(list(keys)), [Column("tokens", [of[k] for k in keys])], replace=True))
         let_go = [number for _, r, c in s.freed() for number in r["range"].tolist() * int(c[0])]
         assert sorted(let_go) == [1, 2]  # of two references to 1, one
-        assert sorted(number for _, number in s.chunks) == [1, 3]
+        assert sorted(chunk.number for chunk in s.chunks) == [1, 3]
 
 
 def test_a_chunk_that_is_known_is_not_described_as_another() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.peer.peer import Peer
@@ -244,7 +245,7 @@ class Ledger:
     def moved(self, store: Store, old: Owner, new: Owner) -> None:
         """Values of rows there move from one arena to another."""
         for block, at in store.at(old):
-            row = self.rows.get(block.key(at))
+            row = self.rows.get(block.keys[at])
             if row is not None:
                 row.group.owners.add(new)
 
@@ -266,7 +267,7 @@ class Ledger:
         entry = peer.host.entries.get(self.partition)
         if entry is not None:
             state = entry.store
-            self._excuse(b"".join(state.index), why)
+            self._excuse(state.rows.keys, why)
             gone = [key for part in state.tombstones.parts() for key in part]
             self._excuse(b"".join(gone), why)
             self._excuse(b"".join(map(of_group, gone)), why)
@@ -280,7 +281,7 @@ class Ledger:
             stores += [
                 copy.store for (name, _), copy in origin.copies.items() if name == self.partition
             ]
-        keys = dict.fromkeys(key for store in stores for key in store.index)
+        keys = dict.fromkeys(key for store in stores for key in keys_in(store.rows.keys))
         for other in together:
             if other != peer.host.owner:
                 theirs = b"".join(key for key in keys if self._came_from(other, key))

@@ -17,6 +17,7 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.peer import outgoing_changes
 from dataplane.peer.membership.authority import KeeperRole
 from dataplane.wire.tables import Definition, Owner
@@ -221,7 +222,7 @@ class Run:
             return away
 
         def losing(store: Store, owner: Owner) -> int:
-            before = list(store.index)
+            before = keys_in(store.rows.keys)
             rows = lost(store, owner)
             gone = [key for key in before if key not in store.index]
             for ledger in run.ledgers:

@@ -35,7 +35,7 @@ from dataplane.errors import (
     RowsGone,
     Unavailable,
 )
-from dataplane.metadata.tables.incoming import keys_in
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.records import KEY

@@ -26,7 +26,7 @@ from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.memory.placement import Stretch, extents_of
-from dataplane.metadata.tables.names import mint_many
+from dataplane.metadata.tables.names import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,
     Finish,
@@ -195,9 +195,13 @@ class Session:
         self._unanswered.discard(request.op)
 
     def mint_keys(self, n: int) -> bytes:
-        """n new row keys (KEY records)."""
+        """n new row keys (KEY records). Up to 256 of them are a run, which shards store as one; the
+        keys that this leaves out are never used."""
         with self._lock:
-            first, self._minted = self._minted, self._minted + n
+            first = self._minted
+            if first % RUN_KEYS + n > RUN_KEYS:
+                first += -first % RUN_KEYS
+            self._minted = first + n
         return mint_many(self.id, first, n)
 
     # what ended without a call

@@ -59,12 +59,13 @@ class BeforeImages:
         if self._group_told < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
 
-    def keep_lane(self, lane: Lane, entries: Iterable[Entry] = ()) -> None:
-        """Save a lane. entries: those that something leaves."""
+    def keep_lane(self, lane: Lane, entry: Entry | None = None) -> None:
+        """Save a lane. entry: the last one of a unit that leaves."""
         if lane not in self._lanes:
             self._lanes[lane] = lane.entries()
-        for entry in entries:
+        while entry is not None:
             self._entries.setdefault(entry, entry.bits)
+            entry = entry.before
 
     def keep_lease(self, lease: Lease) -> None:
         if lease.number not in self._leases:

@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from dataplane.metadata.tables.bits import first_of, rows_of
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted, format_minted_many
+from dataplane.metadata.tables.keys import Run, records_of
+from dataplane.metadata.tables.names import (
+    KEY_BYTES,
+    PROGRESS,
+    format_minted,
+    format_minted_many,
+    is_minted,
+)
 from dataplane.metadata.tables.pieces import Pieces
 from dataplane.metadata.tables.tags import Tags
 from dataplane.wire.tables import Name
@@ -28,6 +35,7 @@ UNKNOWN_SIZE = -1
 UNLIMITED = 1 << 40
 MAX_GROUP_ROWS = (1 << 31) - 1
 """What a group may be told to have."""
+_unpack_names = msgspec.msgpack.Decoder(list[Name]).decode
 
 
 class Standing(msgspec.Struct, gc=False, eq=False):
@@ -43,56 +51,60 @@ class Standing(msgspec.Struct, gc=False, eq=False):
 
 class Block(msgspec.Struct, gc=False, eq=False):
     """A block. keys: of all its rows, removed ones too. live: the rows that exist. group: its key;
-    b"" without one. standings: by the stage's number. names: from the user, unless all are
-    generated. values: also a stage's progress, under the names of `progress_field`.
+    b"" without one. standings: by the stage's number. packed_names: MessagePack of the user's
+    names, unless all are generated. values: also a stage's progress, under the names of
+    `progress_field`.
 
     A change replaces values and tags, so a copy of a block shares them.
     """
 
     number: int
-    keys: bytes
+    keys: Run | tuple[bytes, ...]
     count: int
     live: int
     group: bytes
     values: Pieces
     standings: tuple[Standing, ...] = ()
-    names: tuple[Name, ...] | None = None
+    packed_names: bytes | None = None
     tags: Tags | None = None
 
-    nbytes_each: ClassVar[int] = 450
+    nbytes_each: ClassVar[int] = 470
+    nbytes_each_key: ClassVar[int] = 100
 
     @property
     def nbytes(self) -> int:
-        """The approximate size with its rows in the index, without its chunks."""
-        nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
-        if self.names is not None:
-            nbytes += sum([60 + len(one) if type(one) is str else 32 for one in self.names])
+        """The approximate size with its rows in the index, without inline bytes."""
+        nbytes = self.nbytes_each + self.values.nbytes
+        if not isinstance(self.keys, Run):
+            nbytes += self.nbytes_each_key * self.count
+        if self.packed_names is not None:
+            nbytes += len(self.packed_names)
         if self.tags is not None:
             nbytes += self.tags.nbytes
         return nbytes
 
-    def key(self, row: int) -> bytes:
-        return self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+    @property
+    def names(self) -> list[Name] | None:
+        """The name of each row as given; None where all are minted."""
+        return None if self.packed_names is None else _unpack_names(self.packed_names)
 
     def keys_of(self, bits: int) -> bytes:
         """The KEY records of these rows."""
         if bits.bit_count() == self.count:
-            return self.keys
+            return records_of(self.keys, 0, self.count)
         rows = rows_of(bits)
         if isinstance(rows, range):
-            return self.keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES]
-        return b"".join([self.key(row) for row in rows])
+            return records_of(self.keys, rows.start, rows.stop)
+        return b"".join([self.keys[row] for row in rows])
 
     def row(self, key: bytes) -> int:
         """The row with this key, which must be in the block."""
-        at = self.keys.find(key)
-        while at % KEY_BYTES:
-            at = self.keys.find(key, at + 1)
-        return at // KEY_BYTES
+        return self.keys.index(key)
 
     def name(self, row: int) -> Name:
         """A row's key as users see it."""
-        return format_minted(self.key(row)) if self.names is None else self.names[row]
+        names = self.names
+        return format_minted(self.keys[row]) if names is None else names[row]
 
 
 def progress_field(stage: str, field: str) -> str:
@@ -131,7 +143,7 @@ class Group(msgspec.Struct, gc=False, eq=False):
     closed: bool = False
     begun: int = 0
 
-    nbytes_each: ClassVar[int] = 350
+    nbytes_each: ClassVar[int] = 400
 
     @property
     def name(self) -> Name:
@@ -210,17 +222,21 @@ class Rows:
 
 def names_of(rows: Rows, keys: bytes) -> list[Name] | None:
     """The names of rows, or None if all are generated. keys: their keys."""
-    if all([block.names is None for block, _ in rows.parts]):
+    if all([block.packed_names is None for block, _ in rows.parts]):
         return None
-    minted = format_minted_many(keys)
-    return [
-        minted[i] if block.names is None else block.names[row]
-        for i, (block, row) in enumerate(rows)
-    ]
+    found: list[Name] = []
+    for block, bits in rows.parts:
+        names, at = block.names, len(found)
+        if names is None:
+            here = keys[at * KEY_BYTES : (at + bits.bit_count()) * KEY_BYTES]
+            found += format_minted_many(here)
+        else:
+            found += [names[row] for row in rows_of(bits)]
+    return found
 
 
-def given(names: Sequence[Name] | None) -> tuple[Name, ...] | None:
+def packed(names: Sequence[Name] | None) -> bytes | None:
     """The names to store. Generated names are derived from the keys."""
-    if names is None or all([type(n) is str and n.startswith("~") for n in names]):
+    if names is None or all(map(is_minted, names)):
         return None
-    return tuple(names)
+    return msgspec.msgpack.encode(names)

@@ -22,12 +22,14 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
 )
+from dataplane.metadata.shard.index import Index
 from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of
-from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_in
+from dataplane.metadata.tables.incoming import RowsIn, different, rows_in
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.pieces import ANY_STAGE, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
@@ -251,7 +253,9 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_S
     return rows, arrived, sizes
 
 
-def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -> list[bytes]:
+def _new(
+    index: Index | Mapping[bytes, object], raw: bytes, what: str, partition: str
+) -> list[bytes]:
     keys = different(raw, what)
     there = sum([key in index for key in keys])
     if there:

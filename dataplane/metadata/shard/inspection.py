@@ -273,7 +273,7 @@ def _weightless(state: State, stage: Stage, tag: str) -> list[Any]:
 
 def stats(state: State) -> dict[str, Any]:
     """Figures of one store. bytes counts each chunk once."""
-    total = state.inline_bytes + sum([chunk.nbytes for chunk in state.chunks.values()])
+    total = state.inline_bytes + sum([chunk.nbytes for chunk in state.chunks])
     rows = len(state.index)
     return {
         "rows": rows,

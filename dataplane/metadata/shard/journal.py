@@ -34,13 +34,15 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
 )
+from dataplane.metadata.shard.index import Index
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
-from dataplane.metadata.tables.incoming import different, keys_in
+from dataplane.metadata.tables.incoming import different
+from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
 from dataplane.metadata.tables.pieces import Pieces, divided, pieces_of
 from dataplane.metadata.tables.tags import MISSING
@@ -333,7 +335,7 @@ def _held(store: Store, op: Held, now: float) -> None:
     parts, left = list[tuple[Block, int]](), list[int]()
     for number, raw, unfinished in op.parts:
         block = store.blocks.get(number) or gone.setdefault(
-            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", pieces_of(MAX_BLOCK_ROWS))
+            number, Block(number, (), MAX_BLOCK_ROWS, 0, b"", pieces_of(MAX_BLOCK_ROWS))
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count:
@@ -421,7 +423,7 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     return _each_once(Rows(parts))
 
 
-def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
+def _new(index: Index | Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys):
         raise _Mismatch(
@@ -565,13 +567,13 @@ def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterat
 
 
 def _block_told(block: Block, stages: int) -> OneBlock:
-    names = None if block.names is None else list(block.names)
+    keys = block.keys_of(all_of(block.count))
     standings = block.standings[:stages]
     acked = [bytes_of(one.acked) for one in standings]
     returned = [bytes_of(one.returned & block.live) for one in standings]
     live = bytes_of(block.live)
     sets = acked, returned if any(returned) else []
-    return OneBlock(block.number, block.group, block.keys, names, live, *sets)
+    return OneBlock(block.number, block.group, keys, block.names, live, *sets)
 
 
 def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Given]:
@@ -617,7 +619,7 @@ def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
     for name, values in tags.items():
         if name not in all_have:
             having = [at for at, value in enumerate(values) if value is not MISSING]
-            keys = b"".join([each[at][0].key(each[at][1]) for at in having])
+            keys = b"".join([block.keys[row] for block, row in [each[at] for at in having]])
             told = {name: [values[at] for at in having]}
             yield Tag(partition, generation, wire.Rows(keys), told)
 

@@ -228,7 +228,7 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
         )
     for tag in shape.tags:
         weights.check(ready.parts, tag, "the plan", state.tag_names)
-    rows = Rows.of(sorted(ready, key=lambda one: one[0].key(one[1])))
+    rows = Rows.of(sorted(ready, key=lambda one: one[0].keys[one[1]]))
     groups = [group for group, _ in stage.groups.plain]
     whole = sum([group.live for group in groups]) == len(rows)
     if whole:

@@ -35,6 +35,7 @@ from dataplane.metadata.shard.state import State, Written
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
+from dataplane.metadata.tables.keys import Keys, some_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import Pieces, distributed, divided
 from dataplane.metadata.tables.remembered import of_group
@@ -88,10 +89,9 @@ def plan_put(state: State, asked: Put) -> PutPlan:
         state.check_fields(fields)
     if tags:
         tagging.check(tags, incoming.count, state.tag_names)
-    known: list[Block | None] | None = None
     new: Sequence[int] = range(incoming.count)
-    if not state.index.keys().isdisjoint(incoming.keys):
-        known = [state.index.get(key) for key in incoming.keys]
+    known = state.index.blocks_of(incoming.keys)
+    if known is not None:
         new = [i for i, block in enumerate(known) if block is None]
     taken, count = None, incoming.count
     gone: set[int] = set()
@@ -246,7 +246,7 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
         )
 
 
-def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[int]) -> list[Name]:
+def shown(names: Sequence[Name] | None, keys: Keys, places: Sequence[int]) -> list[Name]:
     """The first few names at these indices, for a message and its details."""
     few = places[:SHOWN_NAMES]
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
@@ -432,7 +432,7 @@ def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
         if names is not None and not whole:
             names = [names[i] for i in at]
         tags = plan.tags if whole or not plan.tags else tagging.only(plan.tags, at, rows.count)
-        keys = rows.keys if whole else [rows.keys[i] for i in at]
+        keys = rows.keys if whole else some_of(rows.keys, at)
         blocks.append(state.add_block(keys, names, mine, tags, group))
     return blocks
 

@@ -25,6 +25,7 @@ from dataplane.metadata.shard.blocks import (
     Standing,
 )
 from dataplane.metadata.shard.weights import Short
+from dataplane.metadata.tables.bits import with_all
 from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
@@ -43,8 +44,11 @@ Test = Callable[[Where, Unit, int], int]
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
+    """before: the entry of the same unit that entered the lane before this one."""
+
     unit: Unit
     bits: int
+    before: Entry | None = None
 
 
 class Lane:
@@ -57,7 +61,8 @@ class Lane:
     def __init__(self, matches: Callable[[Unit, int], int] | None = None) -> None:
         self._matches = matches
         self._queue: deque[Entry] = deque()
-        self._of: dict[Unit, tuple[Entry, ...]] = {}
+        self._of: dict[Unit, Entry] = {}
+        """the last entry of each unit"""
         self._spent = 0
         """entries of which nothing is left"""
         self.images: BeforeImages | None = None
@@ -80,9 +85,10 @@ class Lane:
 
     def holds(self, unit: Unit) -> int:
         """The rows of this unit in the lane."""
-        bits = 0
-        for entry in self._of.get(unit, ()):
+        bits, entry = 0, self._of.get(unit)
+        while entry is not None:
             bits |= entry.bits
+            entry = entry.before
         return bits
 
     def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
@@ -93,38 +99,42 @@ class Lane:
                 return
         if self.images is not None:
             self.images.keep_lane(self)
-        entry = Entry(unit, bits)
+        entry = Entry(unit, bits, self._of.get(unit))
         if front:
             self._queue.appendleft(entry)
         else:
             self._queue.append(entry)
-        before = self._of.get(unit)
-        self._of[unit] = (entry,) if before is None else (*before, entry)
+        self._of[unit] = entry
         self.count += bits.bit_count()
         if self.short is not None:
             self._keep_short(self.short.came(unit, self.holds(unit)))
 
     def leave(self, unit: Unit, bits: int) -> None:
         """Remove what is no longer ready, if it is here."""
-        entries = self._of.get(unit)
-        if entries is None:
+        entry = self._of.get(unit)
+        if entry is None:
             return
         if self.images is not None:
-            self.images.keep_lane(self, entries)
-        left = []
-        for entry in entries:
+            self.images.keep_lane(self, entry)
+        after: Entry | None = None  # the last one that keeps rows
+        while entry is not None:
             gone = entry.bits & bits
             self.count -= gone.bit_count()
             entry.bits ^= gone
+            before = entry.before
             if entry.bits:
-                left.append(entry)
+                after = entry
             else:
                 self._spent += 1
-        if not left:
-            del self._of[unit]
-            self._of = self._of or {}  # as `State.index`
-        elif len(left) < len(entries):
-            self._of[unit] = tuple(left)
+                entry.before = None
+                if after is not None:
+                    after.before = before
+                elif before is not None:
+                    self._of[unit] = before
+                else:
+                    del self._of[unit]
+                    self._of = self._of or {}  # as `State.blocks`
+            entry = before
         while self._queue and not self._queue[0].bits:
             self._queue.popleft()
             self._spent -= 1
@@ -313,6 +323,7 @@ class Stage:
         if pending:
             pending &= block.values.having(self.fields)
             if pending:
+                pending = block.live if pending == block.live else pending  # one object for both
                 self.move(block, pending, PENDING, READY)
         return pending
 
@@ -333,11 +344,11 @@ class Stage:
         elif was == ACKED:
             mine.acked ^= bits
         if to == READY:
-            mine.ready |= bits
+            mine.ready = with_all(mine.ready, bits)
         elif to == LEASED:
-            mine.leased |= bits
+            mine.leased = with_all(mine.leased, bits)
         elif to == ACKED:
-            mine.acked |= bits
+            mine.acked = with_all(mine.acked, bits)
             mine.returned &= ~bits
             self.acked_rows += bits.bit_count()
         self.rows.move(block, bits, was, to, front)

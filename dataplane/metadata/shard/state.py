@@ -30,17 +30,18 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
     Standing,
-    given,
+    packed,
     progress_field,
     progress_in,
 )
+from dataplane.metadata.shard.index import Index
 from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.answers import Answers
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
-from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
+from dataplane.metadata.tables.keys import Keys, records_of
+from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, is_minted
 from dataplane.metadata.tables.pieces import Chunk, Pieces, nbytes_of, pieces_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
@@ -102,7 +103,7 @@ class State:
         self.numbers = numbers or Numbers()
         self.emit = emit
         self.note: Note | None = None
-        self.index: dict[bytes, Block] = {}
+        self.index = Index()
         self.blocks: dict[int, Block] = {}
         """by number, in the order in which they came"""
         self.groups: dict[bytes, Group] = {}
@@ -110,7 +111,7 @@ class State:
         self.progress: set[str] = set()
         """names of what stages gave back of rows; of rows that are no more too, while there is room
         for them"""
-        self.chunks: dict[tuple[Owner, int], Chunk] = {}
+        self._chunks: dict[Owner, dict[int, Chunk]] = {}
         """those in arenas that rows use; the shard has one reference for each"""
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
@@ -279,7 +280,7 @@ class State:
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
     ) -> Arrived:
         """Check the values of a message about this many rows, and change nothing."""
-        return values_in(values, rows, self.chunks.get, most_chunks)
+        return values_in(values, rows, self.chunk, most_chunks)
 
     def hold(self, arrived: Arrived) -> None:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
@@ -307,14 +308,12 @@ class State:
         for chunk in old:
             if chunk not in kept:
                 self._let_go(chunk)
-        self.chunks = self.chunks or {}  # an emptied dict keeps its size
 
     def _use(self, chunk: Chunk) -> None:
         if not chunk.uses:
             self.inline_bytes += len(chunk.inline)
             if chunk.number:
-                self.chunks[chunk.owner, chunk.number] = chunk
-                self.peers.add(chunk.owner.peer)
+                self._name(chunk)
         chunk.uses += 1
 
     def _let_go(self, chunk: Chunk) -> None:
@@ -322,8 +321,18 @@ class State:
         if not chunk.uses:
             self.inline_bytes -= len(chunk.inline)
             if chunk.number:
-                del self.chunks[chunk.owner, chunk.number]
+                self._unname(chunk)
                 self.released.append((chunk.owner, chunk.number))
+
+    def _name(self, chunk: Chunk) -> None:
+        self._chunks.setdefault(chunk.owner, {})[chunk.number] = chunk
+        self.peers.add(chunk.owner.peer)
+
+    def _unname(self, chunk: Chunk) -> None:
+        mine = self._chunks[chunk.owner]
+        del mine[chunk.number]
+        if not mine:  # an emptied dict keeps its size
+            del self._chunks[chunk.owner]
 
     # what is where
 
@@ -343,10 +352,12 @@ class State:
             if block is None:
                 continue
             row = block.row(key)
-            bits, rest = 1 << row, block.keys[(row + 1) * KEY_BYTES :]
-            if rest and block.live >> row == all_of(block.count - row) and raw.startswith(rest, at):
-                bits = block.live >> row << row  # all that follows it in the block
-                at += len(rest)
+            bits, many = 1 << row, block.count - row
+            if many > 1 and raw.startswith(block.keys[row + 1], at):
+                rest = records_of(block.keys, row + 1, block.count)
+                if block.live >> row == all_of(many) and raw.startswith(rest, at):
+                    bits = block.live >> row << row  # all that follows it in the block
+                    at += len(rest)
             if parts and parts[-1][0] is block and parts[-1][1] < bits & -bits:
                 bits |= parts.pop()[1]
             parts.append((block, bits))
@@ -362,9 +373,19 @@ class State:
         keys = dict.fromkeys([block.group for block, _ in parts])
         return [self.groups[key] for key in keys if key]
 
+    def chunk(self, owner: Owner, number: int) -> Chunk | None:
+        """The chunk that rows use under this name."""
+        mine = self._chunks.get(owner)
+        return None if mine is None else mine.get(number)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those in arenas that rows use."""
+        return [chunk for mine in self._chunks.values() for chunk in mine.values()]
+
     def chunks_at(self, owner: Owner) -> list[Chunk]:
         """The chunks of an owner."""
-        return [chunk for chunk in self.chunks.values() if chunk.owner == owner]
+        return list(self._chunks.get(owner, {}).values())
 
     def at(self, owner: Owner) -> Rows:
         """The rows with a value at this owner. A stage's progress there does not count, because
@@ -410,28 +431,27 @@ class State:
     def move_chunks(self, old: Owner, numbers: Mapping[int, int], new: Owner) -> list[int]:
         """Move chunks from one owner to another. Return which were moved. The old references are
         collected as freed. Raises ProtocolError, and moves none, if a new one is in use already."""
-        here = {number: there for number, there in numbers.items() if (old, number) in self.chunks}
-        for there in here.values():
+        here = [(c, there) for n, there in numbers.items() if (c := self.chunk(old, n)) is not None]
+        for _, there in here:
             if there < 1:
                 raise ProtocolError(
                     f"invalid chunk number {there}: expected 1 or more. "
                     "Install the same release on all hosts"
                 )
-            if (new, there) in self.chunks:
+            if self.chunk(new, there) is not None:
                 raise ProtocolError(
                     f"unexpected chunk {there} of peer {new.peer}, because the partition "
                     "already has it: install the same release on all hosts"
                 )
         moved = []
-        for number, there in here.items():
-            chunk = self.chunks.pop((old, number))
+        for chunk, there in here:
             if self.images is not None:
                 self.images.keep_chunk(chunk)
+            self._unname(chunk)
+            self.released.append((old, chunk.number))
+            moved.append(chunk.number)
             chunk.owner, chunk.number = new, there
-            self.chunks[new, there] = chunk
-            self.peers.add(new.peer)
-            self.released.append((old, number))
-            moved.append(number)
+            self._name(chunk)
         return moved
 
     # rows come
@@ -442,11 +462,10 @@ class State:
 
     def add_group(self, key: bytes, name: Name | None, expected: int, number: int = 0) -> Group:
         """Add an open group. number: its number at the primary; 0 if it is new everywhere."""
-        shown = None if name is None else given([name])
         group = Group(
             number or self._next(),
             key,
-            None if shown is None else shown[0],
+            None if name is None or is_minted(name) else name,
             expected,
             bytes(len(self.stages)),
         )
@@ -459,7 +478,7 @@ class State:
 
     def add_block(
         self,
-        keys: Sequence[bytes],
+        keys: Keys,
         names: Sequence[Name] | None,
         values: Pieces,
         tags: Mapping[str, Sequence[Scalar]],
@@ -469,26 +488,24 @@ class State:
     ) -> Block:
         """Add rows; call `written` afterwards. number, live: the block's number at the primary,
         and which of its rows exist; 0 if it is new everywhere."""
-        many = len(keys)
+        many, packed_names = len(keys), packed(names)
         block = Block(
             number or self._next(),
-            b"".join(keys),
+            self.index.kept(keys, packed_names is None),
             many,
             live or all_of(many),
             b"" if group is None else group.key,
             values,
             tuple([Standing() for _ in self.stages]),
-            given(names),
+            packed_names,
         )
         if tags:
             block.tags = Tags(many)
             block.tags.set(range(many), tags)
             self.tag_names |= tags.keys()
         self.blocks[block.number] = block
-        if live:
-            keys = [keys[row] for row in rows_of(live)]
-            many = len(keys)
-        self.index.update(dict.fromkeys(keys, block))
+        many = block.live.bit_count()
+        self.index.add(block)
         self.used_bytes += block.nbytes
         self._note_fields(values.fields)
         self._count_uses(_NO_VALUES, values)
@@ -613,12 +630,11 @@ class State:
         values = [(self.blocks[n].values, bits) for n, bits in by_block.items()] if dropped else []
         for number, bits in by_block.items():
             block = self.blocks[number]
-            keys = block.keys_of(bits)
             if dropped:
-                buried += keys_in(keys)
+                buried += [block.keys[row] for row in rows_of(bits)]
             elif freed and (names := block.names) is not None:
-                buried += [block.key(row) for row in rows_of(bits) if given([names[row]])]
-            self._take_out(block, bits, keys)
+                buried += [block.keys[row] for row in rows_of(bits) if not is_minted(names[row])]
+            self._take_out(block, bits)
             if block.group:
                 group = groups[block.group] = self.groups[block.group]
                 if self.images is not None:
@@ -635,18 +651,16 @@ class State:
             self._leave(list(groups.values()), dropped, freed)
         return nbytes_of(values)
 
-    def _take_out(self, block: Block, bits: int, keys: bytes) -> None:
+    def _take_out(self, block: Block, bits: int) -> None:
         if self.images is not None:
             self.images.keep_block(block)
         for stage in self.stages.values():
             stage.forget(block, bits)
-        for key in keys_in(keys):
-            del self.index[key]
-        self.index = self.index or {}  # an emptied dict keeps its size: few partitions are dropped
+        self.index.remove(block, bits)
         if bits == block.live:
             self.used_bytes -= block.nbytes
             del self.blocks[block.number]
-            self.blocks = self.blocks or {}
+            self.blocks = self.blocks or {}  # an emptied dict keeps its size
             self._count_uses(block.values, _NO_VALUES)
             block.values, block.live = _NO_VALUES, 0
             return

@@ -330,7 +330,7 @@ class Store(State):
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every current reference: per owner RANGE records and a u4 count for each."""
-        return _by_owner(self.chunks)
+        return _by_owner((chunk.owner, chunk.number) for chunk in self.chunks)
 
     def named(self, owner: Owner) -> tuple[Array, Array]:
         """The chunks of an owner that rows use: RANGE, and u8 sizes."""

@@ -11,9 +11,19 @@ _FEW = 1024
 """Up to so many rows numpy's fixed cost would be most of it."""
 
 
-def all_of(count: int) -> int:
-    """The set of the first `count` rows."""
-    return (1 << count) - 1
+_FIRST = [(1 << count) - 1 for count in range(257)]
+"""One object for each set of all rows of a block: millions of blocks share them."""
+
+
+def all_of(count: int, start: int = 0) -> int:
+    """The set of `count` rows from `start` on."""
+    bits = _FIRST[count] if count < len(_FIRST) else (1 << count) - 1
+    return bits << start if start else bits
+
+
+def with_all(bits: int, more: int) -> int:
+    """The rows of both sets. Without rows in the first, this is the second object itself."""
+    return bits | more if bits else more
 
 
 def rows_of(bits: int) -> Sequence[int]:
@@ -34,7 +44,7 @@ def rows_of(bits: int) -> Sequence[int]:
 def bits_of(rows: Iterable[int]) -> int:
     """The set of these rows."""
     if isinstance(rows, range) and rows.step == 1:
-        return all_of(len(rows)) << rows.start
+        return all_of(len(rows), rows.start)
     bits = 0
     for row in rows:
         bits |= 1 << row

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
-from dataplane.metadata.tables.names import KEY_BYTES
+from dataplane.metadata.tables.keys import Keys, Run, keys_in, run_in, some_of
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
-from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Name, Rows
 
 
@@ -20,7 +20,7 @@ class RowsIn(msgspec.Struct, eq=False):
     """The checked rows of a message. group: per row an index into `group_keys`, -1 without a
     group; None if no row has one. whole: all rows are in the only group."""
 
-    keys: list[bytes]
+    keys: Keys
     names: Sequence[Name] | None
     group: Sequence[int] | None
     group_keys: list[bytes]
@@ -34,7 +34,7 @@ class RowsIn(msgspec.Struct, eq=False):
     def only(self, rows: Sequence[int]) -> RowsIn:
         """The same for some of the rows."""
         return RowsIn(
-            [self.keys[i] for i in rows],
+            some_of(self.keys, rows),
             None if self.names is None else [self.names[i] for i in rows],
             None if self.group is None else [self.group[i] for i in rows],
             self.group_keys,
@@ -43,16 +43,8 @@ class RowsIn(msgspec.Struct, eq=False):
         )
 
 
-def keys_in(raw: bytes | memoryview) -> list[bytes]:
-    """Split a KEY column into keys."""
-    if len(raw) % KEY_BYTES:
-        column(raw, KEY)
-    raw = bytes(raw)
-    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
-
-
 def different(raw: bytes, what: str) -> list[bytes]:
-    """Return the keys. Raises ProtocolError if one appears twice."""
+    """Return the keys of a KEY column. Raises ProtocolError if one appears twice."""
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
@@ -65,7 +57,7 @@ def different(raw: bytes, what: str) -> list[bytes]:
 
 def rows_in(rows: Rows) -> RowsIn:
     """Check the rows of a message. Raises InvalidRows if there are none, or one appears twice."""
-    keys = keys_in(rows.keys)
+    keys: Keys = run_in(rows.keys) or keys_in(rows.keys)
     count = len(keys)
     if not count:
         raise InvalidRows("this call has no rows: pass at least one")
@@ -78,7 +70,7 @@ def rows_in(rows: Rows) -> RowsIn:
         )
     if rows.names is not None and len(rows.names) != count:
         raise InvalidRows(f"got {len(rows.names)} names for {count} keys: pass one name per key")
-    if len(set(keys)) != count:
+    if not isinstance(keys, Run) and len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
         raise InvalidRows(f"key {shown!r} appears twice in this call: give each row its own key")

@@ -18,6 +18,8 @@ from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Name
 
 KEY_BYTES = 16
+RUN_KEYS = 256
+"""Minted keys that differ only in their last byte, at most: see `tables.keys.Run`."""
 MINTED_MARK = "~"
 PROGRESS = "~"
 """Between a stage and a field in the name of the stage's progress. Only stages may have it in their
@@ -88,6 +90,11 @@ def mint_many(session: int, first: int, count: int) -> bytes:
     keys["session"] = session
     keys["counter"] = np.arange(first, first + count, dtype=np.uint64)
     return keys.tobytes()
+
+
+def is_minted(name: Name) -> bool:
+    """Whether a name is a minted key as users see it."""
+    return type(name) is str and name.startswith(MINTED_MARK)
 
 
 def format_minted(key: bytes) -> str:

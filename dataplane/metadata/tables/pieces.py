@@ -111,7 +111,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 class Shape(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
     by `shape_of`. live: by field, the rows that have it. nbytes: about what the pieces of a block
-    take, without the chunks."""
+    and its chunks take, without what is inline."""
 
     count: int
     places: tuple[Place, ...]
@@ -179,7 +179,7 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """About what they take, without the chunks."""
+        """About what they and their chunks take, without what is inline."""
         return self.shape.nbytes
 
     def live(self, field: str) -> int:

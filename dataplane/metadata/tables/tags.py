@@ -101,7 +101,7 @@ class Tags:
 
     @property
     def nbytes(self) -> int:
-        each = sum([100 + 16 * len(values) for values in self._values.values()])
+        each = sum([100 + 36 * len(values) for values in self._values.values()])
         return each + sum(self._texts.values())
 
     def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:

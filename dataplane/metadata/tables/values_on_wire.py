@@ -47,7 +47,7 @@ _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 _Same = TypeVar("_Same", Owner, bytes)
 _NO_VALUES = wire.Values()
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
-Known = Callable[[tuple[Owner, int]], Chunk | None]
+Known = Callable[[Owner, int], Chunk | None]
 """The chunk that a shard has under this name."""
 SHARED_BYTES = 1_024
 """Larger descriptions of pieces are not looked up: they hardly repeat."""
@@ -60,6 +60,10 @@ _decoder = msgspec.msgpack.Decoder(list[wire.Piece])
 def _shared(value: _Same) -> _Same:
     """The one that has been kept before: chunks of many messages have the same owner and layout."""
     return value
+
+
+_same_size = lru_cache(64)(int)
+"""Columns of the same lengths have chunks of the same size, which share its number."""
 
 
 # what arrives
@@ -217,7 +221,8 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
     many_owners, many_layouts = len(owners), len(layouts)
     chunks, named = list[Chunk](), set[tuple[Owner, int]]()
     for one in values.chunks:
-        number, rows, nbytes, inline = one.number, one.rows, one.nbytes, one.inline
+        number, rows, inline = one.number, one.rows, one.inline
+        nbytes = _same_size(one.nbytes)
         if not (
             0 <= one.owner < many_owners
             and 0 <= one.layout < many_layouts
@@ -246,7 +251,7 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
                 f"expected each chunk once in the message, got chunk {number} of peer "
                 f"{owner.peer} twice: install the same release on both sides"
             )
-        found = known(name)
+        found = known(owner, number)
         if found is None:
             found = Chunk(owner, number, rows, nbytes, layout, inline)
         elif (found.rows, found.nbytes, found.layout, found.inline) != (

@@ -94,5 +94,5 @@ def test_what_came_to_its_name_meanwhile_stays(tmp_path: Path, made: Any) -> Non
 
 
 def test_files_that_cannot_be_read_are_not_reported_as_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFailed, match="could not read the checkpoint .*restore again"):
+    with pytest.raises(CheckpointFailed, match="could not read the checkpoint .*try again"):
         PartReader(tmp_path)

@@ -36,7 +36,7 @@ def cracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plug_in_that_raises_anything_is_missing_and_named(
     load: Callable[[str], object], error: type[DataplaneError]
 ) -> None:
-    told = r"'cracked' \(cracked_plug_in:Cracked\): RuntimeError: no driver; reinstall"
+    told = r"'cracked' \(cracked_plug_in:Cracked\): RuntimeError: no driver. Reinstall"
     with pytest.raises(error, match=told):
         load("cracked")
 

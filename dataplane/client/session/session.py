@@ -213,9 +213,11 @@ class Session:
             return self.reads.pin(0)
         with self._lock:
             self._pins += len(held)
-        self.tend()
         devices = self.devices if self.devices is not None and self.devices.in_place else None
-        return self.reads.pin(held[0], partial(_let_go, self._unpinned, self.bell, held, devices))
+        let_go = partial(_let_go, self._unpinned, self.bell, held, devices)
+        pin = self.reads.pin(held[0], let_go)
+        self.tend()
+        return pin
 
     def keep(self, stretches: Sequence[Stretch]) -> None:
         """Granted space that is not written: for the next write, or back to the peer. What was

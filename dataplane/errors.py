@@ -29,7 +29,7 @@ no: the call fails again until something else changes; `next_step` says what.
 
 
 class DataplaneError(Exception):
-    """Base class of every error of this package. `details` holds the values that the message
+    """Base class of all errors in this package. `details` holds the values that the message
     mentions."""
 
     next_step: ClassVar[str] = "Read the message."
@@ -53,7 +53,7 @@ def few(names: Sequence[str], most: int) -> str:
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """Return the name of which `name` may be a misspelling, or "".
+    """Return the name that was probably meant by the misspelled `name`, or "".
 
     Names that differ only in their numbers, such as "step-12" and "step-13", do not count.
     """
@@ -109,7 +109,7 @@ class PeerNotFound(ConnectError):
 
 
 class PeerAmbiguous(ConnectError):
-    """Several peers or runs on this host match, and the call names none."""
+    """More than one peer or run on this host matches the call."""
 
     next_step = "Name the peer or the run."
     retry: ClassVar[Retry] = "no"
@@ -213,7 +213,7 @@ class ProtocolError(DataplaneError):
 
 
 class FrameTooLarge(ProtocolError):
-    """A message is larger than the limit of the connection."""
+    """A message exceeds the size limit of the connection."""
 
     next_step = "Use fewer rows or fields per call."
 
@@ -261,7 +261,7 @@ class PartitionConflict(DataplaneError):
 
 
 class PartitionGone(DataplaneError):
-    """The partition was dropped, or lost with both hosts that had its metadata.
+    """The partition was dropped, or was lost with both hosts that stored its metadata.
     `details["reason"]` is "dropped" or "lost"."""
 
     next_step = "Declare it again. It starts empty."
@@ -301,7 +301,7 @@ class InvalidRows(DataplaneError, ValueError):
 
 
 def without_group(rows: int, group_size: int) -> InvalidRows:
-    """Return the error for new rows that no claim of whole groups would return."""
+    """Return the error for new rows without a group in a partition that has `group_size`."""
     return InvalidRows(
         f"{counted(rows, 'new row has', 'new rows have')} no group, but the partition has "
         f"group_size={group_size}, so claims of groups would never return them: pass group= with "

@@ -143,6 +143,6 @@ def _check(page: EventsDone) -> None:
     counted = 0 < page.kept <= page.first and page.first + len(page.records) <= page.last + 1
     if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
         raise ProtocolError(
-            f"peer {page.name!r} sent events with invalid times or numbers: install the same "
-            "release of dataplane on all hosts"
+            f"peer {page.name!r} sent events with invalid times or sequence numbers: install the "
+            "same release of dataplane on all hosts"
         )

@@ -128,7 +128,7 @@ class CudaDevice(Device):
         GPU from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"the memory of {handle.device} cannot be mapped from GPU {self.identity}: "
+                f"GPU {self.identity} cannot map the memory of {handle.device}: "
                 "expected the memory of another GPU"
             )
         try:
@@ -432,7 +432,7 @@ def _runtime() -> Any:
         from cupy.cuda import runtime
     except ImportError as exc:
         raise DeviceMissing(
-            f"GPU memory needs cupy, which cannot be imported ({exc}): pip install cupy-cuda13x "
-            "(cupy-cuda12x with CUDA 12)"
+            f"GPU memory needs cupy, which cannot be imported ({exc}): run pip install "
+            "cupy-cuda13x (cupy-cuda12x with CUDA 12)"
         ) from exc
     return runtime

@@ -31,8 +31,8 @@ def check_even(fields: TensorDict) -> None:
 
 
 def packed_object(value: Any) -> Any:
-    """Convert a value to types that the plane stores. An error names the path of a value that
-    cannot be stored."""
+    """Convert a value to types that the plane stores. If a value cannot be stored, the
+    error names its path."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, NonTensorData):

@@ -30,7 +30,7 @@ _CLASS = "\0class"
 class Queue:
     """A queue for any number of processes, threads and hosts.
 
-    Items that one host puts come out in the order in which they were put. If several hosts put
+    Items from one host come out in the order in which they were put. If several hosts put
     items, `get` may return an item of its own host before older items of other hosts.
 
     - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
@@ -39,7 +39,8 @@ class Queue:
       Default: a new, unique name.
     - `run`: as for `dataplane.connect`.
 
-    A queue can be pickled, for example as an argument of an actor. The copy is the same queue.
+    A queue can be pickled, for example as an argument of an actor. The copy refers to the
+    same queue.
     """
 
     def __init__(

@@ -66,9 +66,9 @@ class Setup:
 def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
     """Start a peer on every living node of the Ray cluster that this driver is connected to.
 
-    - `given`: settings of the peers by name, written as for `dataplane peer` (docs/settings.md):
-      `arena="64GiB", transport="required:nixl"`. Other settings come from the environment variables
-      of each node's workers, then from those of this process.
+    - `given`: peer settings by name, with the values that `dataplane peer` takes
+      (docs/settings.md): `arena="64GiB", transport="required:nixl"`. Other settings come from the
+      environment variables of each node's workers, then from those of this process.
     - `token_file`: path of the cluster token file on every host. Without it, `start` creates a new
       token and sends it to the hosts through Ray.
     - `timeout`: seconds to wait for all peers.
@@ -94,7 +94,7 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
 
 def started(*, timeout: float = START_S) -> Started:
     """Return the peers of this Ray job. The first process that calls this function starts them with
-    `start`, so the processes need not know each other. The peers stop when that process exits, or
+    `start`, so the processes need no coordination. The peers stop when that process exits, or
     when a process calls `stop()`. Raises the same errors as `start`."""
     options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
     found = Started(ray.remote(_Starter).options(**options).remote())
@@ -104,13 +104,13 @@ def started(*, timeout: float = START_S) -> Started:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The peers of a Ray job, started by one of its processes. Keep a reference to this object: Ray
-    kills the actor that started the peers when no process refers to it."""
+    """The peers of a Ray job, started by one of its processes. Keep a reference to this object:
+    when no process has one, Ray kills the actor that started the peers."""
 
     starter: Any
 
     def stop(self) -> None:
-        """Stop all peers at once. Their rows are lost."""
+        """Stop all peers now. Their rows are lost."""
         _let_go([self.starter])
 
 
@@ -155,7 +155,7 @@ def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
 
 
 class Peers:
-    """The peers of a Ray job. Used as a context manager, it calls `stop` at the end of the body."""
+    """The peers of a Ray job. Used as a context manager, `Peers` calls `stop` on exit."""
 
     def __init__(self, setup: Setup, timeout: float) -> None:
         self._setup = setup
@@ -256,9 +256,7 @@ def _let_go(attendants: list[Any]) -> None:
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
             late = counted(len(told) - len(done), "actor")
-            log.warning(
-                "ray: %s did not stop their peers within %g s, so Ray kills them", late, STOP_S
-            )
+            log.warning("ray: killing %s, because the peers did not stop within %g s", late, STOP_S)
     for attendant in attendants:
         ray.kill(attendant)
 
@@ -272,8 +270,9 @@ def _with_seeds(setup: Setup, seeds: Sequence[str]) -> Setup:
 
 
 class Attendant:
-    """The actor of one node. It starts the node's peer, and stays its client while the job lives.
-    If its worker dies, the restarted actor finds the peer running."""
+    """The actor of one node. It starts the node's peer, and stays connected to it as a client
+    until the job ends. If the actor's worker process dies, the restarted actor finds the
+    peer running."""
 
     def __init__(self, plane: str) -> None:
         self._run = plane
@@ -284,8 +283,8 @@ class Attendant:
                 self._plane = dataplane.connect(self._name, run=plane)
 
     def address(self, plane: str, number: int, of: int) -> str:
-        """Return the address at which this node's peer will listen. Peers of one machine get
-        different ports."""
+        """Return the address at which this node's peer will listen. Peers on the same
+        machine get different ports."""
         here = runs.find_run().name
         if here != plane:
             raise InvalidConfig(

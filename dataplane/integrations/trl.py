@@ -29,13 +29,13 @@ log-probabilities."""
 
 
 class Rollouts:
-    """The completions that one training run asks for. Pass the same arguments in every rank and
+    """The completions that one training run requests. Pass the same arguments in every rank and
     every worker.
 
     - `fields`: the fields that workers add besides `prompt_ids`, `completion_ids` and `logprobs`.
       TRL passes them to reward functions, and uses `env_mask` itself.
-    - `stages`: other stages, which produce some of the fields, and the fields that each of them
-      needs, such as {"score": ["completion_ids"]}.
+    - `stages`: other stages that produce some of the fields, each with the fields that it needs,
+      such as {"score": ["completion_ids"]}.
     - `timeout`: how many seconds a rank waits for all completions of a request. None waits without
       a limit, and logs what is missing.
     """
@@ -89,8 +89,8 @@ class Rollouts:
     def requests(
         self, rows: int, *, where: dataplane.Where | None = None, timeout: float | None = None
     ) -> dataplane.Stream:
-        """Return the stream of prompts for a rollout worker: batches of at most `rows` prompts,
-        `batch["prompt"]`, until training ends. Answer each batch with
+        """Return the stream of prompts for a rollout worker. Each batch has at most `rows`
+        prompts, in `batch["prompt"]`. The stream ends when training ends. Answer each batch with
         `batch.add(prompt_ids=…, completion_ids=…, logprobs=…)`. If a worker dies, other workers
         get its prompts."""
         return self.partition.stream("rollout", rows=rows, min=1, where=where, timeout=timeout)

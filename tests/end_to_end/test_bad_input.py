@@ -149,7 +149,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a tag of no type": (
         lambda p: p.put({"x": [1]}, tags={"n": [[1]]}),
         dataplane.InvalidRows,
-        "or put it as a field",
+        "or store it in a field",
     ),
     "a large tag": (
         lambda p: p.put({"x": [1]}, tags={"n": 2**70}),

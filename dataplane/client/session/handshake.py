@@ -170,8 +170,8 @@ def peer_gone(session: Session) -> PeerLost:
         )
         if welcome.alone
         else (
-            "rows whose only bytes were on this host are lost, unless the peer moved them to "
-            "another host: part.lost() lists them. To read the other rows, call "
+            "rows that were stored only on this host are lost, unless the peer moved them to "
+            "another host: part.lost() lists the lost rows. To read the other rows, call "
             "dataplane.connect() again"
         )
     )

@@ -175,8 +175,8 @@ def prepare(
     for name in dedup:
         if name not in sized:
             raise FieldUnknown(
-                f"dedup= names field {name!r}, which this put does not have: name only fields of "
-                "this put"
+                f"dedup= names field {name!r}, which is not in this put: list only fields that "
+                "this put writes"
             )
     made = [
         _values(name, column, check_time, fields.get(name), name in dedup)
@@ -200,7 +200,9 @@ def by_name(columns: Any) -> Any:
     if type(columns) is dict or not objects.is_tensordict(columns):
         return columns
     if not columns.batch_size:
-        raise InvalidRows("a TensorDict with batch_size [] has no rows: give it a batch_size [n]")
+        raise InvalidRows(
+            "a TensorDict with batch_size [] has no rows: set batch_size to [number of rows]"
+        )
     found = {}
     for key, column in _leaves(objects.tensordict_of(columns), ()):
         if any("." in part for part in key):
@@ -269,8 +271,8 @@ def _got(tensordict: Any, key: tuple[str, ...]) -> Any:
     except RuntimeError as exc:  # a stack of several shapes inside a stack
         name = ".".join(key)
         raise InvalidValue(
-            f"cannot read key {name!r} of the TensorDict: {exc}. Give the key values of one shape "
-            "in every row, or write the rows in separate put() calls",
+            f"cannot read key {name!r} of the TensorDict: {exc}. Use values of the same "
+            "shape in every row, or write the rows in separate put() calls",
             field=name,
         ) from exc
 

@@ -273,7 +273,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
                         f"tag {name!r} of row {at} is {value!r:.60} ({type(value).__name__}): "
-                        "expected a bool, int, float, str or None; convert it, or put it as a "
+                        "expected a bool, int, float, str or None; convert it, or store it in a "
                         "field",
                         tag=name,
                         row=at,

@@ -51,8 +51,9 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         help=(
-            "replay this trace: a Parquet file of `trace`, files of PolyTrace, or a folder of "
-            "`dataplane record`, which also sets the default hosts, steps and staleness"
+            "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a folder "
+            "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
+            "--staleness)"
         ),
     )
     run.add_argument(
@@ -75,7 +76,7 @@ def _job_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
-        help="steps that rollout may run ahead of training (default: 0, synchronous)",
+        help="how many steps rollout may run ahead of training (default: 0, synchronous)",
     )
     run.add_argument(
         "--link",
@@ -83,15 +84,15 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         metavar="RATE|none",
         help=(
             "rate of each host's link in each direction, in tc's notation, such as 400mbit; "
-            "`none` uses loopback without limits (default: 100 Gbit/s scaled from 64 cores to a "
-            "host's share of this machine's cores)"
+            "`none` uses loopback without limits (default: 100 Gbit/s per 64 cores, scaled down to "
+            "the cores that each host gets on this machine)"
         ),
     )
     run.add_argument(
         "--seed",
         type=whole,
         default=0,
-        help="seed of the trace; the same seed draws the same trace (default: 0)",
+        help="seed of the trace; the same seed gives the same trace (default: 0)",
     )
     run.add_argument(
         "--trainers", type=bounds.trainers, help="number of trainer ranks (default: one per host)"
@@ -109,14 +110,14 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         action="store_true",
         help=(
             "start the other stages of a step only after its rollout has finished, as if "
-            "both shared GPUs"
+            "they shared GPUs with rollout"
         ),
     )
     run.add_argument(
         "--pace",
         type=positive,
         default=0.0,
-        help="replay the recorded times, N times as fast (default: skip them)",
+        help="replay the recorded durations, sped up by this factor (default: skip them)",
     )
 
 
@@ -128,12 +129,12 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         nargs="?",
         const="on",
         help=(
-            "send the media of a group only once (default: on for dataplane, both ways for the "
+            "send the media of a group only once (default: on for dataplane, both for the "
             "controller)"
         ),
     )
     run.add_argument(
-        "--arena", type=size, default=None, help="arena of each dataplane peer, such as 1GiB"
+        "--arena", type=size, default=None, help="arena size of each dataplane peer, such as 1GiB"
     )
     run.add_argument(
         "--memory-limit",
@@ -145,7 +146,7 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         "--timeout",
         type=seconds,
         default=240.0,
-        help="seconds that one run may take (default: 240)",
+        help="time limit for each run, in seconds (default: 240)",
     )
     run.add_argument(
         "--json",

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dataplane",
-        description=("A data plane for RL post-training: run peers, and look into runs."),
+        description="A data plane for RL post-training: run peers and inspect runs.",
     )
     parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -215,7 +215,7 @@ def _add_checkpoint(commands: Commands) -> None:
         "write the rows of a checkpoint as Parquet files, one for each partition",
         " A row has its key, group, tags and fields as columns.",
     )
-    export.add_argument("directory", metavar="DIR", help="a directory of plane.checkpoint(…)")
+    export.add_argument("directory", metavar="DIR", help="directory written by plane.checkpoint(…)")
     export.add_argument("output", metavar="OUT", help="directory for the files, new or empty")
     export.add_argument(
         "--field",
@@ -260,9 +260,9 @@ def _add_token(commands: Commands) -> None:
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="only the step of this partition")
+    step.add_argument("--step", metavar="PARTITION", help="cover only the step of this partition")
     step.add_argument(
-        "--last", metavar="N", type=int, default=1, help="the last N steps (default: 1)"
+        "--last", metavar="N", type=int, default=1, help="cover the last N steps (default: 1)"
     )
 
 

@@ -25,7 +25,7 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
     if step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN) or "none"
         raise InvalidCall(
-            f"--step {step!r}: no peer has events of a partition with this name. Choose one of the "
-            f"partitions with events: {shown}"
+            f"--step {step!r}: no peer has recorded events for a partition with this name. Choose "
+            f"one of the partitions with events: {shown}"
         )
     return events, [step]

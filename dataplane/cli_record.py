@@ -241,7 +241,7 @@ class _Folder:
             raise InvalidCall(
                 f"-o {str(self.path)!r}: cannot write {name}: {error.strerror or error}. "
                 f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that. "
-                "Free space there, or choose another directory"
+                "Free up space there, or choose another directory"
             ) from error
 
 

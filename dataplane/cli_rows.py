@@ -100,8 +100,8 @@ def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None
     near = difflib.get_close_matches(key, names, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise RowsGone(
-        f"partition {partition!r} has no row with key {key!r}, because it was never put, "
-        f"or was freed, dropped or lost.{meant} To list the rows, run `dataplane rows "
+        f"partition {partition!r} has no row with key {key!r}: the row was never put, or "
+        f"has been freed, dropped or lost.{meant} To list the rows, run `dataplane rows "
         f"{partition}`",
         keys=[key],
     )

@@ -272,7 +272,7 @@ def test_an_ack_without_an_answer_is_asked_again_under_its_number(
     assert batch.state == "leased"
     del peer.scripts[Finish]
     if then == "add":
-        with pytest.raises(dataplane.LeaseExpired, match="this batch was already acked"):
+        with pytest.raises(dataplane.LeaseExpired, match="this batch is already acked"):
             batch.add(other=[1, 2, 3, 4])
     else:
         getattr(batch, then)()

@@ -116,5 +116,5 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
     part.drop(["version-7"])
     with pytest.raises(dataplane.RowsDropped):
         part.wait(key="version-7")
-    with pytest.raises(dataplane.InvalidCall, match="no other argument than timeout="):
+    with pytest.raises(dataplane.InvalidCall, match="besides key=, pass only timeout="):
         part.wait("train", key="version-7")

@@ -109,7 +109,10 @@ def _bad_input(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = path.read_bytes()
     for more, said in (
         (["--last", "0"], "--last 0 is out of range: use 1 or more"),
-        (["--step", "step-9"], "--step 'step-9': no peer has events of a partition with this name"),
+        (
+            ["--step", "step-9"],
+            "--step 'step-9': no peer has recorded events for a partition with this name",
+        ),
         (["-o", str(path.parent)], "it exists and is not a regular file"),
         (["-o", "/dev/null"], "it exists and is not a regular file"),
         (["-o", str(path.parent / "none" / "x")], "does not exist"),

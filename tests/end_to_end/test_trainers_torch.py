@@ -139,7 +139,7 @@ def test_parts_of_a_batch_are_acked_and_released_alone(hosts: Hosts) -> None:
     first.add(y=[10 * x for x in first["x"]])
     first.ack()
     assert (first.state, second.state, batch.state) == ("acked", "leased", "leased")
-    with pytest.raises(dataplane.LeaseExpired, match="this part of the batch were already acked"):
+    with pytest.raises(dataplane.LeaseExpired, match="this part of the batch are already acked"):
         first.ack()
     second.release(tags={"tried": [1, 2]})
     again = there.claim("train", rows=2)

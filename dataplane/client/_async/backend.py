@@ -142,7 +142,8 @@ async def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -
 
 
 class Prefetch(Generic[B]):
-    """A task that claims up to `ahead` batches before the loop needs them, `wanted` in all."""
+    """A task that claims up to `ahead` batches before the loop needs them, and `wanted` in
+    total."""
 
     def __init__(
         self,

@@ -88,8 +88,8 @@ class Converting(Fetching):
         - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
           crashes the process.
         - `device`: copies to a GPU go through pinned memory, on torch's current stream. A blocking
-          call may return before the copy has finished. An `await` in `dataplane.aio` returns after
-          it.
+          call may return before the copy has finished. In `dataplane.aio`, the call returns after
+          the copy has finished.
         """
         shape = Padding(padding, side, length, multiple)
         return await self._converted(
@@ -119,16 +119,16 @@ class Converting(Fetching):
           of equal lengths share their offsets. Numbers become a tensor [n], and anything else
           becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
           in length. "dense" and "list" apply to every field; they raise InvalidValue if
-          rows do not fit.
+          the rows do not fit the layout.
         - `padding`, `side`, `length`, `multiple`: as in `torch`. A single `padding` fills bool
           fields with False.
         - `mask`: the name of a bool tensor [n, length] to add, which is True at the values of
-          padded fields. Pass a mapping by field if their lengths differ.
+          padded fields. If their lengths differ, pass a mapping from field to name.
         - `device`: as in `torch`.
 
-        Each of these arguments except `device` may also be a mapping by field. A field "a.b"
-        becomes "b" in a nested TensorDict "a". If the arrays of a field differ in dtype or rank,
-        they cannot form a tensor: the field becomes a NonTensorStack, and the log says so.
+        Each of these arguments except `device` may also be a mapping from field to value. A field
+        "a.b" becomes "b" in a nested TensorDict "a". If the arrays of a field differ in dtype or
+        rank, they cannot form a tensor: the field becomes a NonTensorStack, and the log says so.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = Form(layout, padding, side, length, multiple, mask)
@@ -218,7 +218,7 @@ class Batch(LeasedRows):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields to the rows, one value per row: by name, as a mapping, or as a TensorDict.
+        """Add fields to the rows, one value per row: keyword arguments, a mapping or a TensorDict.
 
         The call copies the values. The ack stores them and makes them visible to other stages.
 
@@ -318,7 +318,7 @@ class Batch(LeasedRows):
         """LeaseExpired where these rows are finished."""
         if self._at is not None and self.lease.state == "leased" and self.state != "leased":
             raise LeaseExpired(
-                f"the rows of this part of the batch were already {self.state}, so they can no "
+                f"the rows of this part of the batch are already {self.state}, so they can no "
                 "longer be changed: claim a new batch",
                 stage=self.stage,
             )

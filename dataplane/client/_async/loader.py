@@ -109,7 +109,7 @@ class Loader:
         if given != wanted:
             raise InvalidCall(
                 f"expected a state with (version, partition, stage) {wanted}, got one with "
-                f"{given}: load the state into a loader of the stage that saved it"
+                f"{given}: pass a state that state_dict() returned for this partition and stage"
             )
         loop = self._loop
         if loop is not None and not loop.over:
@@ -203,8 +203,9 @@ class LoaderLoop(AsyncIterator[Any]):
         return made
 
     def leave(self, forgotten: tuple[str, str] | None = None) -> None:
-        """End the loop: release the current batch and the prefetched ones, without waiting. The end
-        of the loader's `with` block waits. forgotten: as in `Abandoned`, for the current batch."""
+        """End the loop: release the current batch and the prefetched ones, without waiting. Only
+        the end of the loader's `with` block waits for them. forgotten: as in `Abandoned`, for the
+        current batch."""
         if self.over:
             return
         self.over = True

@@ -112,7 +112,7 @@ class DevicePart:
         return self.opened.number
 
     def upto(self, first: int, last: int) -> int:
-        """As in `OtherMemory`: at most a quarter of the device arena."""
+        """See `OtherMemory.upto`. The units take at most a quarter of the device arena."""
         most, nbytes = self.opened.pool.nbytes // 4, 0
         for stop in range(first, last):
             nbytes += self.units[stop].nbytes
@@ -123,7 +123,7 @@ class DevicePart:
     async def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
     ) -> list[Piece]:
-        """As in `OtherMemory`."""
+        """See `OtherMemory.write`."""
         run = self.units[which]
         units = needed(run)
         done = 0
@@ -151,8 +151,8 @@ class _Copies:
         self._windows: list[object] = []
 
     async def carry_out(self, until: Deadline) -> None:
-        """Returns when the values are there. After a failure their space goes back when no stream
-        works on it any more."""
+        """Copy the values, and return once the copies have finished. After a failure, the space is
+        freed once no stream uses it."""
         nbytes = sum([chunk.nbytes for chunk in self._chunks])
         try:
             await offload(lambda: self._copy(until), nbytes + _OFF_LOOP_BYTES)

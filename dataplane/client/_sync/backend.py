@@ -88,7 +88,8 @@ def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -> T:
 
 
 class Prefetch(Generic[B]):
-    """A thread that claims up to `ahead` batches before the loop needs them, `wanted` in all."""
+    """A thread that claims up to `ahead` batches before the loop needs them, and `wanted` in
+    total."""
 
     def __init__(
         self,

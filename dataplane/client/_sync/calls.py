@@ -71,7 +71,7 @@ def expect(reply: object, expected: type[B], body: Body) -> B:
     if not isinstance(reply, expected):
         raise ProtocolError(
             f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
-            f"{type(reply).__name__}. Install one release of dataplane everywhere"
+            f"{type(reply).__name__}. Install the same dataplane release everywhere"
         )
     return reply
 

@@ -22,7 +22,7 @@ from dataplane.wire.records import KEY
 
 
 class Claiming:
-    """A claim of rows of one stage, which can be sent repeatedly. Raises InvalidCall for invalid
+    """A claim for rows of one stage. It can be sent repeatedly. Raises InvalidCall for invalid
     arguments."""
 
     def __init__(

@@ -167,7 +167,7 @@ class Lease:
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                f"this batch was already {self.state}, so its rows can no longer be changed, "
+                f"this batch is already {self.state}, so its rows can no longer be changed, "
                 "acked or released: claim a new batch",
                 stage=self.stage,
             )
@@ -186,9 +186,9 @@ class Lease:
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
-                f"this batch already has the added {'fields' if len(twice) > 1 else 'field'} "
-                f"{', '.join(map(repr, sorted(twice)))}, and a field is written only once: use "
-                "another name",
+                "this batch already has values for the added "
+                f"{'fields' if len(twice) > 1 else 'field'} {', '.join(map(repr, sorted(twice)))}, "
+                "and a field can be written only once: use another name",
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
@@ -597,8 +597,8 @@ class Lease:
         return [chunk for chunk in chunks if chunk.offset >= 0]
 
     def give_back(self, deadline: Deadline) -> None:
-        """Release the lease and wait until its rows are back in their stage, also if `abandon`
-        has already requested that."""
+        """Release the lease and wait until its rows are back in their stage, even if `abandon`
+        has already requested the release."""
         if self.state == "leased":
             self.finish("release", deadline)
         elif self._abandoned:
@@ -629,7 +629,7 @@ class Lease:
 def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
     """Return the positions of the rows that `drop(rows=…)` or `drop(groups=…)` names."""
     if rows is not None and groups is not None:
-        raise InvalidCall("drop() got both rows= and groups=: pass one of them")
+        raise InvalidCall("drop() got both rows= and groups=: pass only one of them")
     if groups is not None:
         return group_positions(table, groups)
     index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))

@@ -156,8 +156,8 @@ class Partition:
     ) -> Dropped:
         """Drop rows by key, group or filter, or the whole partition if none is given.
 
-        A later put of these rows raises RowsDropped. Returns the number of dropped rows and about
-        how many bytes their values took.
+        A later put of these rows raises RowsDropped. Returns the number of dropped rows and the
+        approximate size of their values in bytes.
         """
         return changes.drop(self._handle, keys, groups, where, timeout)
 
@@ -181,9 +181,9 @@ class Partition:
         """Lease rows for a stage. Pass exactly one of `rows`, `groups` or `budget`.
 
         - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
-        - `budget={tag: sum}`: claim at least one group, and as many as fit this sum of the tag.
-          Without `group_size`, claim rows instead. Raises InvalidRows if the tag of a row is not a
-          finite number of 0 or more.
+        - `budget={tag: sum}`: claim at least one group, and more as long as the sum of this tag
+          stays within the budget. Without `group_size`, claim rows instead. Raises
+          InvalidRows if the tag of a row is not a finite number of 0 or more.
         - `unit`: "groups" or "rows", to choose what `budget` claims.
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: claim only rows whose tags match, or groups of which all rows match.
@@ -299,11 +299,11 @@ class Partition:
         - `minibatches`: the number of mini-batches per epoch.
         - `budget={tag: sum}`: no micro-batch exceeds this sum of the tag, unless it is a single
           row. None: one micro-batch per mini-batch.
-        - `balance`: the tag whose sums are made as equal as possible between ranks. Default: the
+        - `balance`: the tag whose sums are made as equal as possible across ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows, or of groups with
           `unit="groups"`.
-        - `epochs`, `seed`: the number of epochs, and the seed with which every epoch shuffles the
-          rows again.
+        - `epochs`, `seed`: the number of epochs, and the seed for reshuffling the rows in every
+          epoch.
         - `remainder`: if the number of rows is not a multiple of ranks × minibatches, "pad" adds
           padding rows, which `micro.mask` marks; "drop" leaves rows out, and acks them with the
           others.
@@ -333,7 +333,7 @@ class Partition:
         where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until enough rows or groups are ready for a stage, until few of them are unfinished,
+        """Wait until enough rows or groups are ready for a stage, until few enough are unfinished,
         or until one row exists.
 
         - `rows`, `groups`: wait until at least this many are ready.
@@ -351,9 +351,7 @@ class Partition:
         handle = self._handle
         if key is not None:
             if any(a is not None for a in (stage, rows, groups, below, unit, where)):
-                raise InvalidCall(
-                    "wait(key=…) waits for one row: pass no other argument than timeout="
-                )
+                raise InvalidCall("wait(key=…) waits for one row: besides key=, pass only timeout=")
             timeout = arguments.seconds(timeout, "timeout")
             (name,) = name_list([key], "key")
             generation = attach_to_wait(handle, timeout)

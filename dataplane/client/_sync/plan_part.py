@@ -74,7 +74,7 @@ class Joined:
         """of this epoch and the last one; replaced as a whole, because two threads write it"""
 
     def mini(self, number: int) -> list[Rows]:
-        """Return the rows of each micro-batch. number: of the mini-batch, counted over all
+        """Return the rows of each micro-batch. number: the mini-batch's number across all
         epochs."""
         at = divmod(number, self.layout.shape.minibatches)
         known = self._minis
@@ -123,8 +123,8 @@ def join(
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
         raise ProtocolError(
-            "unexpected reply to a plan request: expected a plan, got a batch. Install one release "
-            "of dataplane everywhere"
+            "unexpected reply to a plan request: expected a plan, got a batch. Install the same "
+            "dataplane release everywhere"
         )
     part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
@@ -164,7 +164,7 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
     gone = ~np.isin(positions, came.there)
     if gone.any():
         log.warning(
-            "partition %r, stage %r: %s of the plan were dropped or lost, so padding replaces them",
+            "partition %r, stage %r: replaced dropped or lost rows of the plan with padding: %s",
             part.handle.name,
             part.stage,
             counted(int((gone & mask).sum()), "row"),

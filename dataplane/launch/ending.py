@@ -143,9 +143,8 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
     if several and mine and not starter.fresh:
         raise InvalidCall(
             f"`{starter.command}` (pid {starter.pid}), a process of this launch, "
-            f"connected to run {run!r} without fresh=True, but a launch on several hosts "
-            "needs one value in all of its processes: pass fresh=True in all of them or "
-            "in none"
+            f"connected to run {run!r} without fresh=True, but all processes of a launch on "
+            "several hosts must pass the same value: pass fresh=True in all of them or in none"
         )
     return not mine or (starter.process == me.process and not several)
 

@@ -132,7 +132,7 @@ def check_listen(address: str, token: Token | None) -> None:
     if host in ("0.0.0.0", "::"):
         raise InvalidConfig(
             f"{address} is a wildcard address, to which other peers cannot connect: listen on "
-            "this host's own name or address, as in the seeds",
+            "this host's own name or address, as it appears in the seeds",
             address=address,
         )
 

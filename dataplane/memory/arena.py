@@ -190,7 +190,7 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
         time.sleep(_LOOK_S)
     if mapped:
         log.warning(
-            "arena: made %d bytes smaller, because other processes still map the arena "
+            "arena: reduced by %d bytes, because other processes still map the arena "
             "of a crashed peer with this name",
             mapped,
         )

@@ -53,7 +53,7 @@ def placed(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int],
     offsets, left = assign(sizes, extents)
     if len(offsets) < len(sizes):
         raise LimitExceeded(
-            f"only {len(offsets)} of {len(sizes)} ranges fit into the extents reserved "
+            f"only {len(offsets)} of {len(sizes)} ranges fit into the space reserved "
             "for them: write fewer rows per call",
             ranges=len(sizes),
             fitting=len(offsets),

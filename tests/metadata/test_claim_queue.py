@@ -212,7 +212,10 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     assert shard.claim(1, budget(50.0)) == []
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
-    assert "but budget= needs a number of 0 or more in this tag, which 1 row lacks" in why.message
+    assert (
+        "but budget= needs a number of 0 or more in this tag. 1 row has no such number"
+        in why.message
+    )
     assert f"tag 'length' of row 2 is {bad!r}" in why.message
     assert why.details["keys"] == [2]
     assert shard.claim(2, budget(20.0)) == [(2, [0, 1])]  # what comes before it is not in its way

@@ -104,7 +104,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("peer %s: asks to leave", peer.peer)
+            log.info("peer %s: sent a request to leave", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
@@ -219,7 +219,7 @@ class Authority:
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
-                "peer %s: declared lost; %s takes over its shards%s",
+                "peer %s: declared lost; %s is taking over its shards%s",
                 address,
                 roster.members[heir],
                 (
@@ -263,7 +263,7 @@ class Authority:
                 ready = address in self._said and self._said[address].leaving
                 if not ready or not self._may_inherit(backup):
                     continue
-                log.info("peer %s: leaving; %s takes over its shards", address, backup)
+                log.info("peer %s: leaving; %s is taking over its shards", address, backup)
                 moved = self._taken_over(address, self._moved(address, backup))
                 self._publish(self._with_backups(moved))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):

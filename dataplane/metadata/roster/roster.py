@@ -117,8 +117,8 @@ class Roster:
             or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
             raise RosterMismatch(
-                f"received an inconsistent roster of {len(members)} members, because its "
-                "columns differ in length: install the same release on all hosts"
+                f"received an inconsistent roster of {len(members)} members: its columns "
+                "differ in length. Install the same release on all hosts"
             )
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
@@ -126,8 +126,8 @@ class Roster:
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
             raise RosterMismatch(
-                f"received a roster of {len(members)} members that refers to members that "
-                "it does not list: install the same release on all hosts"
+                f"received a roster that lists {len(members)} members but refers to others: "
+                "install the same release on all hosts"
             )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)

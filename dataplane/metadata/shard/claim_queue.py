@@ -114,7 +114,7 @@ class ClaimQueue:
             raise ProtocolError(f"cannot claim {want.count} {want.unit}: ask for at least 1")
         if want.budget_tag is not None and not want.budget > 0:
             raise ProtocolError(
-                f"cannot claim with a budget of {want.budget}: the budget must be above 0"
+                f"cannot claim with a budget of {want.budget}: pass a budget above 0"
             )
 
     def at_once(self, claim: WaitingClaim, now: float) -> Claimed | DataplaneError | None:
@@ -343,8 +343,8 @@ class ClaimQueue:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
                 f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost when a "
-                f"peer died, for example {keys[:3]}. part.lost() lists them all: put them into a "
-                "new partition",
+                f"peer died, for example {keys[:3]}. part.lost() lists all lost rows: put "
+                "them into a new partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,

@@ -83,7 +83,7 @@ def close(state: State, name: Name, size: int) -> int:
             if state.sealed:
                 raise PartitionSealed(
                     f"partition {state.partition!r} is sealed and takes no new groups, "
-                    f"such as {name!r}: use another partition"
+                    f"so it cannot add group {name!r}: use another partition"
                 )
             state.add_group(key, name, size)
         return 0

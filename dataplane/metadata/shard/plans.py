@@ -81,8 +81,8 @@ def join(
     if plan.shape != shape:
         raise PartitionConflict(
             f"the plan of stage {stage.name!r} was started with "
-            f"{difference(plan.shape, shape)}: pass the same arguments to plan() on all "
-            "ranks, except rank=",
+            f"{difference(plan.shape, shape)}: pass the same arguments, except rank=, "
+            "to plan() on all ranks",
             stage=stage.name,
         )
     of_rank = [one for one in plan.members.values() if one.rank == rank]
@@ -148,12 +148,12 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
     if not whole:
         raise InvalidRows(
-            "a plan cannot ack, release or drop only some of its rows: ack or release "
+            "cannot ack, release or drop only some of the rows of a plan: ack or release "
             "the whole plan, or drop single rows with part.drop(keys=…)"
         )
     if asked.values.fields or asked.values.chunks or asked.tags:
         raise InvalidRows(
-            "a plan cannot add fields or tags when it is acked or released: add them before that"
+            "cannot add fields or tags while acking or releasing a plan: add them first"
         )
     if asked.outcome != "ack":
         end(state, member, finishes.REASONS[asked.outcome])

@@ -440,8 +440,8 @@ class State:
                 )
             if self.chunk(new, there) is not None:
                 raise ProtocolError(
-                    f"unexpected chunk {there} of peer {new.peer}, because the partition "
-                    "already has it: install the same release on all hosts"
+                    f"received chunk {there} of peer {new.peer}, but the partition already "
+                    "has a chunk with this number: install the same release on all hosts"
                 )
         moved = []
         for chunk, there in here:

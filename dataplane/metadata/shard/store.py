@@ -283,9 +283,9 @@ class Store(State):
         change: Change | None = None,
     ) -> tuple[int, int]:
         """Drop rows by key, by group or by filter, including leased ones. Return (rows, bytes)."""
-        if sum(one is not None for one in (rows, groups, where)) != 1:
+        if (given := sum(one is not None for one in (rows, groups, where))) != 1:
             raise InvalidRows(
-                "drop() got none or several of rows, groups and a filter: pass exactly one of them"
+                f"drop() takes one of rows, groups and a filter, but got {given}: pass exactly one"
             )
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])

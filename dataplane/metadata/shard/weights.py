@@ -76,9 +76,9 @@ def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> No
     others = sorted(set(tags) - {tag})[:SHOWN]
     known = f". Other tags here are {', '.join(map(repr, others))}" if others else ""
     raise InvalidRows(
-        f"{found}, but {what} needs a number of 0 or more in this tag, which "
-        f"{counted(len(rows), 'row lacks', 'rows lack')}: set it with part.tag(…), or "
-        f"drop the rows{known}",
+        f"{found}, but {what} needs a number of 0 or more in this tag. "
+        f"{counted(len(rows), 'row has', 'rows have')} no such number: set the tag with "
+        f"part.tag(…), or drop the rows{known}",
         tag=tag,
         rows=len(rows),
         keys=[block.name(row) for block, row in rows[:SHOWN]],

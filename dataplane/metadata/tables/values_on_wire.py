@@ -283,8 +283,8 @@ def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
             f"{len(values.layouts)} layouts of the message. Install the same release on both sides"
         )
     return ProtocolError(
-        f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 bytes or "
-        f"more, got {one.rows} rows and {one.nbytes} bytes. Install the same release on both sides"
+        f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 or more "
+        f"bytes, got {one.rows} rows and {one.nbytes} bytes. Install the same release on both sides"
     )
 
 
@@ -332,7 +332,7 @@ def _piece_in(
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
             f"invalid rows of a piece: expected one or more of the {rows} rows of the "
-            f"message, got {many} from row {one.base} on. Install the same release on "
+            f"message, got {many}, starting at row {one.base}. Install the same release on "
             "both sides"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
@@ -340,12 +340,12 @@ def _piece_in(
     if one.first < 0 or last >= has:
         raise ProtocolError(
             (
-                f"invalid rows {one.first} to {last} of a piece, because its chunk has only "
+                f"invalid rows {one.first} to {last} of a piece, whose chunk has only "
                 f"{has} rows: install the same release on both sides"
             )
             if at is None
             else (
-                f"invalid row {last} of a piece, because its chunk has only {has} rows: "
+                f"invalid row {last} of a piece, whose chunk has only {has} rows: "
                 "install the same release on both sides"
             )
         )

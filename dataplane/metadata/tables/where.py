@@ -82,10 +82,7 @@ class Tag:
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
-            raise InvalidValue(
-                "the name of a tag must be a str, not "
-                f"{type(name).__name__} ({name!r:.40}): pass a str"
-            )
+            raise InvalidValue(f"invalid tag name {name!r:.40} ({type(name).__name__}): pass a str")
         self._name = _checked(str.__str__(name))
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
@@ -145,7 +142,7 @@ def _checked(value: T) -> T:
     """InvalidValue for an int or a text that cannot travel."""
     reason = unencodable(value)
     if reason is not None:
-        raise InvalidValue(f"cannot compare a tag with {value!r:.80}, {reason}")
+        raise InvalidValue(f"cannot filter by {value!r:.80}, {reason}")
     return value
 
 

@@ -429,9 +429,9 @@ class Connection(asyncio.Protocol):
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
-                f"the reply would have {exc.details['size']} bytes, over the limit of "
+                f"the reply would be {exc.details['size']} bytes long, over the limit of "
                 f"{limits.MAX_FRAME_BYTES}: read fewer rows per call. Reading fewer "
-                "fields may not help, because the small values of a row travel together",
+                "fields may not help, because the small values of a row are sent together",
                 **exc.details,
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))

@@ -82,7 +82,7 @@ class KeeperRole:
         made.go_on(told)
         self._authority = made
         log.info(
-            "peer %r: is now the roster keeper, with roster version %s",
+            "peer %r is now the roster keeper, with roster version %s",
             self.host.name,
             made.roster.epoch,
         )
@@ -104,9 +104,9 @@ class KeeperRole:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s: has roster version %s, which this roster keeper did not know "
+                "peer %s has roster version %s, which this roster keeper did not know "
                 "at startup; restarting the keeper, which then asks all peers for their "
-                "version",
+                "versions",
                 peer.peer,
                 epoch,
             )
@@ -231,7 +231,8 @@ class EtcdKeeper(SeedKeeper):
     def address(self) -> str:
         if not self._address:
             raise Unavailable(
-                "no peer is the roster keeper now: check that etcd is running, then repeat the call"
+                "no peer is currently the roster keeper: check that etcd is running, "
+                "then repeat the call"
             )
         return self._address
 
@@ -254,7 +255,7 @@ class EtcdKeeper(SeedKeeper):
                     exc,
                 )
             if role.is_open and not self.sure():
-                log.warning("peer %r: is no longer the roster keeper", self.host.name)
+                log.warning("peer %r is no longer the roster keeper", self.host.name)
                 role.close()
                 self._address = ""
             self._look_now.clear()

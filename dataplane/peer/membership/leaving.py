@@ -150,13 +150,15 @@ class Leaving:
                 until = None
             elif until is None:
                 until = self.host.now() + FATE_S
-                log.warning("roster keeper: unreachable, waiting for it for up to %g s", FATE_S)
+                log.warning(
+                    "roster keeper: unreachable, waiting up to %g s for it to return", FATE_S
+                )
                 self.mesh.spawn(self.membership.say_ending())
             elif self.host.now() >= until:
                 raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)
         raise Unavailable(
-            "the peers that could take over its shards are unreachable or leaving too"
+            "the peers that could take over its shards are also leaving, or are unreachable"
         )
 
     def _is_backed_up(self) -> bool:

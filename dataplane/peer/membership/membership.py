@@ -287,9 +287,8 @@ class Membership:
         elif not ours.follows(new.epoch):
             self.beat_now()
             raise StaleEpoch(
-                f"the peer at {self.host.address} rejected roster version {new.epoch}, "
-                f"because it does not follow its own version, {ours.epoch}: send the "
-                "latest roster"
+                f"the peer at {self.host.address} has roster version {ours.epoch}, and rejected "
+                f"version {new.epoch}, which does not follow it: send the latest roster"
             )
         return Done()
 
@@ -301,7 +300,7 @@ class Membership:
         if not new.has(self.host.owner) or not new.follows(old.epoch):
             if self._admitted:
                 if not self._leaving or len(old.shards_of(self.host.address)):
-                    log.error("peer %s: the roster keeper declared it lost", self.host.address)
+                    log.error("peer %s: declared lost by the roster keeper", self.host.address)
                 self.deposed.set()
             return
         self._admitted |= self.host.owner in new.owners

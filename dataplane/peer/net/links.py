@@ -97,7 +97,7 @@ class KnownPeers:
             raise VersionMismatch(
                 f"peer {hello.name!r} speaks protocol versions {hello.versions[0]} to "
                 f"{hello.versions[1]}, but this peer speaks {mine.versions[0]} to "
-                f"{mine.versions[1]}: install the same release on both"
+                f"{mine.versions[1]}: install the same release on both sides"
             )
         for what in ("plane", "shards", "epoch"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
@@ -165,7 +165,7 @@ class Link:
             dialled.close()
         if not isinstance(hello, PeerHello):
             raise ProtocolError(
-                f"unexpected reply to a greeting from the peer at {self.address}: "
+                f"the peer at {self.address} sent an unexpected reply to a greeting: "
                 f"expected PeerHello, got {type(hello).__name__}. Install the same "
                 "release on both hosts"
             )
@@ -244,7 +244,8 @@ class Link:
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
                 f"this peer could not decode a reply from the peer at {self.address} ({exc}). The "
-                "call may have taken effect; if this persists, install the same release on both",
+                "call may have taken effect; if this persists, install the same release on both "
+                "sides",
                 address=self.address,
             )
             self.broke(self)

@@ -254,7 +254,7 @@ class Mesh:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info(
-            "peer %s: no longer a member, so its pending %s request was dropped",
+            "peer %s: no longer a member, dropped a pending %s request to it",
             owner.peer,
             type(body).__name__,
         )
@@ -308,7 +308,7 @@ class Mesh:
                     except RosterMismatch as exc:
                         if not self.begins_anew:
                             return exc
-                        log.debug("peer at %s: belongs to an earlier launch (%s)", address, exc)
+                        log.debug("peer at %s belongs to an earlier launch (%s)", address, exc)
                     await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             return self._silent(address, "a greeting", CALL_S)
@@ -392,7 +392,7 @@ class Mesh:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
         log.warning(
-            "peer %s: dropped a reply, because its replication log could not be applied: %s",
+            "peer %s: dropped a reply, because the log entries in it could not be replayed: %s",
             name,
             exc,
         )

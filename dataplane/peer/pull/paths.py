@@ -154,7 +154,7 @@ class Paths:
         if self.required and path.transport == self.plain:
             raise TransportMissing(
                 f"--transport {self.choice} cannot fetch {self._moves} from peer "
-                f"{owner.peer!r}: {path.why}. Correct that, or choose another --transport",
+                f"{owner.peer!r}: {path.why}. Fix this, or choose another --transport",
                 transport=self.choice.required,
                 peer=owner.peer,
             )

@@ -414,8 +414,8 @@ class Pulls:
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
             raise Unavailable(
-                f"cannot fetch values from the peer at {owner.peer}, because this peer serves one "
-                "host only: start the peers of several hosts with --listen and --seeds"
+                f"cannot fetch values from the peer at {owner.peer}, because this peer serves "
+                "only its own host: to use several hosts, start each peer with --listen and --seeds"
             )
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:

@@ -157,8 +157,8 @@ class Waits:
             if not all(one.done() for one in told):
                 raise Unavailable(
                     f"the peer that serves partition {body.partition!r} does not respond. "
-                    "This peer returns the permits once it does, so do not repeat the "
-                    "call",
+                    "The permits will be returned once that peer responds, so do not repeat "
+                    "the call",
                     partition=body.partition,
                 )
         return Done()

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 
-from dataplane.errors import BackPressure, SpillFull, TransferFailed, sized
+from dataplane.errors import BackPressure, SpillFull, TransferFailed, counted, sized
 from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
@@ -61,8 +61,8 @@ class Spilling:
             await self.host.threads.run(self.file.read, extents["offset"], extents["length"], dest)
         except OSError as exc:
             raise TransferFailed(
-                f"could not read back {len(ranges)} values from the spill file "
-                f"{self.file.path}: {exc}. Repeat the call; if the disk is broken, put the "
+                f"could not read back {counted(len(ranges), 'value')} from the spill file "
+                f"{self.file.path}: {exc}. Repeat the call; if the disk has failed, put the "
                 "rows again",
                 path=str(self.file.path),
             ) from exc

@@ -243,9 +243,8 @@ class References:
 def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
-            f"expected a change of peer {caller.address}, got one of peer "
-            f"{change.caller.peer}, but a peer may send only its own changes: install the "
-            "same release of dataplane on all hosts"
+            f"peer {caller.address} sent a change made by peer {change.caller.peer}, but a "
+            "peer may send only its own changes: install the same release of dataplane on all hosts"
         )
 
 

@@ -195,9 +195,7 @@ class Copying:
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
-                    log.warning(
-                        "partition %r: could not create replicas yet, retrying: %s", name, exc
-                    )
+                    log.warning("partition %r: could not create replicas, retrying: %s", name, exc)
                     self._coming[key] = True
                     await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
         finally:

@@ -62,7 +62,7 @@ class Retries:
         if key not in self._due and len(self._due) >= MAX_DUE:
             given_up = self._due.pop(next(iter(self._due)))
             log.error(
-                "%s: giving up, because more than %d failed operations wait for a retry",
+                "%s: giving up, because more than %d failed operations are waiting for a retry",
                 given_up.what,
                 MAX_DUE,
             )

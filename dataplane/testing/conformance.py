@@ -49,8 +49,8 @@ def _open_in_workers(*peers: Host) -> int:
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `act` only the first time. At the first pin, a transfer is
-    certainly in flight."""
+    """Return a function that calls `act` the first time and then does nothing. Set it as `on_pin`
+    to act while a transfer is certainly in flight."""
     todo = [act]
     return lambda: todo.pop()() if todo else None
 
@@ -60,8 +60,8 @@ class TransportConformance:
     """The tests that every transport must pass. Subclass it and set `transport` to the name of your
     transport.
 
-    `tls`: test with `--bulk-tls`, for TCP. `device`: test between arenas on devices of this kind,
-    whose memory this process must be able to read and write.
+    `tls`: test with `--bulk-tls` (TCP only). `device`: transfer between arenas on devices of this
+    kind. This process must be able to read and write their memory.
     """
 
     transport: ClassVar[str] = "tcp"

@@ -28,7 +28,7 @@ Records = npt.NDArray[Any]
 
 
 class Host:
-    """One host of a test: an arena with its ranges, and a bulk engine that serves them. It has no
+    """A host in a test: an arena with its ranges, and a bulk engine that serves them, but no
     peer."""
 
     def __init__(
@@ -79,8 +79,8 @@ class Host:
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """Read as `read` does, and retry up to four times if the transfer fails, as a peer does,
-        because a worker may be restarting."""
+        """Call `read`, and retry up to four times if the transfer fails, because a worker may be
+        restarting. A peer does the same."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)
@@ -148,8 +148,8 @@ async def hosts(
     """Yield a function that starts a host. At the end, wait until every pin is released, then stop
     all hosts.
 
-    `tls`: all hosts use only TLS, except those that are started with another `tls`. `device`: each
-    host has its memory on a device of this kind.
+    `tls`: require TLS on every host that is not started with a `tls` of its own. `device`: put each
+    host's memory on a device of this kind.
     """
     every = tls
     started: list[Host] = []

@@ -21,7 +21,6 @@ from dataplane.errors import (
     InvalidConfig,
     TransferFailed,
     Unavailable,
-    counted,
     sized,
 )
 from dataplane.transport.bulk_frames import COPY, MAX_HOLD_BYTES, Configure
@@ -229,7 +228,7 @@ class BulkEngine:
                 raise
             if not future.done():  # the worker should have ended the job itself
                 logger.error(
-                    "bulk: killing worker %r, because it missed the deadline of a transfer", link
+                    "bulk: killing worker %r, because a transfer missed its deadline", link
                 )
                 link.kill()
                 await _uninterrupted(asyncio.wait({future}))
@@ -297,10 +296,9 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
             await limit.acquire(nbytes)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"timed out waiting for other transfers, of which {sized(limit.used_bytes)} "
-            f"of {sized(limit.limit_bytes)} are in flight and "
-            f"{counted(limit.waiting, 'waits', 'wait')}: repeat the call, perhaps with a "
-            "longer timeout="
+            f"timed out waiting for other transfers ({sized(limit.used_bytes)} of "
+            f"{sized(limit.limit_bytes)} in flight, {limit.waiting} waiting): repeat the call, "
+            "perhaps with a longer timeout="
         ) from None
     try:
         yield

@@ -37,8 +37,7 @@ class Etcd:
             import aiohttp
         except ImportError as exc:
             raise InvalidConfig(
-                "--roster etcd://… needs the package aiohttp: install it with pip install "
-                "'dataplane-rl[etcd]'"
+                "--roster etcd://… needs the aiohttp package: pip install 'dataplane-rl[etcd]'"
             ) from exc
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._failures = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
@@ -103,7 +102,7 @@ class Etcd:
             self._endpoints.append(endpoint)
         raise Unavailable(
             f"etcd at {', '.join(sorted(self._endpoints))} does not answer: {failure}. "
-            "Check that etcd is running. The run continues meanwhile, but no peer can "
+            "Check that etcd is running. Until it answers, the run continues, but no peer can "
             "join, leave or be replaced"
         )
 

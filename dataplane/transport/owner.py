@@ -281,8 +281,8 @@ class RangeServer:
             )
         if isinstance(asked, Release):
             raise ProtocolError(
-                "unexpected release from the reader, because the owner holds no ranges "
-                "for it: install the same release on both hosts"
+                "unexpected Release from the reader: the owner holds no ranges for this "
+                "reader. Install the same release on both hosts"
             )
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
@@ -444,7 +444,7 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
         )
     if release.nbytes != nbytes:
         raise ProtocolError(
-            f"invalid release: expected {nbytes} bytes, but the reader released "
+            f"invalid Release from the reader: expected {nbytes} bytes, got "
             f"{release.nbytes}. Install the same release on both hosts"
         )
     return nbytes
@@ -468,7 +468,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_PULL_ITEMS:
         raise LimitExceeded(
-            f"one {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}: "
+            f"a {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}: "
             "install the same release on both hosts",
             size=len(pieces),
             limit=MAX_PULL_ITEMS,
@@ -478,7 +478,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"one {what} asks for {nbytes} bytes, over the limit of {most}: install the "
+            f"a {what} asks for {nbytes} bytes, over the limit of {most}: install the "
             "same release on both hosts",
             size=nbytes,
             limit=most,

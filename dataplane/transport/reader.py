@@ -171,7 +171,7 @@ class Reads(ABC):
         if (reading := self._live.get(job)) is not None:
             reading.stop(
                 TransferFailed(
-                    "the caller cancelled the read: repeat it if its values are still needed"
+                    "the caller cancelled the read: repeat the call if the values are still needed"
                 )
             )
             self._connections.wake()
@@ -456,7 +456,7 @@ def _late(reading: Reading) -> DataplaneError:
     remote, nbytes = reading.request.remote, reading.nbytes
     return DeadlineExceeded(
         f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes before "
-        f"the deadline ({nbytes} bytes arrived): the peer may be stopped or cut off from "
+        f"the deadline ({nbytes} bytes arrived): the peer may have stopped or be cut off from "
         "the network. Check `dataplane status`",
         peer=remote.owner.peer,
         nbytes=nbytes,

@@ -129,7 +129,7 @@ class ReadRequest:
     def check(self) -> None:
         if self.cancelled.is_set():
             raise TransferFailed(
-                "the caller cancelled the read: repeat it if its values are still needed"
+                "the caller cancelled the read: repeat the call if the values are still needed"
             )
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(

@@ -172,9 +172,8 @@ class Worker:
                     reads.forget(_remote(frame))
             case Configure():
                 raise ProtocolError(
-                    "unexpected Configure, because this bulk worker is "
-                    "already configured: install the same release on "
-                    "this host"
+                    "unexpected Configure, because this bulk worker is already configured: "
+                    "reinstall dataplane on this host and restart the peer"
                 )
 
     def _start(self, frame: Read) -> None:
@@ -221,7 +220,7 @@ def check_destinations(region: Region, copies: Records) -> None:
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
         raise LimitExceeded(
             f"a destination of the transfer is outside the arena of {int(size)} bytes: "
-            "install the same release on this host",
+            "reinstall dataplane on this host and restart the peer",
             limit=int(size),
         )
 
@@ -235,7 +234,8 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     if not isinstance(first, Configure):
         raise ProtocolError(
             "the first message to a bulk worker must be Configure, got "
-            f"{type(first).__name__}: install the same release on this host"
+            f"{type(first).__name__}: reinstall dataplane on this host and "
+            "restart the peer"
         )
     listener = socket.socket(fileno=listen_fd)
     if not first.pools:  # one is enough

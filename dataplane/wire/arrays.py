@@ -75,8 +75,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
         except (TypeError, ValueError):
             pass
     raise ProtocolError(
-        f"dtype {name[:64]!r} is not part of this protocol: install one release of dataplane "
-        "everywhere"
+        f"dtype {name[:64]!r} is not part of this protocol: install the same release of "
+        "dataplane on all hosts"
     )
 
 
@@ -282,5 +282,6 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
         return plain
     except (TypeError, RuntimeError) as exc:
         raise InvalidValue(
-            f"a torch tensor of dtype {name} cannot be converted to numpy: {exc}"
+            f"a torch tensor of dtype {name} cannot be converted to NumPy ({exc}): "
+            "cast it to another dtype"
         ) from exc

@@ -87,22 +87,21 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     try:
         found = _decoder.decode(layout)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ProtocolError(f"could not decode the layout of a chunk: {exc}") from exc
+        raise ProtocolError(f"could not decode a chunk layout: {exc}") from exc
     if found.version != VERSION:
         raise ProtocolError(
-            f"a chunk has a layout of version {found.version}, but this client reads version "
+            f"a chunk has layout version {found.version}, but this client reads version "
             f"{VERSION}: install the same release on both sides"
         )
     if not 0 < len(found.columns) <= MAX_FIELDS:
         raise ProtocolError(
-            f"invalid layout of a chunk: expected 1 to {MAX_FIELDS} columns, got "
-            f"{len(found.columns)}"
+            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}"
         )
     for spec in found.columns:
         if len(spec.shape) > MAX_RANK or any(length < OPEN for length in spec.shape):
             raise ProtocolError(
-                f"invalid shape {spec.shape} of a column: expected at most {MAX_RANK} axes, each "
-                f"of {OPEN} or more"
+                f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each at "
+                f"least {OPEN}"
             )
         if spec.kind == "array":
             dtype_of(spec.dtype)

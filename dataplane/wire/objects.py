@@ -138,7 +138,7 @@ def _row(head: bytes, path: str) -> bytes:
     if len(head) >= MAX_HEAD_BYTES:
         raise LimitExceeded(
             f"{path}: the value takes {len(head)} bytes without its arrays, over the limit of "
-            f"{MAX_HEAD_BYTES}: spread it over several fields",
+            f"{MAX_HEAD_BYTES}: split the value into several fields",
             limit=MAX_HEAD_BYTES,
         )
     return _SIZE.pack(len(head)) + head
@@ -161,8 +161,8 @@ def decode(row: bytes | memoryview) -> Any:
     begin = _SIZE.size + _SIZE.unpack_from(row)[0] if nbytes >= _SIZE.size else -1
     if not 0 < begin <= nbytes:
         raise ProtocolError(
-            f"received a truncated object: expected a head of {max(begin, _SIZE.size)} bytes, got "
-            f"{nbytes} bytes in all"
+            f"received a truncated object: its head takes {max(begin, _SIZE.size)} bytes, but the "
+            f"whole object has only {nbytes}"
         )
     head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
     if nbytes > begin:
@@ -173,14 +173,13 @@ def decode(row: bytes | memoryview) -> Any:
         if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
             raise ProtocolError(
                 "received a MessagePack timestamp (ext code -1), which is not part of this "
-                "protocol: "
-                "install one release of dataplane everywhere"
+                "protocol: install the same release of dataplane on all hosts"
             )
         return value
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
         raise ProtocolError(
-            f"received a value that cannot be decoded ({exc}): install one release of dataplane "
-            "everywhere"
+            f"received a value that cannot be decoded ({exc}): install the same release of "
+            "dataplane on all hosts"
         ) from exc
 
 
@@ -210,7 +209,7 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
         return int.from_bytes(data, "little", signed=True)
     raise ProtocolError(
         f"received ext code {code} with {len(data)} bytes, which is not part of this protocol: "
-        "install one release of dataplane everywhere"
+        "install the same release of dataplane on all hosts"
     )
 
 
@@ -459,8 +458,8 @@ def _tensor(leaf: Array) -> Any:
         return leaf
     except InvalidValue as exc:
         raise ProtocolError(
-            f"received a tensor that cannot be decoded ({exc.message}): install one release of "
-            "dataplane everywhere"
+            f"received a tensor that cannot be decoded ({exc.message}): install the same release "
+            "of dataplane on all hosts"
         ) from exc
 
 

@@ -282,7 +282,7 @@ class WaitingCalls:
             again(why)
             if why
             else StaleEpoch(
-                "the caller cancelled this call: repeat it if its result is still needed"
+                "the caller cancelled this call: repeat the call if its result is still needed"
             ),
         )
 

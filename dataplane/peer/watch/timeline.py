@@ -58,8 +58,8 @@ class Timeline:
             return self.events_here(self.host.caller(), body)
         if address not in self.host.roster.members:
             raise InvalidCall(
-                f"no peer of this run has the address {address!r}: choose "
-                "one that dataplane status lists"
+                f"no peer of this run has the address {address!r}: choose an address that "
+                "`dataplane status` shows"
             )
         known = self._clocks.get(address)
         if known is None or self.host.now() - known[1].asked > FRESH_S:

@@ -73,8 +73,8 @@ class CudaIpcTransport(Transport):
     def register(self, region: Region) -> RegionKey:
         if not region.pools:
             raise TransportMissing(
-                f"transport {NAME} moves only GPU memory, but this arena is in host memory: use "
-                "another transport for it",
+                f"transport {NAME} moves only GPU memory, but this arena is in host memory: "
+                "choose another --transport",
                 transport=NAME,
             )
         self._placed = region.pools

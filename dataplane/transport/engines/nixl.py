@@ -366,7 +366,7 @@ class NixlReads(threading.Thread):
             self._serve()
         except BaseException:
             # Reads would wait for ever. The peer starts another worker.
-            logger.exception("nixl: the transfer thread failed; the bulk worker exits")
+            logger.exception("nixl: the transfer thread failed, stopping the bulk worker")
             os._exit(1)
 
     def _serve(self) -> None:
@@ -469,7 +469,7 @@ class NixlReads(threading.Thread):
         except Exception as exc:
             raise Unavailable(
                 f"nixl cannot reach peer {remote.owner.peer!r}: {exc!r}; check that UCX "
-                "uses a common network on both hosts",
+                "uses the same network on both hosts",
                 peer=remote.owner.peer,
             ) from exc
         return name.decode() if isinstance(name, bytes) else str(name)

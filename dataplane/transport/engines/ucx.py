@@ -164,8 +164,8 @@ def _card(raw: bytes) -> Card:
         ) from exc
     if len(card.keys) != len(card.stretches):
         raise ProtocolError(
-            f"invalid ucx card: expected one key per part of memory, got {len(card.keys)} "
-            f"keys for {len(card.stretches)} parts. Install the same release on both hosts"
+            f"invalid ucx card: expected one key per memory range, got {len(card.keys)} "
+            f"keys for {len(card.stretches)} ranges. Install the same release on both hosts"
         )
     return card
 
@@ -275,7 +275,7 @@ class UcxReads(threading.Thread):
         try:
             self._serve(ucp)
         except BaseException:
-            logger.exception("ucx: the transfer thread failed; the bulk worker exits")
+            logger.exception("ucx: the transfer thread failed, stopping the bulk worker")
             os._exit(1)
 
     def _serve(self, ucp: UcpWorker) -> None:
@@ -317,7 +317,7 @@ class UcxReads(threading.Thread):
                 ucp,
                 fetch,
                 TransferFailed(
-                    "the caller cancelled the read: repeat it if its values are still needed"
+                    "the caller cancelled the read: repeat the call if the values are still needed"
                 ),
             )
 

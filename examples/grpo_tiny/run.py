@@ -81,9 +81,7 @@ if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plane", choices=PLANES, default="dataplane", help="what moves the rows")
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
-    parser.add_argument(
-        "--lag", type=int, default=0, help="steps that rollout may be ahead of training"
-    )
+    parser.add_argument("--lag", type=int, default=0, help="steps by which rollout may lead")
     parser.add_argument("--kill", nargs="*", choices=("rollout", "train"), default=[])
     parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"), help="output directory")
     main(parser.parse_args())

@@ -129,8 +129,8 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         nargs="?",
         const="on",
         help=(
-            "send the media of a group only once (default: on for dataplane, both for the "
-            "controller)"
+            "send the media of a group only once: on, off, or both in turn (default: on for "
+            "dataplane, both for the controller)"
         ),
     )
     run.add_argument(

@@ -64,9 +64,9 @@ class Partition:
         """Put rows. `columns` maps each field to a sequence or an array `[n, …]`, or is a
         TensorDict.
 
-        A flat list of numbers of one type is stored as an array; to store it as a list, wrap it in
-        `dataplane.object(x)`. Each row of a nested tensor is an array. A nested TensorDict gives
-        fields named "a.b". Non-tensor data are stored as Python objects.
+        A value that is a flat list of numbers of one type is stored as an array; to store it as a
+        list, wrap it in `dataplane.object(x)`. Each row of a nested tensor is an array. A nested
+        TensorDict gives fields named "a.b". Non-tensor data are stored as Python objects.
 
         - `key`: one id per row, str or int. Rows without a key get a generated one. If a row with
           this key exists, it gets the new fields and tags.
@@ -77,15 +77,15 @@ class Partition:
         - `reuse`: let new rows use the keys and group ids of freed and dropped rows, instead of
           raising RowsDropped.
 
-        It is safe to repeat a put with the same keys. The repeated put stores the rows that the
+        Repeating a put with the same keys never stores a row twice. It stores the rows that the
         first attempt did not store, and skips rows that have all of these fields or have been
-        freed. `ref.kept` is the number of skipped rows. If there is nothing to store, the put
-        raises FieldExists, or RowsGone if every row has been freed. A put also raises FieldExists
-        if a row has some but not all of these fields.
+        freed. `ref.kept` is the number of skipped rows. If nothing is left to store, the put raises
+        FieldExists, or RowsGone if every row has been freed. A put also raises FieldExists if a row
+        has some but not all of these fields.
 
         If all values of a field are on a GPU on which the peer has a device arena, the put copies
-        them into that arena, on their CUDA streams. Otherwise, or if that arena is full, it copies
-        them into host memory.
+        them into that arena, each on the CUDA stream that its array reports. Otherwise, or if that
+        arena is full, it copies them into host memory.
 
         Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
         never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists

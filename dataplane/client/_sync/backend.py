@@ -143,7 +143,7 @@ class Prefetch(Generic[B]):
         self._session.settle()
 
     def left(self) -> list[Lease]:
-        """Remove the unused prefetched batches, and return their leases."""
+        """Forget the prefetched batches that were not used. Returns their leases."""
         left, self._ready = [batch for batch, _ in self._ready], deque()
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 

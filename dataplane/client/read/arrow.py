@@ -119,7 +119,9 @@ def _times(array: Array) -> Array:
         return array
     known = array[~np.isnat(array)]
     if known.size and (unit == "generic" or dtype.kind == "m" and unit in ("Y", "M")):
-        raise InvalidValue(f"{dtype.name} has no fixed length in seconds")
+        raise InvalidValue(
+            f"Arrow cannot hold {dtype.name}, whose unit has no fixed length in seconds"
+        )
     made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
     if (made[~np.isnat(array)].astype(dtype) != known).any():
         raise InvalidValue(

@@ -175,8 +175,8 @@ def _rows_of(piece: Piece, count: int) -> Sequence[int]:
     given = int.from_bytes(piece.given, "little")
     if not given or piece.base < 0 or piece.base + given.bit_length() > count:
         raise ProtocolError(
-            f"invalid rows of a piece: expected one or more of the {count} rows of the table, got "
-            f"{given.bit_count()} starting at row {piece.base}"
+            f"a piece must have at least one row, all of them among the {count} rows of the table: "
+            f"got {given.bit_count()} starting at row {piece.base}"
         )
     return rows_of(given)
 

@@ -331,8 +331,8 @@ def _piece_in(
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
-            f"invalid rows of a piece: expected one or more of the {rows} rows of the "
-            f"message, got {many}, starting at row {one.base}. Install the same release on "
+            f"a piece must have at least one row, all of them among the {rows} rows of the "
+            f"message: got {many} starting at row {one.base}. Install the same release on "
             "both sides"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None

@@ -267,7 +267,7 @@ class Finishing:
         if entry is None:
             raise LeaseExpired(
                 f"partition {body.partition!r} no longer exists, so its leases have "
-                "ended: do not ack, and claim from another partition"
+                "ended: discard the batch without acking it"
             )
         return entry
 

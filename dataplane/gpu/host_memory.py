@@ -17,8 +17,8 @@ import numpy.typing as npt
 from dataplane.errors import ProtocolError
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
-from dataplane.memory.extents import Bytes, Mask, Piece, Records, page_up
-from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges, Stretch
+from dataplane.memory.extents import Bytes, Extent, Mask, Records, Span, page_up
+from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
 from dataplane.wire.records import RANGE, U4
@@ -187,7 +187,7 @@ class PoolSpace(Space):
 
     # addresses outside, offsets in the pool inside
 
-    def _pieces(self, extents: Records) -> list[Piece]:
+    def _pieces(self, extents: Records) -> list[Span]:
         if not self.holds_addresses(extents["offset"]).all():
             raise ProtocolError(
                 "expected all extents of one message on one device, but they are on several devices"
@@ -196,12 +196,12 @@ class PoolSpace(Space):
         inside["offset"] -= np.uint64(self.base)
         return super()._pieces(inside)
 
-    def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
+    def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:
         extents = super()._grant(holder, admission, pieces)
         extents["offset"] += np.uint64(self.base)
         return extents
 
-    def _add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
+    def _add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
         there = [(start + self.base, length) for start, length in stretches]
         return super()._add(there, refs, admission + self._kind)
 

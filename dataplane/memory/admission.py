@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dataplane.errors import ValueTooLarge, sized
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import Bytes, Piece, padded, page_down, page_up
+from dataplane.memory.extents import Bytes, Span, padded, page_down, page_up
 from dataplane.wire.records import U8
 
 
@@ -116,8 +116,8 @@ class Room:
         self,
         admission: int,
         units: Sequence[npt.NDArray[np.uint64]],
-        prefer: Sequence[Piece] = (),
-    ) -> tuple[int, list[Piece]]:
+        prefer: Sequence[Span] = (),
+    ) -> tuple[int, list[Span]]:
         """Allocate pieces for the first units, each whole. Return them, and how many units fit.
 
         One piece holds as many units as possible. A unit that no piece holds is spread over
@@ -128,11 +128,11 @@ class Room:
         ends, marks = self.lengths(admission, units)
         totals = ends[marks]
         self._evict_into(admission, page_up(int(totals[-1])))
-        pieces: list[Piece] = []
+        pieces: list[Span] = []
         done = 0
         while done < len(units) and len(pieces) < MAX_EXTENTS:
             unit = ends[marks[done] : marks[done + 1] + 1]
-            upto, piece = done, list[Piece]()
+            upto, piece = done, list[Span]()
             if self._is_spread(int(unit[-1] - unit[0])):
                 piece = self._spread(admission, unit, prefer)
             if not piece:
@@ -146,7 +146,7 @@ class Room:
             done = upto
         return done, pieces
 
-    def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Piece] = ()) -> list[Piece]:
+    def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Span] = ()) -> list[Span]:
         """Allocate a piece in advance, only while half of the class's quota stays free."""
         nbytes = page_up(nbytes)
         if nbytes <= 0 or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
@@ -167,7 +167,7 @@ class Room:
             self._shares.charge(admission, nbytes)
         return start
 
-    def give_back(self, pieces: Sequence[Piece], by_class: Sequence[int]) -> None:
+    def give_back(self, pieces: Sequence[Span], by_class: Sequence[int]) -> None:
         """Free ranges that were charged to the classes with these bytes."""
         self._allocator.free(pieces)
         for admission, nbytes in enumerate(by_class):
@@ -188,7 +188,7 @@ class Room:
         self._shares.check_unit(admission, int(np.diff(ends[marks]).max()))
         return ends, marks
 
-    def _take(self, admission: int, nbytes: int, prefer: Sequence[Piece]) -> list[Piece]:
+    def _take(self, admission: int, nbytes: int, prefer: Sequence[Span]) -> list[Span]:
         start = self._allocator.allocate(nbytes, prefer)
         if start is None:
             return []
@@ -196,8 +196,8 @@ class Room:
         return [(start, start + nbytes)]
 
     def _fill(
-        self, admission: int, ends: Bytes, done: int, prefer: Sequence[Piece]
-    ) -> tuple[int, list[Piece]]:
+        self, admission: int, ends: Bytes, done: int, prefer: Sequence[Span]
+    ) -> tuple[int, list[Span]]:
         """One piece for as many of the next parts as any can hold, and how far that gets.
 
         ends: running bytes, part k lying between ends[k] and ends[k + 1].
@@ -228,9 +228,9 @@ class Room:
         reach = min(self._allocator.largest_touched, room)
         return _upto(ends, done, reach) if reach >= self.long_bytes else done
 
-    def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Piece]) -> list[Piece]:
+    def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Span]) -> list[Span]:
         """Several pieces for the ranges of one unit, or none and no change."""
-        pieces: list[Piece] = []
+        pieces: list[Span] = []
         if int(ends[-1] - ends[0]) > self._shares.room(admission):
             return pieces
         done = 0
@@ -243,7 +243,7 @@ class Room:
             done = upto
         return pieces
 
-    def _undo(self, admission: int, pieces: list[Piece]) -> None:
+    def _undo(self, admission: int, pieces: list[Span]) -> None:
         self._allocator.free(pieces)
         self._shares.discharge(admission, sum([end - start for start, end in pieces]))
 

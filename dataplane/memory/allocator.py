@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import PAGE_BYTES, Bytes, Piece, coalesce, page_down, page_up
+from dataplane.memory.extents import PAGE_BYTES, Bytes, Span, coalesce, page_down, page_up
 from dataplane.wire.records import U8
 
 _LOW = np.uint64(PAGE_BYTES - 1)
@@ -37,7 +37,7 @@ class Allocator:
         """The end of the highest byte ever handed out."""
         self._starts: Bytes = np.zeros(1, U8)
         self._ends: Bytes = np.full(1, size_bytes, U8)
-        self._returned: list[Piece] = []
+        self._returned: list[Span] = []
 
     def __repr__(self) -> str:
         self._settle()
@@ -95,7 +95,7 @@ class Allocator:
             return None
         return self._take(index, int(self._starts[index]), nbytes)
 
-    def free(self, pieces: Sequence[Piece]) -> None:
+    def free(self, pieces: Sequence[Span]) -> None:
         """Free ranges, in any order. Raises AssertionError (at the latest at the next
         allocation) if one is free already."""
         self._returned += pieces

@@ -14,22 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.extents import Bytes, Records
+from dataplane.memory.extents import Bytes, Extent, Records
 from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, U8
 
-Stretch = tuple[int, int]
-"""offset and length"""
 
-
-def assign(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
+def assign(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
     """The offset of each range in the arena, and what is left of the extents.
 
     sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. If the
     ranges do not all fit, there are fewer offsets than ranges.
     """
     offsets: list[int] = []
-    left: list[Stretch] = []
+    left: list[Extent] = []
     slots = iter(extents)
     at = end = 0
     for size in sizes:
@@ -48,7 +45,7 @@ def assign(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int],
     return offsets, [*left, *slots]
 
 
-def placed(sizes: Sequence[int], extents: Iterable[Stretch]) -> tuple[list[int], list[Stretch]]:
+def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
     """As `assign`, but raise LimitExceeded if the ranges do not all fit."""
     offsets, left = assign(sizes, extents)
     if len(offsets) < len(sizes):
@@ -72,6 +69,6 @@ def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
     return len(assign(np.asarray(sizes, U8).tolist(), extents.tolist())[0])
 
 
-def extents_of(stretches: Sequence[Stretch]) -> Records:
+def extents_of(stretches: Sequence[Extent]) -> Records:
     """The ranges as EXTENT records."""
     return np.array(stretches, EXTENT)

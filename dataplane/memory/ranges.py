@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowsGone
-from dataplane.memory.extents import Bytes, Mask, Records
+from dataplane.memory.extents import Bytes, Extent, Mask, Records
 from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8
 
 Counts = npt.NDArray[np.integer] | int
@@ -32,8 +32,6 @@ _SWEEP_ABOVE = 1024
 _RAW = np.dtype((np.void, DIGEST.itemsize))
 _LAST_GENERATION = (1 << 32) - 1
 
-Stretch = tuple[int, int]
-"""offset and length"""
 Freed = list[tuple[int, int, int]]
 """Stretches that ranges left: offset, length, and the class that was charged."""
 
@@ -57,7 +55,7 @@ class Ranges:
     def __repr__(self) -> str:
         return f"<Ranges {self.live} live of {len(self._refs)} ids>"
 
-    def add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
+    def add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
         """Add ranges with at least one reference each. Return their RANGE records."""
         self._births += 1
         self.live += len(stretches)
@@ -81,7 +79,7 @@ class Ranges:
         """Per record, whether that generation of that range still has references."""
         return np.array([self._is_alive(*name) for name in ranges.tolist()], np.bool_)
 
-    def hold(self, ranges: Records, counts: Counts = 1) -> list[Stretch]:
+    def hold(self, ranges: Records, counts: Counts = 1) -> list[Extent]:
         """More references; a range may be named several times. Return where they lie, padding
         included. RowsGone changes nothing."""
         refs, ids = self._refs, self._living(ranges)
@@ -109,7 +107,7 @@ class Ranges:
         self.live -= len(freed)
         return freed
 
-    def places(self, ranges: Records) -> list[Stretch]:
+    def places(self, ranges: Records) -> list[Extent]:
         """Where these ranges are, with padding. Raises RowsGone if any is dead."""
         return [(self._offset[n], self._length[n]) for n in self._living(ranges)]
 

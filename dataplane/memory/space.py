@@ -23,13 +23,14 @@ from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import (
     PAGE_BYTES,
     Bytes,
+    Extent,
     Mask,
-    Piece,
     Records,
+    Span,
     page_down,
     some,
 )
-from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges, Stretch
+from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
@@ -207,7 +208,7 @@ class Space:
         stretches = list(zip(starts.tolist(), sizes.tolist(), strict=True))
         return starts, self._add(stretches, 1, Admission.PULL)
 
-    def _add(self, stretches: Sequence[Stretch], refs: Counts, admission: int) -> Records:
+    def _add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
         return self.ranges.add(stretches, refs, admission)
 
     def alive(self, ranges: Records) -> Mask:
@@ -295,7 +296,7 @@ class Space:
         """As `pin`, wherever their bytes are: held for somebody who does not read them."""
         return self.keep_places(holder, ranges)[0]
 
-    def keep_places(self, holder: int, ranges: Records) -> tuple[int, list[Stretch]]:
+    def keep_places(self, holder: int, ranges: Records) -> tuple[int, list[Extent]]:
         """The same, and where they lie, padding included."""
         if not len(ranges):
             return 0, []
@@ -416,9 +417,9 @@ class Space:
     def _bytes_of(self, ranges: Records) -> int:
         return int(self.ranges.extents(ranges)["length"].sum())
 
-    def _pieces(self, extents: Records) -> list[Piece]:
+    def _pieces(self, extents: Records) -> list[Span]:
         """EXTENTs that a client named, padded, checked to be in the arena."""
-        pieces, size = list[Piece](), self.size_bytes
+        pieces, size = list[Span](), self.size_bytes
         for start, length in extents.tolist():
             if start >= size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
@@ -430,7 +431,7 @@ class Space:
             pieces.append((start, start + (length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES)))
         return pieces
 
-    def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
+    def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:
         """Write allocated, charged pieces down as the holder's. Their EXTENTs, in this order."""
         if pieces:
             self._holder(holder).grant(pieces, admission)
@@ -466,11 +467,11 @@ class Holder:
         return sum(self.granted_by_class)
 
     @property
-    def grants(self) -> list[Piece]:
+    def grants(self) -> list[Span]:
         """All extents that it may write, in order."""
         return list(zip(self._starts, self._ends, strict=True))
 
-    def grant(self, pieces: Sequence[Piece], admission: int) -> None:
+    def grant(self, pieces: Sequence[Span], admission: int) -> None:
         """Add free pieces."""
         starts, ends = self._starts, self._ends
         for start, end in pieces:
@@ -489,14 +490,14 @@ class Holder:
                 starts.insert(at, start)
                 ends.insert(at, end)
 
-    def carve(self, pieces: Sequence[Piece], admission: int) -> list[int]:
+    def carve(self, pieces: Sequence[Span], admission: int) -> list[int]:
         """Take pieces out of the grants. Return the bytes per class that they were granted under.
 
         `admission` is used up first. Raises ProtocolError, and takes nothing, unless every piece
         is inside the grants and none overlaps another.
         """
         starts, ends = self._starts, self._ends
-        joined, last = list[Piece](), -1  # most pieces are neighbours
+        joined, last = list[Span](), -1  # most pieces are neighbours
         for start, end in sorted(pieces):
             if start < last:
                 raise ProtocolError(
@@ -531,7 +532,7 @@ class Holder:
                 del starts[at], ends[at]
         return self._uncharge(sum([end - start for start, end in joined]), admission)
 
-    def take_grants(self) -> tuple[list[Piece], list[int]]:
+    def take_grants(self) -> tuple[list[Span], list[int]]:
         """Remove and return all grants, and their bytes per class."""
         pieces, by_class = self.grants, self.granted_by_class
         self._starts, self._ends, self.granted_by_class = [], [], [0, 0, 0]

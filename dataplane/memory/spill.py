@@ -20,7 +20,7 @@ import xxhash
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
-from dataplane.memory.extents import Bytes, Piece, Records, Set, coalesce, page_up
+from dataplane.memory.extents import Bytes, Records, Set, Span, coalesce, page_up
 from dataplane.memory.ranges import SPILLED, Freed, Ranges
 from dataplane.wire.records import U8
 
@@ -69,7 +69,7 @@ class Spilled:
         """Of living ranges in the file, padding included."""
         self._ranges = ranges
         self._allocator = Allocator(size_bytes)
-        self._left: list[Piece] = []
+        self._left: list[Span] = []
         self.on_left: Callable[[], None] = lambda: None
         """called when there are stretches to clear"""
 

@@ -33,7 +33,7 @@ from dataplane.errors import (
 from dataplane.metadata.tables import where
 from dataplane.metadata.tables.bits import all_of
 from dataplane.metadata.tables.pieces import divided
-from dataplane.metadata.tables.values_on_wire import Outgoing, values_in
+from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, layouts, objects, peering, records
@@ -104,7 +104,7 @@ def _values(data: bytes) -> None:
         values = _values_decoder.decode(data)
         placed = values_in(values, 9, lambda owner, number: None).pieces
         parts = divided(placed, [range(4), range(4, 9)])
-        told = Outgoing([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
+        told = OutgoingValues([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
         values_in(told, 9, lambda owner, number: None)
 
 

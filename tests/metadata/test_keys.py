@@ -10,9 +10,9 @@ import pytest
 from dataplane.errors import RowsGone
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.blocks import Block
-from dataplane.metadata.shard.index import Index
+from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.tables.bits import all_of
-from dataplane.metadata.tables.keys import Run, keys_in, records_of, run_in, some_of
+from dataplane.metadata.tables.keys import KeyRun, keys_in, records_of, run_in, some_of
 from dataplane.metadata.tables.names import format_minted_many, hash_names, mint_many
 from dataplane.metadata.tables.pieces import Pieces
 from dataplane.wire.messages import Finish, Want
@@ -25,7 +25,7 @@ from tests.metadata.test_journal import copy_of
 def test_keys_that_count_up_in_their_last_byte_are_a_run(first: int, count: int) -> None:
     raw = mint_many(7, first, count)
     run, keys = run_in(raw), keys_in(raw)
-    assert run == Run(raw[:15], first % 256, count)
+    assert run == KeyRun(raw[:15], first % 256, count)
     assert list(run) == keys == [run[row] for row in range(len(run))]
     assert [run.index(key) for key in keys] == list(range(count))
     half = count // 2
@@ -57,7 +57,7 @@ def test_the_index_finds_what_a_dict_of_all_keys_finds(seed: int) -> None:
     """Runs, single minted keys, keys in disorder and given ones come, some where others have
     left, whose blocks still have other rows."""
     rng = random.Random(seed)
-    index, model, blocks = Index(), dict[bytes, Block](), list[Block]()
+    index, model, blocks = KeyIndex(), dict[bytes, Block](), list[Block]()
     every = [key for session in (1, 2) for key in keys_in(mint_many(session, 0, 512))]
     given = keys_in(hash_names(range(64)))
     every += given

@@ -21,7 +21,7 @@ from dataplane.metadata.tables.pieces import (
     nbytes_of,
     pieces_of,
 )
-from dataplane.metadata.tables.values_on_wire import Outgoing, values_in
+from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import INLINE, Owner
 
@@ -264,7 +264,11 @@ def on_wire(data: st.DataObject, count: int) -> tuple[wire.Values, list[Message]
                 if (row, field) in one.cells:
                     expected[base + place, field] = one.cells[row, field]
         base += bits.bit_count()
-    return Outgoing(list(zip(blocks, taken, strict=True)), fields).on_wire(), brought, expected
+    return (
+        OutgoingValues(list(zip(blocks, taken, strict=True)), fields).on_wire(),
+        brought,
+        expected,
+    )
 
 
 @settings(deadline=None)

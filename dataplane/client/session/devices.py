@@ -22,7 +22,7 @@ from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
 from dataplane.gpu import registry
 from dataplane.gpu.device import Device, Located, Pool, PoolHandle
 from dataplane.launch import settings
-from dataplane.memory.placement import Stretch
+from dataplane.memory.extents import Extent
 from dataplane.wire.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Devices:
         self._broken = False
         """a driver failed, which says no more of what it still does"""
         self._lock = threading.Lock()
-        self._ended: SimpleQueue[tuple[list[int], Sequence[Stretch], object]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[list[int], Sequence[Extent], object]] = SimpleQueue()
 
     def __repr__(self) -> str:
         opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
@@ -236,7 +236,7 @@ class Devices:
     def ends(
         self,
         pins: list[int],
-        extents: Sequence[Stretch] = (),
+        extents: Sequence[Extent] = (),
         keep: object = None,
     ) -> None:
         """Callable from a finalizer, so it takes no lock. keep: what is copied from and to."""
@@ -247,7 +247,7 @@ class Devices:
         """Whether anything waits for `finished`."""
         return not self._ended.empty()
 
-    def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Sequence[Stretch]]]:
+    def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Sequence[Extent]]]:
         """Pins and extents that ended before this call, once no device works on them any more; none
         where one still does."""
         ended = []

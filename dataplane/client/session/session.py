@@ -24,8 +24,9 @@ from dataplane.client.session.slabs import DEVICE_AHEAD, IDLE_S, Slabs
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
+from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
-from dataplane.memory.placement import Stretch, extents_of
+from dataplane.memory.placement import extents_of
 from dataplane.metadata.tables.names import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,
@@ -219,19 +220,19 @@ class Session:
         self.tend()
         return pin
 
-    def keep(self, stretches: Sequence[Stretch]) -> None:
+    def keep(self, stretches: Sequence[Extent]) -> None:
         """Granted space that is not written: for the next write, or back to the peer. What was
         written stays mapped, for as long as the peer is there."""
         if not stretches:
             return
         self.tend()
-        apart: dict[int, list[Stretch]] = {}
+        apart: dict[int, list[Extent]] = {}
         for stretch in stretches:
             apart.setdefault(bisect_right(self._device_bases, stretch[0]), []).append(stretch)
         for memory, some in apart.items():
             self.give_back(self.slabs[memory].keep(some))
 
-    def give_back(self, stretches: Sequence[Stretch]) -> None:
+    def give_back(self, stretches: Sequence[Extent]) -> None:
         """Ahead of the next call. Callable from a finalizer, so it takes no lock."""
         if stretches:
             self.due.put(GiveBack(extents_of(stretches).tobytes()))
@@ -242,7 +243,7 @@ class Session:
         idle = [slabs.take_idle(idle_s) for slabs in self.slabs]
         return [GiveBack(extents_of(slabs).tobytes()) for slabs in idle if slabs]
 
-    def keep_when_finished(self, extents: Sequence[Stretch], copies: object) -> None:
+    def keep_when_finished(self, extents: Sequence[Extent], copies: object) -> None:
         """Granted extents that a device may still write into go back when it does not any more.
         copies: what keeps its sources."""
         assert self.devices is not None
@@ -266,7 +267,7 @@ class Session:
         self.leases.add(lease, partition)
         self.tend()
 
-    def abandon(self, lease: Abandoned, unwritten: Sequence[Stretch]) -> None:
+    def abandon(self, lease: Abandoned, unwritten: Sequence[Extent]) -> None:
         """A lease ends without ack: its rows go back, and what was written for it. Callable from
         a finalizer, so it takes no lock and writes no log."""
         self.due.put(lease)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from dataplane.memory.placement import Stretch
+from dataplane.memory.extents import Extent
 
 AHEAD_BYTES = 16 << 20
 """The most that is asked for ahead in the host arena; for larger writes a round trip is no cost.
@@ -42,7 +42,7 @@ class Slabs:
         self._most_bytes = most_bytes
         self._fair_bytes = min(most_bytes, max(LEAST_AHEAD_BYTES, share_bytes // FAIR_SHARE))
         self._lock = threading.Lock()
-        self._slabs: list[Stretch] = []
+        self._slabs: list[Extent] = []
         self._late: deque[int] = deque(maxlen=WRITES_LOOKED_BACK)
         """bytes of late writes"""
         self._written = self._touched = time.monotonic()
@@ -77,7 +77,7 @@ class Slabs:
                 return 0
         return max(largest, min(WRITES_AHEAD * largest, self._fair_bytes), LEAST_AHEAD_BYTES)
 
-    def keep(self, stretches: Iterable[Stretch]) -> list[Stretch]:
+    def keep(self, stretches: Iterable[Extent]) -> list[Extent]:
         """Keep what was granted, or what no message has named. Returns what must go back now."""
         with self._lock:
             self._touched = time.monotonic()
@@ -95,7 +95,7 @@ class Slabs:
             self._slabs = slabs
         return []
 
-    def take_idle(self, idle_s: float = IDLE_S) -> list[Stretch]:
+    def take_idle(self, idle_s: float = IDLE_S) -> list[Extent]:
         """All of it, if no write has used any for `idle_s`."""
         with self._lock:
             if time.monotonic() - self._touched < idle_s:
@@ -115,13 +115,13 @@ class Slabs:
         return len(self._slabs)
 
 
-def _length(slab: Stretch) -> int:
+def _length(slab: Extent) -> int:
     return slab[1]
 
 
-def _joined(stretches: list[Stretch]) -> list[Stretch]:
+def _joined(stretches: list[Extent]) -> list[Extent]:
     """Neighbours made one, in order of their offsets."""
-    joined: list[Stretch] = []
+    joined: list[Extent] = []
     for offset, length in sorted(stretches):
         if joined and sum(joined[-1]) == offset:
             joined[-1] = joined[-1][0], joined[-1][1] + length

@@ -21,7 +21,7 @@ import xxhash
 
 from dataplane.client.write.columns import ValueColumn
 from dataplane.errors import LimitExceeded
-from dataplane.memory.placement import Stretch
+from dataplane.memory.extents import Extent
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import layouts
 from dataplane.wire.limits import (
@@ -148,9 +148,9 @@ def room_of(chunks: Iterable[Chunk]) -> int:
     return sum([chunk.space for chunk in chunks])
 
 
-def spaces_of(chunks: Iterable[Chunk]) -> list[Stretch]:
+def spaces_of(chunks: Iterable[Chunk]) -> list[Extent]:
     """Where these chunks are in the arena, each with its padding; neighbours are joined."""
-    spaces: list[Stretch] = []
+    spaces: list[Extent] = []
     end = -1
     for chunk in chunks:
         offset, space = chunk.offset, chunk.space

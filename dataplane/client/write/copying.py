@@ -13,8 +13,8 @@ import numpy as np
 
 from dataplane.client.write.chunks import Chunk, spaces_of
 from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out, populate
+from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import ByteArray, WriteMaps
-from dataplane.memory.placement import Stretch
 from dataplane.wire.objects import Buffer
 
 JOINED_BYTES = 64 << 10
@@ -31,9 +31,7 @@ def copy_chunks(chunks: Sequence[Chunk], writes: WriteMaps) -> None:
     carry_out(_copies(chunks, spaces, writes), nbytes)
 
 
-def _copies(
-    chunks: Sequence[Chunk], spaces: Sequence[Stretch], writes: WriteMaps
-) -> Iterator[Copy]:
+def _copies(chunks: Sequence[Chunk], spaces: Sequence[Extent], writes: WriteMaps) -> Iterator[Copy]:
     """Small ones are carried out here; large ones are handed over. spaces: as `spaces_of` has
     them."""
     following, base, end = iter(spaces), 0, 0

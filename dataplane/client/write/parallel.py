@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import WriteMaps
-from dataplane.memory.placement import Stretch
 
 Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _Item = TypeVar("_Item")
@@ -45,7 +45,7 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
         _share(threads, lambda one: np.copyto(*one), _pieces(copies, -(-nbytes // threads)))
 
 
-def populate(writes: WriteMaps, spaces: Iterable[Stretch], nbytes: int) -> None:
+def populate(writes: WriteMaps, spaces: Iterable[Extent], nbytes: int) -> None:
     """Bring in the pages of these spaces, which have `nbytes` in sum."""
     if nbytes < POPULATE_BYTES:
         return

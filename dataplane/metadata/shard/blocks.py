@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from dataplane.metadata.tables.bits import first_of, rows_of
-from dataplane.metadata.tables.keys import Run, records_of
+from dataplane.metadata.tables.keys import KeyRun, records_of
 from dataplane.metadata.tables.names import (
     KEY_BYTES,
     PROGRESS,
@@ -59,7 +59,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     """
 
     number: int
-    keys: Run | tuple[bytes, ...]
+    keys: KeyRun | tuple[bytes, ...]
     count: int
     live: int
     group: bytes
@@ -75,7 +75,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     def nbytes(self) -> int:
         """The approximate size with its rows in the index, without inline bytes."""
         nbytes = self.nbytes_each + self.values.nbytes
-        if not isinstance(self.keys, Run):
+        if not isinstance(self.keys, KeyRun):
             nbytes += self.nbytes_each_key * self.count
         if self.packed_names is not None:
             nbytes += len(self.packed_names)

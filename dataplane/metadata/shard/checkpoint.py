@@ -22,7 +22,7 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
 )
-from dataplane.metadata.shard.index import Index
+from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State
@@ -33,7 +33,7 @@ from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.pieces import ANY_STAGE, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import Arrived
+from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.records import U4, column
@@ -182,7 +182,7 @@ def restore(state: State, op: Restore) -> None:
 
 
 def _enter_rows(
-    state: State, op: Restore, rows: RowsIn, arrived: Arrived, groups: Sequence[Group]
+    state: State, op: Restore, rows: RowsIn, arrived: IncomingValues, groups: Sequence[Group]
 ) -> list[Block]:
     plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
     blocks = enter_rows(state, plan, arrived)
@@ -202,7 +202,7 @@ def _enter_rows(
     return blocks
 
 
-def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_Sizes]]:
+def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, list[_Sizes]]:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
@@ -254,7 +254,7 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, Arrived, list[_S
 
 
 def _new(
-    index: Index | Mapping[bytes, object], raw: bytes, what: str, partition: str
+    index: KeyIndex | Mapping[bytes, object], raw: bytes, what: str, partition: str
 ) -> list[bytes]:
     keys = different(raw, what)
     there = sum([key in index for key in keys])

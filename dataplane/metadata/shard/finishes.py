@@ -17,7 +17,7 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.pieces import Pieces, distributed, divided
-from dataplane.metadata.tables.values_on_wire import Arrived
+from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
@@ -108,7 +108,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     return kept
 
 
-def _added(arrived: Arrived, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
+def _added(arrived: IncomingValues, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
     """What each part gets of a message."""
     if len(parts) == 1 and len(parts[0].rows) == arrived.shape.count == parts[0].block.count:
         return [(parts[0], arrived.block)]  # all rows of a block, in their order

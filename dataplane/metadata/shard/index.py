@@ -13,12 +13,12 @@ from operator import attrgetter
 
 from dataplane.metadata.shard.blocks import Block
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.keys import PREFIX_BYTES, Keys, Run, run_in
+from dataplane.metadata.tables.keys import PREFIX_BYTES, KeyRun, Keys, run_in
 
 _start = attrgetter("keys.start")
 
 
-class Index:
+class KeyIndex:
     """Blocks by the keys of their live rows."""
 
     __slots__ = ("_rows", "_runs", "_singles")
@@ -49,7 +49,7 @@ class Index:
 
     def blocks_of(self, keys: Keys) -> list[Block | None] | None:
         """The block of each key, None for a key without a row; None where all are without."""
-        if isinstance(keys, Run):
+        if isinstance(keys, KeyRun):
             apart = _fits(self._runs.get(keys.prefix, ()), keys)
         else:
             apart = self._runs.keys().isdisjoint([key[:PREFIX_BYTES] for key in keys])
@@ -58,12 +58,12 @@ class Index:
         found = [self.get(key) for key in keys]
         return found if any([block is not None for block in found]) else None
 
-    def kept(self, keys: Keys, minted: bool) -> Run | tuple[bytes, ...]:
+    def kept(self, keys: Keys, minted: bool) -> KeyRun | tuple[bytes, ...]:
         """The keys of new rows as their block keeps them: as a run, where they are minted, and are
         a run that overlaps no other."""
         run = None
         if minted:
-            run = keys if isinstance(keys, Run) else run_in(b"".join(keys))
+            run = keys if isinstance(keys, KeyRun) else run_in(b"".join(keys))
         if run is None:
             return tuple(keys)
         blocks = self._runs.get(run.prefix)
@@ -72,13 +72,13 @@ class Index:
         if not _fits(blocks, run):
             return tuple(keys)
         prefix: bytes = blocks[0].keys.prefix  # type: ignore[union-attr]
-        return Run(prefix, run.start, run.count)  # one prefix for all of them
+        return KeyRun(prefix, run.start, run.count)  # one prefix for all of them
 
     def add(self, block: Block) -> None:
         """Enter the live rows of a block that has its keys from `kept`. No row has one of them."""
         self._rows += block.live.bit_count()
         keys = block.keys
-        if isinstance(keys, Run):
+        if isinstance(keys, KeyRun):
             blocks = self._runs.setdefault(keys.prefix, [])
             blocks.insert(_upto(blocks, keys.start), block)
         else:
@@ -88,7 +88,7 @@ class Index:
         """Rows of a block are about to go."""
         self._rows -= bits.bit_count()
         keys = block.keys
-        if not isinstance(keys, Run):
+        if not isinstance(keys, KeyRun):
             for row in rows_of(bits):
                 del self._singles[keys[row]]
             self._singles = self._singles or {}  # an emptied dict keeps its size
@@ -100,7 +100,7 @@ class Index:
                 self._runs = self._runs or {}
 
 
-def _fits(blocks: Sequence[Block], run: Run) -> bool:
+def _fits(blocks: Sequence[Block], run: KeyRun) -> bool:
     """Whether a run overlaps none of these."""
     at = _upto(blocks, run.start)
     if at and _start(blocks[at - 1]) + blocks[at - 1].count > run.start:

@@ -34,7 +34,7 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Rows,
 )
-from dataplane.metadata.shard.index import Index
+from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.rows_out import tags_held
@@ -46,7 +46,7 @@ from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
 from dataplane.metadata.tables.pieces import Pieces, divided, pieces_of
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import Outgoing
+from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
@@ -423,7 +423,7 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
     return _each_once(Rows(parts))
 
 
-def _new(index: Index | Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
+def _new(index: KeyIndex | Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
     new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
     if len(new) < len(keys):
         raise _Mismatch(
@@ -584,7 +584,7 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
     for block in blocks:
         for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
             mine = pieces_of(block.count, parts)
-            size = Outgoing([(mine, all_of(mine.count))]).nbytes
+            size = OutgoingValues([(mine, all_of(mine.count))]).nbytes
             full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_OP_BYTES
             if some and full:
                 yield _given_told(some, images)
@@ -597,7 +597,7 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
 
 def _given_told(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
     """values: by the number of the block."""
-    told = Outgoing([(one, all_of(one.count)) for one in values.values()])
+    told = OutgoingValues([(one, all_of(one.count)) for one in values.values()])
     numbers = np.array(list(values), U8).tobytes()
     return Given(numbers, told.on_wire(images.names), told.by if any(told.by) else [])
 

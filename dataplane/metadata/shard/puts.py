@@ -39,7 +39,7 @@ from dataplane.metadata.tables.keys import Keys, some_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import Pieces, distributed, divided
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.metadata.tables.values_on_wire import Arrived
+from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
@@ -150,7 +150,7 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
     return closed
 
 
-def _enter(state: State, plan: PutPlan, op: Put, arrived: Arrived) -> int:
+def _enter(state: State, plan: PutPlan, op: Put, arrived: IncomingValues) -> int:
     rows = plan.rows
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
@@ -418,7 +418,7 @@ def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
         state.permits.use(holder, made)
 
 
-def enter_rows(state: State, plan: PutPlan, arrived: Arrived) -> list[Block]:
+def enter_rows(state: State, plan: PutPlan, arrived: IncomingValues) -> list[Block]:
     """Create the plan's new rows: one block per group."""
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count

@@ -27,7 +27,7 @@ from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted
 from dataplane.metadata.tables.pieces import Pieces, pieces_of
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import Outgoing
+from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
@@ -89,12 +89,14 @@ def table(
     return table_of(state, rows, values_of(state, rows, here, stage))
 
 
-def table_of(state: State, rows: Rows, values: Outgoing, groups: Sequence[bytes] = ()) -> Table:
+def table_of(
+    state: State, rows: Rows, values: OutgoingValues, groups: Sequence[bytes] = ()
+) -> Table:
     """A table of rows. groups: listed first, also if none of these rows is in them."""
     return Table(told(state, rows, groups), values.on_wire(), tags_of(rows))
 
 
-def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> Outgoing:
+def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> OutgoingValues:
     """What a claim receives of these rows."""
     here = None if fields is None else known(state, fields)
     return values_of(state, rows, here, stage)
@@ -105,10 +107,12 @@ def known(state: State, fields: Sequence[str]) -> list[str]:
     return [field for field in fields if state.fields.get(field)]
 
 
-def values_of(state: State, rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Outgoing:
+def values_of(
+    state: State, rows: Rows, fields: Sequence[str] | None, stage: str = ""
+) -> OutgoingValues:
     """The values of these fields, or of all fields (None), with all of a stage's progress."""
     if not state.progress:
-        return Outgoing([(block.values, bits) for block, bits in rows.parts], fields)
+        return OutgoingValues([(block.values, bits) for block, bits in rows.parts], fields)
     wanted = None if fields is None else dict.fromkeys(fields)
     parts = []
     for block, bits in rows.parts:
@@ -118,7 +122,7 @@ def values_of(state: State, rows: Rows, fields: Sequence[str] | None, stage: str
         if wanted is not None:
             wanted |= dict.fromkeys(progress.fields)
         parts.append((own.overlaid(progress, keep=True)[0] if progress.chunks else own, bits))
-    return Outgoing(parts, None if wanted is None else list(wanted))
+    return OutgoingValues(parts, None if wanted is None else list(wanted))
 
 
 def _own_and_progress(values: Pieces, bits: int, stage: str) -> tuple[Pieces, Pieces]:

@@ -34,7 +34,7 @@ from dataplane.metadata.shard.blocks import (
     progress_field,
     progress_in,
 )
-from dataplane.metadata.shard.index import Index
+from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
@@ -45,7 +45,7 @@ from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, is_minted
 from dataplane.metadata.tables.pieces import Chunk, Pieces, nbytes_of, pieces_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values_on_wire import Arrived, values_in
+from dataplane.metadata.tables.values_on_wire import IncomingValues, values_in
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire import tables as wire
 from dataplane.wire.events import Kind, Reason, Record
@@ -103,7 +103,7 @@ class State:
         self.numbers = numbers or Numbers()
         self.emit = emit
         self.note: Note | None = None
-        self.index = Index()
+        self.index = KeyIndex()
         self.blocks: dict[int, Block] = {}
         """by number, in the order in which they came"""
         self.groups: dict[bytes, Group] = {}
@@ -278,18 +278,18 @@ class State:
 
     def arrived(
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
-    ) -> Arrived:
+    ) -> IncomingValues:
         """Check the values of a message about this many rows, and change nothing."""
         return values_in(values, rows, self.chunk, most_chunks)
 
-    def hold(self, arrived: Arrived) -> None:
+    def hold(self, arrived: IncomingValues) -> None:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
         freed while it moves from one block to another."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
             if known:
                 self._use(chunk)
 
-    def settled(self, arrived: Arrived) -> None:
+    def settled(self, arrived: IncomingValues) -> None:
         """End the application of a message: its chunks are used, or released."""
         for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
             if known:  # the shard had a reference, and needs no other

@@ -24,7 +24,7 @@ from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.values_on_wire import Outgoing
+from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import INLINE, Where
@@ -49,7 +49,7 @@ class PullCredit(msgspec.Struct, frozen=True):
     most_bytes: int = 0
     fields: list[str] | None = None
 
-    def pulled(self, values: Outgoing) -> int:
+    def pulled(self, values: OutgoingValues) -> int:
         """The bytes that it pulls for these."""
         return values.pulled(self.address)
 
@@ -66,7 +66,7 @@ class Taken(msgspec.Struct):
     units: int = 0
     needed_bytes: int = 0
     rows: Rows | None = None
-    values: Outgoing | None = None
+    values: OutgoingValues | None = None
 
 
 class _Offer(msgspec.Struct, eq=False):
@@ -273,19 +273,19 @@ def _is_short(lane: Lane, want: Want, credit: PullCredit) -> bool:
     )
 
 
-def _share(credit: PullCredit, values: Outgoing) -> float:
+def _share(credit: PullCredit, values: OutgoingValues) -> float:
     """The part that values take of what one grant can be."""
     pulled = credit.pulled(values) / credit.most_bytes if credit.most_bytes else 0.0
     return max(pulled, values.nbytes / GRANTED_BYTES)
 
 
-def _note_short(lane: Lane, want: Want, credit: PullCredit, values: Outgoing) -> None:
+def _note_short(lane: Lane, want: Want, credit: PullCredit, values: OutgoingValues) -> None:
     """All of a lane, with these values, is too little for a budget."""
     assert want.budget_tag is not None
 
     def share(unit: Block | Group) -> float:
         blocks = [unit] if isinstance(unit, Block) else unit.blocks
-        return sum([_share(credit, Outgoing([(b.values, b.live)])) for b in blocks])
+        return sum([_share(credit, OutgoingValues([(b.values, b.live)])) for b in blocks])
 
     free = 1.0 - _share(credit, values)
     short = Short(want.budget_tag, want.budget, credit, share, free, lane.units())
@@ -301,7 +301,7 @@ def _cut(
     """As many as one message tells of, and the claim's peer can have pulled; and which credit that
     peer would have needed for more. FrameTooLarge where a message is too little."""
 
-    def values(count: int) -> Outgoing:
+    def values(count: int) -> OutgoingValues:
         return rows_out.claimed(state, offer.first(count).rows, credit.fields, stage.name)
 
     count = offer.count

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
-from dataplane.metadata.tables.keys import Keys, Run, keys_in, run_in, some_of
+from dataplane.metadata.tables.keys import KeyRun, Keys, keys_in, run_in, some_of
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Name, Rows
@@ -70,7 +70,7 @@ def rows_in(rows: Rows) -> RowsIn:
         )
     if rows.names is not None and len(rows.names) != count:
         raise InvalidRows(f"got {len(rows.names)} names for {count} keys: pass one name per key")
-    if not isinstance(keys, Run) and len(set(keys)) != count:
+    if not isinstance(keys, KeyRun) and len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
         raise InvalidRows(f"key {shown!r} appears twice in this call: give each row its own key")

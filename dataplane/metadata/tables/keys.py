@@ -18,7 +18,7 @@ PREFIX_BYTES = KEY_BYTES - 1
 _LAST_BYTES = [bytes([last]) for last in range(RUN_KEYS)]
 
 
-class Run(msgspec.Struct, frozen=True, gc=False):
+class KeyRun(msgspec.Struct, frozen=True, gc=False):
     """`count` keys of one prefix, whose last bytes count up from `start`."""
 
     prefix: bytes
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
         return self.prefix.join([b"", *_LAST_BYTES[self.start + first : self.start + end]])
 
 
-Keys = Run | Sequence[bytes]
+Keys = KeyRun | Sequence[bytes]
 """A run, or each key."""
 
 
@@ -58,11 +58,11 @@ def keys_in(raw: bytes | memoryview) -> list[bytes]:
     return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
-def run_in(raw: bytes) -> Run | None:
+def run_in(raw: bytes) -> KeyRun | None:
     """The run that a KEY column is; None for any other column."""
     count, prefix = len(raw) // KEY_BYTES, raw[:PREFIX_BYTES]
     if raw[-KEY_BYTES:-1] == prefix and 0 < count <= RUN_KEYS and len(raw) == count * KEY_BYTES:
-        run = Run(prefix, raw[PREFIX_BYTES], count)
+        run = KeyRun(prefix, raw[PREFIX_BYTES], count)
         if count == 1 or run.start + count <= RUN_KEYS and run.records(0, count) == raw:
             return run
     return None
@@ -70,13 +70,13 @@ def run_in(raw: bytes) -> Run | None:
 
 def some_of(keys: Keys, places: Sequence[int]) -> Keys:
     """The keys at these places: a run where they follow each other in a run."""
-    if isinstance(keys, Run) and isinstance(places, range):
-        return Run(keys.prefix, keys.start + places[0], len(places))
+    if isinstance(keys, KeyRun) and isinstance(places, range):
+        return KeyRun(keys.prefix, keys.start + places[0], len(places))
     return [keys[place] for place in places]
 
 
 def records_of(keys: Keys, first: int, end: int) -> bytes:
     """KEY records of the keys from place `first` up to `end`."""
-    if isinstance(keys, Run):
+    if isinstance(keys, KeyRun):
         return keys.records(first, end)
     return b"".join(keys[first:end])

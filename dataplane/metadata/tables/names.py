@@ -19,7 +19,7 @@ from dataplane.wire.tables import Name
 
 KEY_BYTES = 16
 RUN_KEYS = 256
-"""Minted keys that differ only in their last byte, at most: see `tables.keys.Run`."""
+"""Minted keys that differ only in their last byte, at most: see `tables.keys.KeyRun`."""
 MINTED_MARK = "~"
 PROGRESS = "~"
 """Between a stage and a field in the name of the stage's progress. Only stages may have it in their

@@ -7,7 +7,8 @@ of given rows before r, or in the row that `at` names. Nobody here looks into a 
 A piece never changes. When rows lose a value, another piece takes its place with fewer `live` rows;
 `given` stays, so that the other rows keep their places in the chunk.
 
-Most blocks are alike but for their chunks: a `Shape` is what they have in common, and is shared.
+A block stores its pieces as a `BlockShape` and its chunks. Most blocks differ only in their chunks,
+so they share the shape.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     by: str = ""
 
 
-class Shape(msgspec.Struct, frozen=True, gc=False, eq=False):
+class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
     by `shape_of`. live: by field, the rows that have it. nbytes: about what the pieces of a block
     and its chunks take, without what is inline."""
@@ -119,7 +120,7 @@ class Shape(msgspec.Struct, frozen=True, gc=False, eq=False):
     nbytes: int
 
 
-def shape_of(count: int, places: tuple[Place, ...]) -> Shape:
+def shape_of(count: int, places: tuple[Place, ...]) -> BlockShape:
     """Return the shape of a block of `count` rows."""
     nbytes = sum([200 + (0 if place.at is None else 36 * len(place.at)) for place in places])
     made = _shape if nbytes <= SHARED_SHAPE_BYTES else _shape.__wrapped__
@@ -127,17 +128,17 @@ def shape_of(count: int, places: tuple[Place, ...]) -> Shape:
 
 
 @lru_cache(1_024)
-def _shape(count: int, places: tuple[Place, ...], nbytes: int) -> Shape:
+def _shape(count: int, places: tuple[Place, ...], nbytes: int) -> BlockShape:
     live: dict[str, int] = {}
     for place in places:
         for field in place.fields:
             if field != UNUSED:
                 live[field] = live.get(field, 0) | place.live
-    return Shape(count, places, live, nbytes)
+    return BlockShape(count, places, live, nbytes)
 
 
 @lru_cache(1_024)
-def _beside(one: Shape, other: Shape) -> Shape:
+def _beside(one: BlockShape, other: BlockShape) -> BlockShape:
     """Both, of which the other has the chunks behind those of the first."""
     many = 1 + max([place.chunk for place in one.places], default=-1)
     moved = [msgspec.structs.replace(place, chunk=many + place.chunk) for place in other.places]
@@ -145,7 +146,7 @@ def _beside(one: Shape, other: Shape) -> Shape:
 
 
 @lru_cache(1_024)
-def _written_by(shape: Shape, stage: str) -> Shape:
+def _written_by(shape: BlockShape, stage: str) -> BlockShape:
     places = [msgspec.structs.replace(place, by=stage) for place in shape.places]
     return shape_of(shape.count, tuple(places))
 
@@ -154,7 +155,7 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The values of a block. chunks: each once, and each is used. The live rows of one field in
     different pieces never overlap."""
 
-    shape: Shape
+    shape: BlockShape
     chunks: tuple[Chunk, ...] = ()
 
     @property

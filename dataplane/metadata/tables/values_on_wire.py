@@ -22,11 +22,11 @@ from dataplane.metadata.tables.names import PROGRESS
 from dataplane.metadata.tables.pieces import (
     SHARED_SHAPE_BYTES,
     UNUSED,
+    BlockShape,
     Chunk,
     MessagePiece,
     Pieces,
     Place,
-    Shape,
     shape_of,
 )
 from dataplane.wire import tables as wire
@@ -49,8 +49,11 @@ _NO_VALUES = wire.Values()
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 Known = Callable[[Owner, int], Chunk | None]
 """The chunk that a shard has under this name."""
-SHARED_BYTES = 1_024
-"""Larger descriptions of pieces are not looked up: they hardly repeat."""
+SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 4_096
+"""What a message brings is looked up only if its encoded pieces, its chunks and its rows are no
+more: larger ones hardly repeat, and would fill the memory."""
+SHARED_BLOCKS = 32
+"""The same of blocks whose values leave together."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[wire.Piece])
@@ -88,10 +91,10 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     places: tuple[MessagePlace, ...]
     rows: dict[str, int]
     used: tuple[int, ...]
-    _block: Shape | None = None
+    _block: BlockShape | None = None
 
     @property
-    def block(self) -> Shape:
+    def block(self) -> BlockShape:
         """Of a block that has all rows of the message, and the chunks in `used`."""
         if self._block is None:
             number = {chunk: n for n, chunk in enumerate(self.used)}
@@ -106,7 +109,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         return self._block
 
 
-class Arrived(NamedTuple):
+class IncomingValues(NamedTuple):
     """The values of a message, checked. chunks: all of them. known: of each, whether the shard had
     it before."""
 
@@ -140,20 +143,21 @@ class Arrived(NamedTuple):
 
 def values_in(
     values: wire.Values, rows: int, known: Known, most: int = MAX_CHUNKS_PER_MESSAGE
-) -> Arrived:
+) -> IncomingValues:
     """The values of a message about this many rows. A chunk that the shard has already is that one.
     most: chunks that the message may have.
 
     ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
     """
     if values == _NO_VALUES:
-        return Arrived(MessageShape(rows, (), {}, ()), [], [])
+        return IncomingValues(MessageShape(rows, (), {}, ()), [], [])
     check_sizes(values, most)
     chunks = _chunks_in(values, known)
     pieces = _encoder.encode(values.pieces)
-    made = _shape_in if len(pieces) <= SHARED_BYTES else _shape_in.__wrapped__
+    is_shared = len(pieces) <= SHARED_BYTES and len(chunks) <= SHARED_CHUNKS and rows <= SHARED_ROWS
+    made = _shape_in if is_shared else _shape_in.__wrapped__
     shape = made(tuple(values.fields), pieces, tuple([one.rows for one in chunks]), rows)
-    return Arrived(shape, chunks, [one.uses > 0 for one in chunks])
+    return IncomingValues(shape, chunks, [one.uses > 0 for one in chunks])
 
 
 @lru_cache(1_024)
@@ -379,11 +383,11 @@ def _two_values(field: str) -> InvalidRows:
 
 # what leaves
 
-Parts = tuple[tuple[Shape, int], ...]
+Parts = tuple[tuple[BlockShape, int], ...]
 """Blocks, one behind the other, by shape, and which of their rows leave."""
 
 
-class Skeleton(NamedTuple):
+class _Skeleton(NamedTuple):
     """Values that leave, without their chunks. pieces: they number the chunks by `used`, the chunks
     of all blocks one behind the other, of which these are used. by: who added each piece."""
 
@@ -394,7 +398,7 @@ class Skeleton(NamedTuple):
     nbytes: int
 
 
-class Outgoing:
+class OutgoingValues:
     """Values of rows, one block behind the other. parts: the pieces of a block, and which of its
     rows. fields: only these; None: all that one of the rows has."""
 
@@ -403,7 +407,9 @@ class Outgoing:
     def __init__(
         self, parts: Sequence[tuple[Pieces, int]], fields: Sequence[str] | None = None
     ) -> None:
-        is_shared = sum([block.nbytes for block, _ in parts]) <= SHARED_SHAPE_BYTES
+        is_shared = len(parts) <= SHARED_BLOCKS and (
+            sum([block.nbytes for block, _ in parts]) <= SHARED_SHAPE_BYTES
+        )
         made = _skeleton if is_shared else _skeleton.__wrapped__
         shapes = tuple([(block.shape, bits) for block, bits in parts])
         self._skeleton = skeleton = made(shapes, None if fields is None else tuple(fields))
@@ -451,7 +457,7 @@ class Outgoing:
 
 
 @lru_cache(1_024)
-def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> Skeleton:
+def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
     numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
     columns: dict[tuple[str, ...], list[int]] = {}
     used: dict[int, int] = {}
@@ -478,7 +484,7 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> Skeleton:
             nbytes += _PIECE_BYTES + (0 if one.at is None else 4 * len(one.at))
         base += bits.bit_count()
         before += 1 + max([one.chunk for one in shape.places], default=-1)
-    return Skeleton(list(numbers), pieces, list(used), by, nbytes)
+    return _Skeleton(list(numbers), pieces, list(used), by, nbytes)
 
 
 def _columns(

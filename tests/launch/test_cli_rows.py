@@ -106,5 +106,5 @@ def test_a_filter_is_json_or_text() -> None:
     wanted = (tag("version") == 7) & (tag("kind") == "math") & (tag("done") == True)  # noqa: E712
     assert repr(where) == repr(wanted)
     assert cli_rows.parsed_where([]) is None
-    with pytest.raises(InvalidCall, match="--where version: expected TAG=VALUE"):
+    with pytest.raises(InvalidCall, match="--where version is not valid: use TAG=VALUE"):
         cli_rows.parsed_where(["version"])

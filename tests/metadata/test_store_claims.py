@@ -14,9 +14,10 @@ from dataplane.errors import (
 from dataplane.metadata.shard import rows_out, takes
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
+from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
 from dataplane.wire.limits import MAX_FRAME_BYTES
-from dataplane.wire.messages import Want
-from dataplane.wire.tables import Owner
+from dataplane.wire.messages import Finish, Want
+from dataplane.wire.tables import Chunk, Owner, Piece, Values
 from tests.metadata.stores import (
     INLINE_AT,
     OWNERS,
@@ -194,6 +195,31 @@ def test_positions_in_a_lease_stay_when_some_rows_are_finished() -> None:
     assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
     with pytest.raises(LeaseExpired):
         finish(s, taken)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 2, 0], [2, 3], [1]])
+def test_values_go_to_the_rows_that_the_index_names(order: list[int]) -> None:
+    """Also where a message is about all rows of a block, in another order than the block's."""
+    s = store(group_size=4)
+    put(s, [f"r{n}" for n in range(4)], ["g"] * 4)
+    taken = take(s, "reward", Want("groups", 1, 1))
+    one_chunk = Values(
+        ["reward"],
+        [OWNERS[0]],
+        [b"layout"],
+        [Chunk(0, 77, len(order), 64, 0)],
+        [Piece(0, [0], 0, bytes_of(all_of(len(order))))],
+    )
+    index = np.array(order, "<u4").tobytes()
+    assert taken.lease is not None
+    s.finish(Finish(taken.lease, "keep", index, values=one_chunk))
+    (block,) = s.blocks.values()
+    found = {}
+    for part in block.values.parts:
+        if "reward" in part.fields:
+            for row in rows_of(part.live):
+                (found[row],) = part.chunk_rows(1 << row)
+    assert found == {row: place for place, row in enumerate(order)}
 
 
 def test_rows_dropped_while_leased_are_passed_over() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import ProtocolError, RowsGone
+from dataplane.errors import LimitExceeded, ProtocolError, RowsGone
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.requests.puts import Committed, Grants
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
@@ -90,6 +91,17 @@ def test_a_chunk_that_is_no_range_of_its_message_is_refused(host: Any, chunk: Ch
     with pytest.raises(ProtocolError):
         commit(host, values(Chunk(0, 1, 1, 64, 0), chunk), [64, 128])
     assert host.space.ranges.live == 0
+
+
+def test_too_many_chunks_are_refused_before_anything_is_booked(host: Any) -> None:
+    chunks = [Chunk(0, n + 1, 1, 64, 0) for n in range(MAX_CHUNKS_PER_MESSAGE + 1)]
+    before = host.space.stats()
+    with pytest.raises(LimitExceeded, match="chunks"):
+        nothing: Any = None
+        Grants(host, nothing, nothing).commit(
+            SESSION, values(*chunks), bytes(EXTENT.itemsize * len(chunks)), b"", Admission.OPEN
+        )
+    assert host.space.stats() == before
 
 
 def test_a_range_that_no_chunk_names_is_refused(host: Any) -> None:

@@ -76,11 +76,11 @@ def _puts(producer: Any, number: int) -> Any:
     return producer._patiently(lambda: producer._put_all([group]))
 
 
-async def _claim(consumer: Any, rows: int) -> list[bytes]:
+async def _claim(consumer: Any, rows: int, timeout_s: float = 60.0) -> list[bytes]:
     async def claimed() -> list[bytes]:
         want = Want("rows", rows, rows)
         body = Claim(consumer.partition, consumer.generation, "train", want, ["x"])
-        answer = await consumer.client.call(body, Claimed, 60.0)
+        answer = await consumer.client.call(body, Claimed, timeout_s)
         consumer.compare(answer.table, keys_of(answer.table))
         return keys_of(answer.table)
 
@@ -141,7 +141,7 @@ def test_an_effect_that_fails_for_minutes_is_logged_once_a_minute(
         await asyncio.sleep(4.0)
         producer = _role(cluster, ledger, Producer, 0, "producer")
         consumer = _role(cluster, ledger, Consumer, 1, "consumer")
-        waiting = asyncio.ensure_future(_claim(consumer, GROUP_ROWS))
+        waiting = asyncio.ensure_future(_claim(consumer, GROUP_ROWS, timeout_s=200.0))
         await asyncio.sleep(1.0)
         with _Failing(ClaimQueue, "serve", 10_000, lambda queue, *_: len(queue) > 0) as failing:
             await _puts(producer, 0)

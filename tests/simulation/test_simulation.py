@@ -81,7 +81,7 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
     group = Group("g", acked=True, owners={writer})
     group.rows = [Row(b"k" * 16, group)]
     ledger.opened(group)
-    entry = SimpleNamespace(store=SimpleNamespace(index={b"k" * 16: 0}))
+    entry = SimpleNamespace(store=SimpleNamespace(rows=SimpleNamespace(keys=b"k" * 16)))
     known: Any = {
         one: SimpleNamespace(
             host=SimpleNamespace(owner=one, name=one.peer, entries={"p": entry}),

@@ -110,7 +110,8 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
 
 def _added(arrived: IncomingValues, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
     """What each part gets of a message."""
-    if len(parts) == 1 and len(parts[0].rows) == arrived.shape.count == parts[0].block.count:
+    every = range(arrived.shape.count)
+    if len(parts) == 1 and parts[0].at == parts[0].rows == every == range(parts[0].block.count):
         return [(parts[0], arrived.block)]  # all rows of a block, in their order
     if all([isinstance(p.at, range) and p.rows == range(p.block.count) for p in parts]):
         return list(zip(parts, divided(arrived.pieces, [p.at for p in parts]), strict=True))
@@ -149,9 +150,9 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
         )
     for part in lease.at(positions):
         if over := part.bits & ~lease.left[part.number]:
-            name = part.block.name(rows_of(over)[0])
+            which = f"row {part.block.name(rows_of(over)[0])!r}" if part.block.keys else "a row"
             raise InvalidRows(
-                f"row {name!r} of lease {lease.number} was already acked, released or "
+                f"{which} of lease {lease.number} was already acked, released or "
                 "dropped: leave it out"
             )
     return positions

@@ -227,22 +227,25 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
     fields = dict.fromkeys([name for _, values in parts for name in values.fields])
     for name in fields:
         taken: list[Name] = []
+        count = 0
         for part, values in parts:
             there = part.block.values.live(name)
             if stage is not None and there:
                 there &= ~part.block.values.added(stage.name, name)
             if hit := there & values.live(name):
-                taken += [part.block.name(row) for row in rows_of(hit)]
-        if not taken:
+                count += hit.bit_count()
+                shown_here = rows_of(hit)[: SHOWN_NAMES - len(taken)]
+                taken += [part.block.name(row) for row in shown_here]
+        if not count:
             continue
         others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
         what = "add the values" if stage is not None else "pass the progress"
         raise FieldExists(
-            f"{counted(len(taken), 'row already has', 'rows already have')} a value of "
+            f"{counted(count, 'row already has', 'rows already have')} a value of "
             f"field {name!r}{others}, for example row {taken[0]!r}. Nothing was stored: "
             f"{what} under another field name",
             field=name,
-            keys=taken[:SHOWN_NAMES],
+            keys=taken,
         )
 
 

@@ -49,7 +49,7 @@ _NO_VALUES = wire.Values()
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 Known = Callable[[Owner, int], Chunk | None]
 """The chunk that a shard has under this name."""
-SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 4_096
+SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
 """What a message brings is looked up only if its encoded pieces, its chunks and its rows are no
 more: larger ones hardly repeat, and would fill the memory."""
 SHARED_BLOCKS = 32

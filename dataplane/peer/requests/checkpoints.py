@@ -31,6 +31,7 @@ from dataplane.wire.checkpoint import (
     Survey,
     SurveyDone,
 )
+from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, PutDone, Request
 
 
@@ -85,7 +86,9 @@ class Checkpoints:
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         grants = self.writing.grants
         try:
-            committed = grants.commit(session, body.values, body.ranges, b"", Admission.OPEN)
+            committed = grants.commit(
+                session, body.values, body.ranges, b"", Admission.OPEN, MAX_CHUNKS_PER_RESTORE
+            )
         except BaseException:
             grants.refused(session, body.ranges)
             raise

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.errors import DataplaneError, ProtocolError, ShardFull, counted
+from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull, counted
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import room
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.references import Array, ids_of
+from dataplane.metadata.tables.values_on_wire import check_sizes
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -33,7 +34,11 @@ from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.wire.limits import (
+    ALIGNMENT_BYTES,
+    MAX_CHUNKS_PER_MESSAGE,
+    MAX_PIECES_PER_MESSAGE,
+)
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -124,7 +129,14 @@ class Grants:
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
-        self.host.space.give_back(session.id, column(body.extents, EXTENT))
+        extents = column(body.extents, EXTENT)
+        if len(extents) > MAX_PIECES_PER_MESSAGE:
+            raise LimitExceeded(
+                f"this message returns {len(extents)} extents, over the limit of "
+                f"{MAX_PIECES_PER_MESSAGE}: return them in several messages",
+                limit=MAX_PIECES_PER_MESSAGE,
+            )
+        self.host.space.give_back(session.id, extents)
         self.room.pump()
         return Done()
 
@@ -142,10 +154,12 @@ class Grants:
         written: bytes,
         shared: bytes,
         kind: Admission,
+        most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
         """Commit ranges for the chunks that a client wrote, and references to those that it
         shares: all or none."""
         space, me = self.host.space, self.host.owner
+        check_sizes(values, most_chunks)
         if not written and not shared:
             if values.chunks or values.owners:
                 _check_chunks(values, me, [])

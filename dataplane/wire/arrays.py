@@ -20,6 +20,8 @@ from dataplane.errors import InvalidValue, ProtocolError
 from dataplane.wire.limits import MAX_RANK
 
 Array = npt.NDArray[Any]
+ArrayForm = tuple[np.dtype[Any], tuple[int, ...]]
+"""dtype and shape of an array"""
 
 _BUILTIN: tuple[type[np.generic], ...] = (
     *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),

@@ -20,7 +20,7 @@ Where = list[Any]
 """A filter over tags as nested lists: ["ge", tag, scalar], ["and", w, w], ["in", tag, [...]] …"""
 
 
-Form = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+FormText = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 """The form of a field's values, such as "int64[*]"; see `client/write/schema.py`."""
 
 
@@ -36,7 +36,7 @@ class Definition(msgspec.Struct, array_like=True, frozen=True):
     groups: int | None = None
     free: Literal["acked", "drop"] = "drop"
     replicas: Literal[1, 2] = 1
-    fields: Annotated[dict[str, Form], msgspec.Meta(max_length=MAX_FIELDS)] = {}
+    fields: Annotated[dict[str, FormText], msgspec.Meta(max_length=MAX_FIELDS)] = {}
 
 
 class Shape(msgspec.Struct, array_like=True, frozen=True):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.read.chunk_columns import columns_of
-from dataplane.client.read.column_view import ColumnView, Run, same
+from dataplane.client.read.column_view import ColumnView, RowSpan, same
 from dataplane.errors import FieldUnknown
 from dataplane.wire.layouts import ColumnSpec
 from tests.client.test_chunk_columns import columns, laid_out
@@ -19,18 +19,18 @@ from tests.client.test_chunk_columns import columns, laid_out
 @st.composite
 def views(draw: st.DrawFn) -> tuple[ColumnView, list[Any]]:
     """A view of several chunks, and what its rows are; None: the row lacks the field."""
-    runs, expected = list[Run](), list[Any]()
+    runs, expected = list[RowSpan](), list[Any]()
     for _ in range(draw(st.integers(0, 4))):
         rows = draw(st.integers(1, 5))
         first = draw(st.integers(0, rows - 1))
         last = draw(st.integers(first + 1, rows))
         if not draw(st.integers(0, 5)):
-            runs.append(Run(None, first, last))
+            runs.append(RowSpan(None, first, last))
             expected += [None] * (last - first)
             continue
         spec, values = draw(columns(rows).filter(lambda made: made[0].kind in ("array", "bytes")))
         column = columns_of([spec], rows, laid_out([spec], [values]))[0]
-        runs.append(Run(column, first, last))
+        runs.append(RowSpan(column, first, last))
         expected += values[first:last]
     return ColumnView("x", runs), expected
 
@@ -92,4 +92,4 @@ def test_a_text_may_have_any_character() -> None:
     texts = ["", "a\0b", "\ud800", "漢字"]
     raw = [text.encode("utf-8", "surrogatepass") for text in texts]
     column = columns_of([ColumnSpec("text")], 4, laid_out([ColumnSpec("text")], [raw]))[0]
-    assert list(ColumnView("x", [Run(column, 0, 4)])) == texts
+    assert list(ColumnView("x", [RowSpan(column, 0, 4)])) == texts

@@ -14,7 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 import dataplane
 from dataplane.client.read.column_view import ColumnView, cut, same
 from dataplane.client.read.ragged import Offsets, Padding
-from dataplane.client.read.tensors import Form, padding_mask, to_tensordict, to_torch
+from dataplane.client.read.tensors import TensorDictForm, padding_mask, to_tensordict, to_torch
 from dataplane.client.write.columns import by_name
 from dataplane.errors import FieldUnknown, InvalidCall, InvalidValue
 
@@ -29,7 +29,7 @@ def jagged(*rows: torch.Tensor) -> torch.Tensor:
 def tensordict(arena: Any, columns: Any, device: str = "cpu", **form: Any) -> Any:
     views = {name: named(arena.view(column), name) for name, column in by_name(columns).items()}
     n = len(next(iter(views.values())))
-    return to_tensordict(views, n, Form(**form), device)
+    return to_tensordict(views, n, TensorDictForm(**form), device)
 
 
 def named(view: Any, field: str) -> Any:
@@ -122,7 +122,7 @@ def test_position_ids_keep_their_ragged_dimension_in_any_batch(arena: Any) -> No
     rows = [torch.arange(3 * n).reshape(3, n) for n in (4, 4, 2)]
     view = arena.view(jagged(*rows))
     for chosen in ([0], [0, 1], [0, 1, 2], [2, 0]):
-        taken = to_tensordict({"p": view.take(chosen)}, len(chosen), Form())["p"]
+        taken = to_tensordict({"p": view.take(chosen)}, len(chosen), TensorDictForm())["p"]
         assert taken._ragged_idx == 2 and taken.shape[:2] == (len(chosen), 3)
         assert [row.tolist() for row in taken.unbind()] == [rows[i].tolist() for i in chosen]
 
@@ -294,4 +294,4 @@ def test_no_row_is_without_the_field(arena: Any) -> None:
     whole = arena.view([[1], [2]])
     view = ColumnView("x", cut(whole.runs, [(0, 1), (-1, 0)]))
     with pytest.raises(FieldUnknown, match="row 1 has no field 'x'"):
-        to_tensordict({"x": view}, 2, Form())
+        to_tensordict({"x": view}, 2, TensorDictForm())

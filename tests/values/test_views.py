@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataplane.client.read.chunk_columns import columns_of
-from dataplane.client.read.column_view import ColumnView, Run, cut, same
+from dataplane.client.read.column_view import ColumnView, RowSpan, cut, same
 from dataplane.client.read.table import TableReader
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.wire import layouts
@@ -238,4 +238,4 @@ def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
     spec = ColumnSpec("array", "int64", (1 << 40, 1 << 40, 0))
     column = columns_of([spec], 1, np.zeros(0, np.uint8))[0]
     with pytest.raises(ProtocolError):
-        ColumnView("x", [Run(column, 0, 1)])[0]
+        ColumnView("x", [RowSpan(column, 0, 1)])[0]

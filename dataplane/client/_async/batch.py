@@ -19,7 +19,7 @@ from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
-from dataplane.client.read.tensors import Each, Form, Layout
+from dataplane.client.read.tensors import Each, Layout, TensorDictForm
 from dataplane.client.write.columns import by_name, named_once
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
@@ -131,7 +131,7 @@ class Converting(Fetching):
         rank, they cannot form a tensor: the field becomes a NonTensorStack, and the log says so.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
-        form = Form(layout, padding, side, length, multiple, mask)
+        form = TensorDictForm(layout, padding, side, length, multiple, mask)
         return await self._converted(
             names,
             device,

@@ -49,7 +49,6 @@ from dataplane.client.write.rows import (
     take_tags,
 )
 from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge, sized
-from dataplane.memory.extents import room
 from dataplane.memory.placement import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
@@ -399,7 +398,7 @@ def room_for(
         if offset is not None:
             for chunk in chunks:
                 chunk.offset = offset
-                offset += room(chunk.nbytes)
+                offset += chunk.space
             return len(units), 0
         session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
     asked = [np.array([chunk.nbytes for chunk in unit], U8).tobytes() for unit in units]
@@ -435,7 +434,7 @@ def share(
     places = column(reserved.places, EXTENT, len(candidates))
     arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
     for chunk, range_, extent in zip(candidates, known.tolist(), places.tolist(), strict=True):
-        if range_[1] and chunk in here and extent[1] == room(chunk.nbytes):
+        if range_[1] and chunk in here and extent[1] == chunk.space:
             stored = arena[extent[0] : extent[0] + chunk.nbytes]
             if is_stored(chunk, stored):
                 chunk.range = range_

@@ -21,9 +21,8 @@ import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, corrupt, failing
 from dataplane.client.checkpoint.arrow_out import TABLES, UNKNOWN
-from dataplane.client.write.chunks import Chunk, Piece, select
+from dataplane.client.write.chunks import Chunk, Piece, room_of, select
 from dataplane.errors import ProtocolError
-from dataplane.memory.extents import room
 from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import UNUSED
@@ -155,13 +154,13 @@ class _Batch:
         bounds, nbytes, pieces, here = [0], 0, 0, set[Chunk]()
         for unit, chunks in enumerate(used):
             new = {*chunks} - here
-            more = sum([room(chunk.nbytes) for chunk in new])
+            more = room_of(new)
             too_many = len(here) + len(new) > MAX_CHUNKS_PER_MESSAGE
             too_many = too_many or pieces + len(chunks) > MAX_PIECES_PER_MESSAGE
             if unit > bounds[-1] and (too_many or nbytes + more > most_bytes):
                 bounds.append(unit)
                 here, nbytes, pieces, new = set(), 0, 0, {*chunks}
-                more = sum([room(chunk.nbytes) for chunk in new])
+                more = room_of(new)
             here |= new
             nbytes += more
             pieces += len(chunks)

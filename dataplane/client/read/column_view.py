@@ -23,15 +23,14 @@ from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
 from dataplane.wire import objects
-from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch, jagged_parts
+from dataplane.wire.arrays import Array, ArrayForm, as_array, is_jagged, is_torch, jagged_parts
 from dataplane.wire.layouts import OPEN, ColumnSpec
 
-Form = tuple[np.dtype[Any], tuple[int, ...]]
 _SHOWN = 4
 """How many numbers of a value a representation shows."""
 
 
-class Run(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows `first` to `last` of a column of a chunk. column: None for rows that lack the field."""
 
     column: ChunkColumn | None
@@ -48,7 +47,7 @@ class ColumnView(Sequence[Any]):
     """
 
     def __init__(
-        self, field: str, runs: Sequence[Run], name_of: Callable[[int], object] | None = None
+        self, field: str, runs: Sequence[RowSpan], name_of: Callable[[int], object] | None = None
     ) -> None:
         """runs: none is empty. name_of: returns the key of a row, for messages."""
         self.field = field
@@ -105,13 +104,13 @@ class ColumnView(Sequence[Any]):
         column, at = self.place(row)
         if column is not None and column.is_array:
             return column.array(at)
-        (value,) = self.run_values(Run(column, at, at + 1), row)
+        (value,) = self.run_values(RowSpan(column, at, at + 1), row)
         return value
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(map(self.run_values, self.runs, [0, *self._ends]))
 
-    def run_values(self, run: Run, row: int = 0) -> Iterable[Any]:
+    def run_values(self, run: RowSpan, row: int = 0) -> Iterable[Any]:
         """Return the values of one run. row: the position of its first row in this view."""
         column, first, last = run
         if column is None:
@@ -198,7 +197,7 @@ class ColumnView(Sequence[Any]):
         return list(dict.fromkeys([spec.items for spec in arrays]))
 
     @cached_property
-    def uniform(self) -> Form | None:
+    def uniform(self) -> ArrayForm | None:
         """The dtype and shape that all rows share. None if they differ or a row is not an array."""
         if not self.holds_arrays:
             return None
@@ -207,7 +206,7 @@ class ColumnView(Sequence[Any]):
         shape = shapes.pop()
         return None if others or shapes or shape is None else (dtype, shape)
 
-    def forms(self) -> list[Form]:
+    def forms(self) -> list[ArrayForm]:
         """Return the dtype and shape of each row. All rows must be arrays."""
         return [
             (run.column.spec.items, run.column.shape_of(row))
@@ -274,7 +273,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
     of several dtypes or ranks are stored as objects."""
     if view.holds_arrays:
         return view
-    runs: list[Run] = []
+    runs: list[RowSpan] = []
     for run in view.runs:
         column = run.column
         if (
@@ -289,7 +288,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
         for value in view.run_values(run):
             if type(value) is not np.ndarray:
                 return view
-            runs.append(Run(ChunkColumn.of(value), 0, 1))
+            runs.append(RowSpan(ChunkColumn.of(value), 0, 1))
     return type(view)(view.field, runs, view.name_of)
 
 
@@ -305,23 +304,23 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
     ]
 
 
-def cut(runs: Sequence[Run], chosen: Iterable[tuple[int, int]]) -> list[Run]:
+def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowSpan]:
     """Return the runs of these stretches of rows, in this order. Rows outside all runs lack the
     field."""
     ends = list(accumulate([run.last - run.first for run in runs]))
-    found: list[Run] = []
+    found: list[RowSpan] = []
     for first, last in chosen:
         number = bisect_right(ends, first)
         while first < last:
             if first < 0 or number == len(runs):
-                found.append(Run(None, 0, last - first))
+                found.append(RowSpan(None, 0, last - first))
                 break
             column, _, end = runs[number]
             shift = end - ends[number]
             stop = min(last, ends[number])
-            run = Run(column, first + shift, stop + shift)
+            run = RowSpan(column, first + shift, stop + shift)
             if found and found[-1].column is column and found[-1].last == run.first:
-                run = Run(column, found.pop().first, run.last)
+                run = RowSpan(column, found.pop().first, run.last)
             found.append(run)
             first, number = stop, number + 1  # noqa: PLW2901
     return found

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
-from dataplane.client.read.column_view import ColumnView, Run
+from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.client.read.ragged import (
     RIGHT,
     Offsets,
@@ -131,7 +131,7 @@ class DeviceColumn(ColumnView):
         count = sum([run.last - run.first for run, _ in self._on_device()])
         return f"{dtypes or 'values'}, {count} on a device"
 
-    def _on_device(self) -> list[tuple[Run, DeviceChunkColumn]]:
+    def _on_device(self) -> list[tuple[RowSpan, DeviceChunkColumn]]:
         return [(run, run.column) for run in self.runs if isinstance(run.column, DeviceChunkColumn)]
 
     @property
@@ -158,7 +158,7 @@ class DeviceColumn(ColumnView):
                 width = column.spec.width
                 lengths = column.lengths[run.first * width : run.last * width]
                 rows = run.last - run.first
-                runs.append(Run(ChunkColumn(column.spec, rows, lengths, copy), 0, rows))
+                runs.append(RowSpan(ChunkColumn(column.spec, rows, lengths, copy), 0, rows))
             else:
                 runs.append(run)
         for device in touched.values():

@@ -19,7 +19,13 @@ from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.devices import DeviceTableReader
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.table import NOWHERE, TableReader
-from dataplane.client.read.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
+from dataplane.client.read.tensors import (
+    Layout,
+    TensorDictForm,
+    padding_mask,
+    to_tensordict,
+    to_torch,
+)
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
@@ -228,7 +234,9 @@ class Selection:
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
         return (made, padding_mask(column, padding, device)) if mask else made
 
-    def _tensordict(self, columns: Mapping[str, ColumnView], form: Form, device: str) -> Any:
+    def _tensordict(
+        self, columns: Mapping[str, ColumnView], form: TensorDictForm, device: str
+    ) -> Any:
         direct = self._handle.session.direct
         return to_tensordict(columns, len(self), form, device, direct, self._offsets)
 

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
-from dataplane.client.read.column_view import ColumnView, Run, cut, stretches
+from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.bits import rows_of
@@ -49,7 +49,7 @@ class TableReader:
         self._uses = _uses(table.values)
         self._chunks: dict[int, list[ChunkColumn]] = {}
         self._pieces: dict[int, tuple[list[ChunkColumn], list[_Stretch]]] = {}
-        self._runs: dict[str, list[Run]] = {}
+        self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
         self._chosen: list[tuple[int, int]] = []
@@ -75,26 +75,26 @@ class TableReader:
             runs = cut(runs, self._chosen)
         return ColumnView(field, runs, name_of)
 
-    def _find(self, field: str) -> list[Run]:
+    def _find(self, field: str) -> list[RowSpan]:
         """The field of all rows of the table."""
-        placed: list[tuple[int, Run]] = []
+        placed: list[tuple[int, RowSpan]] = []
         for number, at in self._uses[field]:
             columns, rows = self._pieces.get(number) or self._open_piece(number)
             for row, first, last in rows:
-                placed.append((row, Run(columns[at], first, last)))
+                placed.append((row, RowSpan(columns[at], first, last)))
         if len(placed) > 1:
             placed.sort(key=itemgetter(0))
-        runs: list[Run] = []
+        runs: list[RowSpan] = []
         end = 0
         for row, run in placed:
             if row < end:
                 raise ProtocolError(f"field {field!r}: expected one value for row {row}, got two")
             if row > end:
-                runs.append(Run(None, 0, row - end))
+                runs.append(RowSpan(None, 0, row - end))
             runs.append(run)
             end = row + run.last - run.first
         if end < self.count:
-            runs.append(Run(None, 0, self.count - end))
+            runs.append(RowSpan(None, 0, self.count - end))
         return runs
 
     def _open_piece(self, number: int) -> tuple[list[ChunkColumn], list[_Stretch]]:

@@ -172,7 +172,7 @@ Each: TypeAlias = E | Mapping[str, E]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorDictForm:
     """How the fields of a TensorDict are laid out; a mapping names only those that differ."""
 
     layout: Each[Layout] = "auto"
@@ -241,7 +241,7 @@ def _for_field(given: Any, name: str, default: Any) -> Any:
 class _Masks:
     """The masks of a TensorDict, by their names, and of which field each is."""
 
-    form: Form
+    form: TensorDictForm
     found: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, column: ColumnView, padding: Padding, device: str) -> None:
@@ -265,7 +265,7 @@ class _Masks:
 def to_tensordict(
     columns: Mapping[str, ColumnView],
     n: int,
-    form: Form,
+    form: TensorDictForm,
     device: str = "cpu",
     direct: DirectCopies | None = None,
     offsets: Offsets | None = None,

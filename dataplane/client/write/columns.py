@@ -29,6 +29,7 @@ from dataplane.errors import (
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
+    ArrayForm,
     as_array,
     dtype_name,
     is_jagged,
@@ -41,9 +42,6 @@ from dataplane.wire.arrays import (
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.objects import Buffer
-
-Form = tuple[np.dtype[Any], tuple[int, ...]]
-"""dtype and shape of an array"""
 
 LARGE_ROW_BYTES = 4 << 10
 """Rows of at least this size are left where they are until the one copy, whatever their order."""
@@ -75,7 +73,7 @@ class ValueColumn(msgspec.Struct, eq=False):
     nbytes: int
     sizes: int | list[int]
     lengths: list[int] = []
-    mixed: list[Form] = []
+    mixed: list[ArrayForm] = []
     dedup: bool = False
 
     def bytes_of(self, first: int, last: int) -> int:

@@ -28,7 +28,7 @@ _FORM = re.compile(r"\s*([a-z]\w*(?:\[\d*[a-zA-Z]+\])?)\s*(?:\[([^\[\]]*)\])?\s*
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FieldForm:
     """dtype None: an object. shape None: any; a dimension None: any length."""
 
     dtype: np.dtype[Any] | None
@@ -78,31 +78,31 @@ def canonical(fields: object) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def parsed(text: str) -> Form:
+def parsed(text: str) -> FieldForm:
     """InvalidCall for what is no form."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise InvalidCall("expected DTYPE or DTYPE[DIMENSIONS]")
     name, dimensions = match.groups()
     if name == "object" and dimensions is None:
-        return Form(None, None)
+        return FieldForm(None, None)
     try:
         dtype = dtype_of(name)
     except ProtocolError:
         raise InvalidCall(f"unknown dtype {name!r}") from None
     if dimensions is None or not dimensions.strip():
-        return Form(dtype, ())
+        return FieldForm(dtype, ())
     if dimensions.strip() == "...":
-        return Form(dtype, None)
+        return FieldForm(dtype, None)
     parts = [part.strip() for part in dimensions.split(",")]
     if len(parts) > MAX_RANK:
         raise InvalidCall(f"expected at most {MAX_RANK} dimensions, got {len(parts)}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
         raise InvalidCall("expected a number in each dimension, or * for any length")
-    return Form(dtype, tuple(None if part == "*" else int(part) for part in parts))
+    return FieldForm(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 
-def _written(form: Form) -> str:
+def _written(form: FieldForm) -> str:
     if form.dtype is None:
         return "object"
     if form.shape is None:
@@ -138,7 +138,7 @@ def check(columns: Iterable[ValueColumn], fields: Mapping[str, str]) -> None:
         )
 
 
-def _first_wrong(form: Form, column: ValueColumn) -> int | None:
+def _first_wrong(form: FieldForm, column: ValueColumn) -> int | None:
     if column.mixed:
         wrong = [not form.takes_array(dtype, shape) for dtype, shape in column.mixed]
         return wrong.index(True) if True in wrong else None
@@ -162,13 +162,13 @@ def _shape(column: ValueColumn, row: int) -> tuple[int, ...]:
 
 def _told(column: ValueColumn, row: int) -> str:
     if column.mixed:
-        return _written(Form(*column.mixed[row]))
+        return _written(FieldForm(*column.mixed[row]))
     if column.spec.kind != "array":
         return "a Python object"
-    return _written(Form(dtype_of(column.spec.dtype), _shape(column, row)))
+    return _written(FieldForm(dtype_of(column.spec.dtype), _shape(column, row)))
 
 
-def _advice(form: Form) -> str:
+def _advice(form: FieldForm) -> str:
     if form.dtype is None:
         return "pass dataplane.object(value)"
     return f"pass np.asarray(value, {form.dtype.name!r}) of that shape"

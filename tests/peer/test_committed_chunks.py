@@ -13,7 +13,8 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.requests.puts import Committed, Grants
-from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE
+from dataplane.wire.messages import GiveBack
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
@@ -101,6 +102,16 @@ def test_too_many_chunks_are_refused_before_anything_is_booked(host: Any) -> Non
         Grants(host, nothing, nothing).commit(
             SESSION, values(*chunks), bytes(EXTENT.itemsize * len(chunks)), b"", Admission.OPEN
         )
+    assert host.space.stats() == before
+
+
+def test_a_message_returns_a_bounded_number_of_extents(host: Any) -> None:
+    nothing: Any = None
+    grants = Grants(host, nothing, nothing)
+    before = host.space.stats()
+    body = GiveBack(bytes(EXTENT.itemsize * (MAX_PIECES_PER_MESSAGE + 1)))
+    with pytest.raises(LimitExceeded, match="in several messages"):
+        grants.give_back(SESSION, nothing, body)
     assert host.space.stats() == before
 
 

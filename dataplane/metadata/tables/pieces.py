@@ -86,11 +86,6 @@ class MessagePiece(NamedTuple):
     at: tuple[int, ...] | None = None
     by: str = ""
 
-    @property
-    def end(self) -> int:
-        """The row behind the last one that it has."""
-        return self.base + self.given.bit_length()
-
 
 SHARED_SHAPE_BYTES = 8 << 10
 """Larger shapes are not shared, because they hardly repeat. This bounds the memory of those that

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, FieldExists, ProtocolError
+from dataplane.errors import DataplaneError, FieldExists, InvalidRows, ProtocolError
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
@@ -186,6 +186,18 @@ def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
     finish(other, taken, index=np.array([1, 2], "<u4").tobytes())
     assert other.stage("reward").acked_rows == 2
     assert keys_of(other, taken) == ["d"]
+
+
+def test_a_copy_refuses_rows_of_a_lease_whose_block_is_gone_as_the_store_does() -> None:
+    s = stores.store(stages={"s": ["tokens"]}, free="acked")
+    put(s, ["a"])
+    put(s, ["b"])
+    taken = take(s, "s", Want("rows", 2, 2))
+    finish(s, taken, index=b"\0\0\0\0")
+    assert len(s.blocks) == 1
+    for one in (s, copy_of(s)):
+        with pytest.raises(InvalidRows, match="already acked"):
+            finish(one, taken, index=b"\0\0\0\0")
 
 
 def test_a_long_lease_of_which_every_other_row_is_finished_is_soon_at_a_copy() -> None:
